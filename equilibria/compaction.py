@@ -1,0 +1,58 @@
+"""May a row be evaluated without its neighbours? Asked once per cell, answered by trying it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable
+from typing import Any, Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from equilibria.maps import FlatMap
+
+# in spacings of the numbers, and at most: blocking of matrix kernels changes with the batch size, meaning does not
+AGREEMENT, LOOSEST_AGREEMENT = 1e3, 0.05
+
+
+@runtime_checkable
+class Owned(Protocol):
+    """A map that knows which cell it runs, so that one answer serves all its solves."""
+
+    owner: Any  # the cell, or the code of a plain function; weakly referenced
+    mode: Hashable  # what the answer may depend on besides: training or not, which inputs have rows
+    precision: float
+    silent: bool  # a plain function without inputs: that it closes over its data is no news to anybody
+
+
+_verdicts: WeakKeyDictionary[Any, dict[Hashable, bool]] = WeakKeyDictionary()
+
+
+def rows_stand_alone(f: FlatMap, smaller: FlatMap, z: Tensor, fz: Tensor, index: Tensor) -> bool:
+    """Does `smaller`, the map on the rows at `index`, give what `f` gave there? Remembered for the cell."""
+    if not isinstance(f, Owned):
+        return _agree(smaller, z, fz, index, torch.finfo(z.dtype).eps)
+    verdicts = _verdicts.setdefault(f.owner, {})
+    if f.mode not in verdicts:
+        verdicts[f.mode] = _agree(smaller, z, fz, index, f.precision)
+        if not verdicts[f.mode] and not f.silent:
+            warnings.warn(
+                "Converged samples keep being evaluated: this cell gives another value for a row without its neighbours. "
+                "Make every tensor that belongs to a sample an input of the cell with the batch first, or accept the cost "
+                "with Stop(compact=False).",
+                stacklevel=2,
+            )
+    return verdicts[f.mode]
+
+
+def _agree(smaller: FlatMap, z: Tensor, fz: Tensor, index: Tensor, precision: float) -> bool:
+    expected = fz.index_select(0, index)
+    try:
+        alone = smaller(z.index_select(0, index))
+    except (RuntimeError, ValueError, IndexError, TypeError):
+        return False  # data of the whole batch lies inside the cell, beyond the reach of its inputs
+    error = torch.linalg.vector_norm(alone - expected, dim=1)
+    size = torch.linalg.vector_norm(expected, dim=1)
+    close = error <= min(AGREEMENT * precision, LOOSEST_AGREEMENT) * size
+    return bool((close | ~torch.isfinite(size)).all())

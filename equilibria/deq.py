@@ -1,0 +1,172 @@
+"""DEQ joins a cell, a solver, a stop and a gradient; `fixed_point` is the same without a module."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from equilibria import transforms
+from equilibria.equation import CellEquation
+from equilibria.gradients.base import Gradient, Problem
+from equilibria.gradients.implicit import Implicit
+from equilibria.recording import note
+from equilibria.solution import Report, Solution, Stats
+from equilibria.solve import Stop, check_solver
+from equilibria.solvers.anderson import Anderson
+from equilibria.solvers.fallback import AnySolver
+from equilibria.starts import FirstStep, Init, start_of
+from equilibria.state import Layout, State
+
+
+class DEQ(nn.Module):
+    """The equilibrium z = cell(z, *inputs) as a layer.
+
+    cell       nn.Module or callable, cell(z, *inputs) -> z of the same structure, batch first. If it has
+               `prepare(*inputs)`, that is called once per solve and its result (a tuple: several) replaces the inputs
+    init       where to start: None (zeros like the first input), Zeros(*shape), FirstStep(), or a callable or module
+               init(*inputs) -> z0
+    solver     which iterate comes next
+    stop       when a sample is done
+    gradient   how derivatives flow
+    eval_stop  `stop` while the module is in eval mode; None: the same
+    compile    run the cell through torch.compile
+    batched    False: the state is one whole problem without a batch dimension, as of a graph
+    """
+
+    def __init__(
+        self,
+        cell: Callable[..., State],
+        init: Init = None,
+        solver: AnySolver = Anderson(),
+        stop: Stop = Stop(),
+        gradient: Gradient = Implicit(),
+        eval_stop: Stop | None = None,
+        compile: bool = False,
+        *,
+        batched: bool = True,
+    ) -> None:
+        super().__init__()
+        _check_parts(cell, init, solver, stop, gradient, eval_stop)
+        self.cell = cell
+        self.init = init
+        self.solver = solver
+        self.stop = stop
+        self.gradient = gradient
+        self.eval_stop = eval_stop
+        self.batched = batched
+        self.compile_cell = compile
+
+    def forward(self, *inputs: Any, init: Solution | State | None = None) -> State:
+        """The equilibrium itself."""
+        return self.solve(*inputs, init=init).z
+
+    @torch.compiler.disable
+    def solve(self, *inputs: Any, init: Solution | State | None = None) -> Solution:
+        """The equilibrium with its record. `init` starts this solve from a state or an earlier Solution instead."""
+        stop = self.stop if self.training or self.eval_stop is None else self.eval_stop
+        start = self.init if init is None else _constant(init)
+        solution = _solve(self.cell, start, inputs, self.solver, stop, self.gradient, self.batched, self.compile_cell)
+        note(self, solution)
+        return solution
+
+    def extra_repr(self) -> str:
+        parts = {name: getattr(self, name) for name in ("solver", "stop", "gradient", "eval_stop")}
+        lines = [f"({name}): {value!r}" for name, value in parts.items() if value is not None]
+        return "\n".join(lines)
+
+
+def fixed_point(
+    f: Callable[..., State],
+    z0: Solution | State,
+    *inputs: Any,
+    solver: AnySolver = Anderson(),
+    stop: Stop = Stop(),
+    gradient: Gradient = Implicit(),
+    batched: bool = True,
+) -> Solution:
+    """Solve z = f(z, *inputs) from z0, a state or an earlier Solution; differentiable in inputs and f's parameters.
+
+    `f` may be a module or any callable. Tensors that a plain callable closes over get first-order gradients; for more,
+    pass them as inputs.
+    """
+    _check_parts(f, None, solver, stop, gradient, None)
+    return _solve(f, _constant(z0), inputs, solver, stop, gradient, batched, compile=False)
+
+
+def _solve(
+    cell: Callable[..., State],
+    init: Init,
+    inputs: Sequence[Any],
+    solver: AnySolver,
+    stop: Stop,
+    gradient: Gradient,
+    batched: bool,
+    compile: bool,
+) -> Solution:
+    prepared = _prepared(cell, inputs)
+
+    def f(z: State) -> State:
+        return cell(z, *prepared)
+
+    start = start_of(init, cell, f, inputs, batched=batched)
+    layout = Layout.of(start, batched=batched)
+    equation = CellEquation(_compiled(cell) if compile else cell, layout, prepared)
+    z0 = layout.pack(start).detach()
+    known, opaque = _look_for_captures(equation, z0)
+    report = Report()
+    problem = Problem(equation, solver, stop, report, known=known, opaque=opaque)
+    z = gradient(problem, z0, equation.args)
+    extra = int(isinstance(init, FirstStep)) + int(known is not None) + int(equation.settle(z.detach()))
+    assert report.stats is not None
+    report.stats = _with_evaluations(report.stats, extra, layout.batch)
+    return Solution(layout.unpack(z), start, f, report.stats, report)
+
+
+def _prepared(cell: Any, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    prepare = getattr(cell, "prepare", None)
+    if prepare is None:
+        return tuple(inputs)
+    prepared = prepare(*inputs)
+    return prepared if isinstance(prepared, tuple) else (prepared,)
+
+
+def _look_for_captures(equation: CellEquation, z0: Tensor) -> tuple[Tensor | None, bool]:
+    """F(z0) where it had to be run to find out, and whether the cell depends on tensors out of reach."""
+    if isinstance(equation.cell, nn.Module):
+        return None, equation.opaque
+    differentiating = torch.is_grad_enabled() or transforms.inside_transform() or transforms.inside_dual_level()
+    return equation.captures(z0) if differentiating else (None, False)
+
+
+def _with_evaluations(stats: Stats, extra: int, rows: int) -> Stats:
+    """Statistics with the evaluations made around the loop."""
+    return dataclasses.replace(
+        stats, evaluations=stats.evaluations + extra, sample_evaluations=stats.sample_evaluations + extra * rows
+    )
+
+
+def _constant(start: Solution | State) -> Callable[..., State]:
+    """A start as an `init`, cut from whatever graph it came from."""
+    state = start.z if isinstance(start, Solution) else start
+    state = pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, state)
+    return lambda *inputs: state
+
+
+def _compiled(cell: Any) -> Any:
+    return torch.compile(cell)
+
+
+def _check_parts(cell: Any, init: Any, solver: Any, stop: Any, gradient: Any, eval_stop: Any) -> None:
+    if not callable(cell):
+        raise TypeError(f"The cell must be an nn.Module or a callable cell(z, *inputs) -> z, got {cell!r}.")
+    if init is not None and not callable(init) and not hasattr(init, "__dataclass_fields__"):
+        raise TypeError(f"init must be None, eq.Zeros(*shape), eq.FirstStep() or a callable init(*inputs) -> z0, got {init!r}.")
+    check_solver(solver)
+    for name, part, kind in (("stop", stop, Stop), ("eval_stop", eval_stop, Stop), ("gradient", gradient, Gradient)):
+        if not isinstance(part, kind) and not (name == "eval_stop" and part is None):
+            raise TypeError(f"{name} must be an object such as eq.{'Stop' if kind is Stop else 'Implicit'}(), got {part!r}.")

@@ -1,0 +1,189 @@
+"""Equations: a map F(z, *args) on matrices in which every tensor it depends on is explicit.
+
+Explicit arguments are what makes derivatives of any order possible: an autograd.Function differentiates what is
+passed to it, never what lies in a closure.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils import _pytree as pytree
+
+from equilibria import transforms
+from equilibria.autocast import Autocast
+from equilibria.maps import FlatMap
+from equilibria.state import Layout, State
+
+
+class Equation(ABC):
+    """F(z, *args), (rows, n) -> (rows, n)."""
+
+    rowwise: tuple[bool, ...]  # which args have a row per sample
+    precision: float  # spacing of the numbers F computes with
+    owner: Any  # the cell behind it
+    mode: Hashable
+    silent: bool
+
+    @abstractmethod
+    def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
+        """Differentiable in everything."""
+
+    def bind(self, args: Sequence[Tensor]) -> FlatMap:
+        """The map z -> F(z, *args), as fast as it can be run when nobody differentiates it."""
+        return BoundMap(self, args)
+
+    def take(self, args: Sequence[Tensor], index: Tensor) -> list[Tensor]:
+        """The args of the rows at `index`."""
+        return [arg[index] if rows else arg for arg, rows in zip(args, self.rowwise, strict=True)]
+
+    def right(self, *args: Tensor) -> Tensor | None:
+        """The right-hand side, where the equation is a linear one: what its tolerance is relative to."""
+        return None
+
+    @property
+    def independent(self) -> bool:
+        """May rows be evaluated without each other? (Verified before it is relied on.)"""
+        return True
+
+
+class BoundMap:
+    """An equation with its arguments, for the loop."""
+
+    def __init__(self, equation: Equation, args: Sequence[Tensor]) -> None:
+        self.equation, self.args = equation, args
+        self.owner, self.mode, self.silent = equation.owner, equation.mode, equation.silent
+        self.precision = equation.precision
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return self.equation(z, *self.args)
+
+    def take(self, index: Tensor) -> FlatMap | None:
+        if not self.equation.independent:
+            return None
+        return self.equation.bind(self.equation.take(self.args, index))
+
+
+class CellEquation(Equation):
+    """A cell on nested states as an equation on matrices; args are its tensors: inputs, parameters, buffers.
+
+    A cell's buffers are constant during a solve. Where running the cell moves them (batch norm, spectral norm), every
+    evaluation works on a copy, and `settle` moves the real ones once, at the equilibrium.
+    """
+
+    def __init__(self, cell: Callable[..., State], layout: Layout, inputs: Sequence[Any]) -> None:
+        self.cell, self.layout = cell, layout
+        self._leaves, self._inputs_spec = pytree.tree_flatten(tuple(inputs))
+        tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        module = cell if isinstance(cell, nn.Module) and not is_sharded(cell) else None
+        parameters = dict(module.named_parameters()) if module else {}
+        buffers = dict(module.named_buffers()) if module else {}
+        self._names = (*parameters, *buffers)
+        self._buffers = tuple(buffers)
+        self._own = (*parameters.values(), *buffers.values())
+        self._inputs = len(tensors)
+        self._moving = None if buffers and module is not None and module.training else False
+        self.args: tuple[Tensor, ...] = (*tensors, *self._own)
+        self.autocast = Autocast.current(layout.device)
+        self.precision = torch.finfo(self.autocast.dtype).eps if self.autocast.enabled else layout.precision
+        rows = [layout.batched and t.dim() > 0 and t.shape[0] == layout.batch for t in tensors]
+        self.rowwise = (*rows, *[False] * len(self._own))
+        self.owner = cell if isinstance(cell, nn.Module) else None
+        self.mode = (getattr(cell, "training", False), self.rowwise)
+        self.silent = not isinstance(cell, nn.Module) and not tensors
+
+    def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
+        return self._run(z, args, direct=False)
+
+    def bind(self, args: Sequence[Tensor]) -> FlatMap:
+        own = all(a is b for a, b in zip(args[self._inputs :], self._own, strict=True))
+        return _CellMap(self, args, direct=own)
+
+    @property
+    def independent(self) -> bool:
+        modules = self.cell.modules() if isinstance(self.cell, nn.Module) else ()
+        return self.layout.batched and not any(_uses_batch_statistics(module) for module in modules)
+
+    @property
+    def opaque(self) -> bool:
+        """Does the cell depend on tensors that cannot be made arguments? True of sharded weights."""
+        return isinstance(self.cell, nn.Module) and is_sharded(self.cell)
+
+    def captures(self, z: Tensor) -> tuple[Tensor, bool]:
+        """F(z), and whether a plain callable closes over tensors that need gradients."""
+        with torch.enable_grad():
+            out = self._run(z, [transforms.primal(arg).detach() for arg in self.args], direct=True)
+        if transforms.tangent(out) is not None or (transforms.is_mapped(out) and not transforms.is_mapped(z)):
+            raise RuntimeError(OUT_OF_REACH)
+        return out.detach(), out.requires_grad
+
+    def settle(self, z: Tensor) -> bool:
+        """Let the cell move its buffers, once per solve; True if it was run."""
+        if not self._moving:
+            return False
+        with torch.no_grad(), self.autocast.inside():
+            self.cell(self.layout.unpack(z), *self._unflatten(self.args))
+        return True
+
+    def _run(self, z: Tensor, args: Sequence[Tensor], *, direct: bool) -> Tensor:
+        state, inputs = self.layout.unpack(z), self._unflatten(args)
+        with self.autocast.inside():
+            if direct and self._moving is False:
+                out = self.cell(state, *inputs)
+            else:
+                out = self._run_functional(state, inputs, args[self._inputs :])
+        return self.layout.pack_output(out, z.shape[0], cast=self.autocast.enabled)
+
+    def _run_functional(self, state: State, inputs: Sequence[Any], tensors: Sequence[Tensor]) -> State:
+        named = dict(zip(self._names, tensors, strict=True))
+        if self._moving is not False:
+            named |= {name: named[name].clone() for name in self._buffers}
+        versions = [named[name]._version for name in self._buffers]
+        out = torch.func.functional_call(self.cell, named, (state, *inputs)) if named else self.cell(state, *inputs)
+        if self._moving is None:
+            self._moving = versions != [named[name]._version for name in self._buffers]
+        return out
+
+    def _unflatten(self, args: Sequence[Tensor]) -> Sequence[Any]:
+        tensors = iter(args)
+        leaves = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        inputs: Sequence[Any] = pytree.tree_unflatten(leaves, self._inputs_spec)
+        return inputs
+
+
+class _CellMap(BoundMap):
+    """A bound cell; called without `functional_call` where the args are the module's own tensors."""
+
+    equation: CellEquation
+
+    def __init__(self, equation: CellEquation, args: Sequence[Tensor], *, direct: bool) -> None:
+        super().__init__(equation, args)
+        self.direct = direct
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return self.equation._run(z, self.args, direct=self.direct)
+
+
+OUT_OF_REACH = (
+    "The cell closes over tensors that are being differentiated or mapped over, where only tensors it is given can be "
+    "followed: forward mode, torch.func transforms and second derivatives need them as inputs, "
+    "f(z, *inputs), or as parameters of a cell that is an nn.Module."
+)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Does FSDP own the weights? It then gathers and reduces them around every call, out of functional_call's sight."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+    return any(isinstance(m, (FSDPModule, FullyShardedDataParallel)) for m in module.modules())
+
+
+def _uses_batch_statistics(module: nn.Module) -> bool:
+    return isinstance(module, _NormBase) and (module.training or not module.track_running_stats)

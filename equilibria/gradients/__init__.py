@@ -1,0 +1,1 @@
+"""Gradients: how derivatives flow through an equilibrium."""

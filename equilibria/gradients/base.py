@@ -1,0 +1,90 @@
+"""What a gradient is: it runs the forward solve and returns an equilibrium that carries derivatives."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from equilibria.equation import Equation
+from equilibria.maps import FlatMap
+from equilibria.norms import rms_norm
+from equilibria.policy import judge
+from equilibria.solution import Report, Status
+from equilibria.solve import Flat, Stop, solve
+from equilibria.solvers.fallback import AnySolver
+
+AdjointFailure = Literal["ignore", "warn", "raise", "fall_back"]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """An equilibrium to be found: z = equation(z, *args).
+
+    what    "forward" for a cell; "adjoint" or "tangent" for a linear system of its derivatives, whose args are
+            (z, right-hand side, *args) and whose tolerance is relative to that right-hand side
+    known   F(z0), where it has been computed already
+    opaque  does the equation depend on tensors that are not among its args?
+    """
+
+    equation: Equation
+    solver: AnySolver
+    stop: Stop
+    report: Report
+    what: Literal["forward", "adjoint", "tangent"] = "forward"
+    on_failure: AdjointFailure | None = None  # None: as `stop` says
+    known: Tensor | None = None
+    opaque: bool = False
+
+    def run(self, z0: Tensor, args: Sequence[Tensor]) -> Flat:
+        """Solve without a graph; statistics are filed, the failure policy applied."""
+        with torch.no_grad():
+            return self.run_map(self.equation.bind(args), z0, self.equation.right(*args))
+
+    def run_map(self, f: FlatMap, z0: Tensor, right: Tensor | None) -> Flat:
+        scale = None if right is None else self.stop.norm(right)
+        precision = self.equation.precision
+        flat = solve(f, z0, self.solver, self.stop, scale=scale, precision=precision, known=self.known)
+        if self.what == "forward":
+            self.report.stats = flat.stats
+            self.report.nonfinite = bool(flat.stats.failed.any()) and flat.stats.count(Status.NONFINITE) > 0
+        else:
+            self.report.adjoint = flat.stats
+        action = "warn" if self.on_failure == "fall_back" else self.on_failure
+        judge(flat.stats, self.stop, self.solver, what=self.what, owner=self.equation.owner, on_failure=action)
+        if right is not None and self.on_failure == "fall_back":  # to the Jacobian-free answer, g = v
+            return dataclasses.replace(flat, z=torch.where(flat.stats.failed.unsqueeze(1), right, flat.z))
+        return flat
+
+
+class Gradient(ABC):
+    """How derivatives flow. Keeps nothing between calls: one DEQ may be solved many times before a backward."""
+
+    @abstractmethod
+    def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
+        """Solve; the equilibrium (batch, n) with its derivatives, `problem.report` filled in."""
+
+
+def unit(v: Tensor) -> Tensor:
+    """(batch, 1), what a right-hand side is divided by: its solution then does not depend on the scale of the loss."""
+    size = rms_norm(v.detach()).unsqueeze(1)
+    return torch.where((size > 0) & torch.isfinite(size), size, torch.ones_like(size))
+
+
+def quarantine(
+    equation: Equation, z: Tensor, args: Sequence[Tensor], v: Tensor, good: Tensor
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """In place of every bad sample a good one, with a cotangent of zero.
+
+    A zero cotangent alone does not do: 0 * nan is nan, and the gradient of shared weights sums over the batch.
+    """
+    if z.shape[0] == 0:
+        return z, list(args), v
+    own = torch.arange(z.shape[0], device=z.device)
+    index = torch.where(good, own, good.to(torch.int8).argmax())
+    return z[index], equation.take(args, index), torch.where(good.unsqueeze(1), v, torch.zeros_like(v))

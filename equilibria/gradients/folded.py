@@ -1,0 +1,64 @@
+"""vmap: an equation under a mapped dimension as an equation over more rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from equilibria import transforms
+from equilibria.equation import Equation
+from equilibria.gradients.linear import LinearEquation, LinearMap
+from equilibria.maps import FlatMap
+
+
+@dataclass(frozen=True)
+class Fold:
+    """A mapped dimension of size `size` laid into the batch."""
+
+    size: int
+    batch: int
+    dims: tuple[int | None, ...]  # where it is in each arg
+    randomness: str
+
+    def unfold(self, x: Tensor) -> Tensor:
+        return x.unflatten(0, (self.size, self.batch))
+
+
+class FoldedEquation(Equation):
+    """An equation under vmap as one over size * batch rows."""
+
+    def __init__(self, of: Equation, fold: Fold) -> None:
+        self.of, self.fold = of, fold
+        self.rowwise = (False,) * len(fold.dims)
+        self.precision, self.owner, self.mode, self.silent = of.precision, of.owner, of.mode, of.silent
+
+    def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
+        mapped = torch.func.vmap(self.of, in_dims=(0, *self.fold.dims), randomness=self.fold.randomness)
+        out: Tensor = mapped(self.fold.unfold(z), *args)
+        return out.flatten(0, 1)
+
+    def bind(self, args: Sequence[Tensor]) -> FlatMap:
+        offset = self.right(*args)
+        if offset is None:
+            return super().bind(args)
+
+        def product(t: Tensor) -> Tensor:
+            return self(t, *args) - offset
+
+        def transposed(t: Tensor) -> Tensor:
+            return transforms.vjp(product, torch.zeros_like(t))(t)[0]
+
+        return LinearMap(self, args, product, transposed, offset)
+
+    def right(self, *args: Tensor) -> Tensor | None:
+        if not isinstance(self.of, (LinearEquation, FoldedEquation)) or self.of.right(*args) is None:
+            return None
+        mapped: Tensor = torch.func.vmap(self.of.right, in_dims=self.fold.dims)(*args)
+        return mapped.flatten(0, 1)
+
+    @property
+    def independent(self) -> bool:
+        return False  # its args have no rows of their own to take

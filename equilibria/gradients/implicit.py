@@ -1,0 +1,48 @@
+"""Exact gradients by the implicit function theorem."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from equilibria.gradients.attach import attach
+from equilibria.gradients.base import AdjointFailure, Gradient, Problem
+from equilibria.gradients.primitive import Differentiable, FixedPoint
+from equilibria.solve import Stop
+from equilibria.solvers.fallback import AnySolver
+from equilibria.solvers.krylov import GMRES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Implicit(Gradient):
+    """dz = (I - J)^{-1} dF: a backward pass solves g = J'g + v, with no memory of the forward steps.
+
+    Exact to the tolerances, in reverse and forward mode and to any order.
+
+    solver      of the linear systems; None: GMRES
+    stop        when they are solved, relative to their right-hand side, so that gradients do not depend on the
+                scale of the loss; None: the tolerances of the forward solve
+    on_failure  for samples whose system was not solved: "ignore", "warn", "raise", or "fall_back" to the
+                Jacobian-free gradient g = v with a warning; None: as `stop` says
+    """
+
+    solver: AnySolver | None = None
+    stop: Stop | None = None
+    on_failure: AdjointFailure | None = None
+
+    def __post_init__(self) -> None:
+        choices = ("ignore", "warn", "raise", "fall_back", None)
+        if self.on_failure not in choices:
+            raise ValueError(f"Implicit's on_failure must be one of {choices}, got {self.on_failure!r}.")
+
+    def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
+        # a tolerance relative to the right-hand side has no use for an absolute part
+        stop = self.stop or dataclasses.replace(problem.stop, atol=0.0, trace=False)
+        task = Differentiable(problem, self.solver or GMRES(), stop, self.on_failure)
+        if problem.opaque:
+            return attach(task, z0, args)
+        z: Tensor = FixedPoint.apply(task, z0, *args)[0]
+        return z

@@ -1,0 +1,116 @@
+"""The linear equations behind implicit differentiation, as equations of their own.
+
+With F(z, *args) = z the adjoint of a cotangent v is the fixed point of g -> J'g + v, the tangent of a perturbation b
+that of t -> J t + b, J = dF/dz. Both are affine maps with explicit arguments (z, offset, *args), so the primitive that
+differentiates F differentiates them too, and derivatives of every order come out of the same few lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from equilibria import transforms
+from equilibria.equation import BoundMap, Equation
+from equilibria.maps import Affine, FlatMap
+
+
+class LinearEquation(Equation):
+    """offset + M t with M = J or J' at the equilibrium of another equation; args are (equilibrium, offset, *its args)."""
+
+    def __init__(self, of: Equation) -> None:
+        self.of = of
+        self.rowwise = (True, True, *of.rowwise)
+        self.precision, self.owner, self.mode, self.silent = of.precision, of.owner, of.mode, of.silent
+
+    def right(self, *args: Tensor) -> Tensor:
+        return args[1]
+
+    @property
+    def independent(self) -> bool:
+        return self.of.independent
+
+
+class AdjointEquation(LinearEquation):
+    """g -> J'g + v."""
+
+    def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
+        equilibrium, offset, *rest = args
+        return transforms.vjp(lambda y: self.of(y, *rest), equilibrium)(z)[0] + offset
+
+    def bind(self, args: Sequence[Tensor]) -> FlatMap:
+        equilibrium, offset, *rest = args
+        return self.bind_at(Linearisation(self.of, equilibrium, rest), offset)
+
+    def bind_at(self, at: Linearisation, offset: Tensor) -> FlatMap:
+        """The same map on a linearisation that serves for more than this."""
+        return LinearMap(self, (at.z, offset, *at.args), at.transposed, at.product, offset)
+
+
+class TangentEquation(LinearEquation):
+    """t -> J t + b."""
+
+    def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
+        equilibrium, offset, *rest = args
+        return transforms.jvp(lambda y: self.of(y, *rest), [equilibrium], [z]) + offset
+
+    def bind(self, args: Sequence[Tensor]) -> FlatMap:
+        equilibrium, offset, *rest = args
+        at = Linearisation(self.of, equilibrium, rest)
+        return LinearMap(self, args, at.product, at.transposed, offset)
+
+
+class LinearMap(BoundMap, Affine):
+    """A bound linear equation that linear solvers can take apart."""
+
+    def __init__(
+        self, equation: Equation, args: Sequence[Tensor], product: FlatMap, transposed: FlatMap, offset: Tensor
+    ) -> None:
+        BoundMap.__init__(self, equation, args)
+        Affine.__init__(self, product, transposed, offset)
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return Affine.__call__(self, z)
+
+
+class Linearisation:
+    """An equation at one point: the cell is run once with a graph, then only products are taken."""
+
+    def __init__(self, equation: Equation, z: Tensor, args: Sequence[Tensor], needs: Sequence[bool] = ()) -> None:
+        self.equation = equation
+        self.z = z.detach()
+        self.args = [arg.detach() for arg in args]
+        self.needed = [i for i, need in enumerate(needs) if need]
+        for i in self.needed:
+            self.args[i].requires_grad_()
+        self._graph: tuple[Tensor, Tensor] | None = None
+
+    def transposed(self, u: Tensor) -> Tensor:
+        """J'u."""
+        leaf, out = self._run()
+        (product,) = torch.autograd.grad(out, leaf, u, retain_graph=True, allow_unused=True) if out.requires_grad else (None,)
+        return torch.zeros_like(u) if product is None else product
+
+    def product(self, t: Tensor) -> Tensor:
+        """J t."""
+        args = [arg.detach() for arg in self.args]
+        return transforms.jvp(lambda y: self.equation(y, *args), [self.z], [t])
+
+    def pull(self, u: Tensor) -> list[Tensor | None]:
+        """(dF/d arg)'u for the args that were named as needed, None for the others."""
+        _, out = self._run()
+        grads: list[Tensor | None] = [None] * len(self.args)
+        if self.needed and out.requires_grad:
+            inputs = [self.args[i] for i in self.needed]
+            for i, grad in zip(self.needed, torch.autograd.grad(out, inputs, u, allow_unused=True), strict=True):
+                grads[i] = grad
+        return grads
+
+    def _run(self) -> tuple[Tensor, Tensor]:
+        if self._graph is None:
+            with torch.enable_grad():
+                leaf = self.z.detach().requires_grad_()
+                self._graph = (leaf, self.equation(leaf, *self.args))
+        return self._graph

@@ -1,0 +1,155 @@
+"""The one primitive: the fixed point of F(z, *args) in z, differentiable in args to any order and in any mode."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+
+from equilibria import transforms
+from equilibria.equation import Equation
+from equilibria.gradients.base import Problem, quarantine, unit
+from equilibria.gradients.folded import Fold, FoldedEquation
+from equilibria.gradients.linear import AdjointEquation, Linearisation, TangentEquation
+from equilibria.solution import Status
+from equilibria.solve import Stop
+from equilibria.solvers.fallback import AnySolver
+
+
+@dataclass(frozen=True)
+class Differentiable:
+    """A problem and how the linear systems of its derivatives are solved."""
+
+    problem: Problem
+    solver: AnySolver
+    stop: Stop
+    on_failure: Any = None
+
+    def adjoint(self) -> Differentiable:
+        return self._derived(AdjointEquation(self.problem.equation), "adjoint")
+
+    def tangent(self) -> Differentiable:
+        return self._derived(TangentEquation(self.problem.equation), "tangent")
+
+    def folded(self, fold: Fold) -> Differentiable:
+        equation = FoldedEquation(self.problem.equation, fold)
+        return dataclasses.replace(self, problem=dataclasses.replace(self.problem, equation=equation, known=None))
+
+    def _derived(self, equation: Equation, what: Any) -> Differentiable:
+        problem = Problem(equation, self.solver, self.stop, self.problem.report, what, self.on_failure)
+        return dataclasses.replace(self, problem=problem)
+
+
+class FixedPoint(Function):
+    """(z, status) with z = equation(z, *args). The starting point gets no derivative: the equilibrium has none in it."""
+
+    @staticmethod
+    def forward(task: Differentiable, z0: Tensor, *args: Tensor) -> tuple[Tensor, Tensor]:
+        flat = task.problem.run(z0, [transforms.primal(arg) for arg in args])
+        return flat.z, flat.stats.status
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        task, _, *args = inputs
+        ctx.task = task
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*output, *args)
+        ctx.save_for_forward(*output, *args)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        z, status, *args = ctx.saved_tensors
+        needs = ctx.needs_input_grad[2:]
+        if torch.is_grad_enabled() or transforms.inside_transform():
+            grads = _pull_any_order(ctx.task, z, status, args, needs, cotangents[0])
+        else:
+            grads = _pull_once(ctx.task, z, status, args, needs, cotangents[0])
+        return (None, None, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, None]:
+        z, status, *args = [transforms.primal(saved) for saved in ctx.saved_tensors]
+        return _push(ctx.task, z, status, args, tangents[2:]), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], task: Differentiable, z0: Tensor, *args: Tensor) -> tuple[Any, Any]:
+        """Fold the mapped dimension into the batch: the solver sees more samples, and stays per sample."""
+        _, start, *dims = in_dims
+        z0 = z0.expand(info.batch_size, *z0.shape) if start is None else z0.movedim(start, 0)
+        fold = Fold(info.batch_size, z0.shape[1], tuple(dims), info.randomness)
+        z, status = FixedPoint.apply(task.folded(fold), z0.flatten(0, 1), *args)
+        return (fold.unfold(z), fold.unfold(status)), (0, 0)
+
+
+def _pull_once(
+    task: Differentiable, z: Tensor, status: Tensor, args: Sequence[Tensor], needs: Sequence[bool], v: Tensor
+) -> Sequence[Tensor | None]:
+    """Gradients of the args, first order: one run of the cell with a graph, then only products."""
+    equation, good = task.problem.equation, status != Status.NONFINITE
+    some_bad = task.problem.report.nonfinite
+    adjoint = task.adjoint().problem
+    while True:
+        if some_bad:
+            if not bool(good.any()):
+                return [torch.zeros_like(arg) if need else None for arg, need in zip(args, needs, strict=True)]
+            z, args, v = quarantine(equation, z, args, v, good)
+        at = Linearisation(equation, z, args, needs)
+        size = unit(v)
+        right = v / size
+        system = adjoint.equation.bind_at(at, right)  # type: ignore[attr-defined]  # an AdjointEquation
+        flat = adjoint.run_map(system, torch.zeros_like(v), right)
+        finite = flat.stats.status != Status.NONFINITE
+        if bool(finite.all()):
+            return at.pull(flat.z * size)
+        # a derivative of this sample is not finite: it would poison the sum over the batch even with weight zero
+        good, some_bad = good & finite, True
+
+
+def _pull_any_order(
+    task: Differentiable, z: Tensor, status: Tensor, args: Sequence[Tensor], needs: Sequence[bool], v: Tensor
+) -> Sequence[Tensor | None]:
+    """Gradients of the args that are themselves differentiable: the adjoint is another fixed point."""
+    equation, good = task.problem.equation, status != Status.NONFINITE
+    z, args, v = quarantine(equation, z, args, v, good)
+    size = unit(v)
+    g = FixedPoint.apply(task.adjoint(), torch.zeros_like(v), z, v / size, *args)[0] * size
+    chosen = [i for i, need in enumerate(needs) if need]
+    pulled = iter(transforms.vjp(_in_args(equation, z, args, chosen), *[args[i] for i in chosen])(g))
+    return [_zero_unless(good.any(), next(pulled)) if need else None for need in needs]
+
+
+def _push(
+    task: Differentiable, z: Tensor, status: Tensor, args: Sequence[Tensor], tangents: Sequence[Tensor | None]
+) -> Tensor:
+    """The tangent of z, differentiable as the pull is."""
+    equation, good = task.problem.equation, status != Status.NONFINITE
+    chosen = [i for i, tangent in enumerate(tangents) if tangent is not None]
+    given = [tangent for tangent in tangents if tangent is not None]
+    z, args, _ = quarantine(equation, z, args, z, good)
+    b = transforms.jvp(_in_args(equation, z, args, chosen), [args[i] for i in chosen], given)
+    b = torch.where(good.unsqueeze(1), b, torch.zeros_like(b))
+    size = unit(b)
+    return FixedPoint.apply(task.tangent(), torch.zeros_like(b), z, b / size, *args)[0] * size
+
+
+def _in_args(
+    equation: Equation, z: Tensor, args: Sequence[Tensor], chosen: Sequence[int]
+) -> Callable[..., Tensor]:
+    """The equation at z as a function of some of its args."""
+
+    def f(*values: Tensor) -> Tensor:
+        changed = list(args)
+        for i, value in zip(chosen, values, strict=True):
+            changed[i] = value
+        return equation(z, *changed)
+
+    return f
+
+
+def _zero_unless(condition: Tensor, grad: Tensor) -> Tensor:
+    return torch.where(condition, grad, torch.zeros_like(grad))

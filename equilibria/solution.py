@@ -1,0 +1,125 @@
+"""What a solve found and what it cost: Status, Stats, Solution; and the warning and error of a failed one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from equilibria.state import State
+
+
+class Status(IntEnum):
+    """How a sample's solve ended."""
+
+    CONVERGED = 0
+    MAX_STEPS = 1
+    NONFINITE = 2
+    """The map gave nan or inf; the best finite iterate is returned and its gradient is zero."""
+    STALLED = 3
+    """The residual stopped falling: `Stop.patience` ran out, or the tolerance is below what the dtype can reach."""
+
+
+class ConvergenceWarning(UserWarning):
+    """Some samples of a solve did not converge."""
+
+
+class ConvergenceError(RuntimeError):
+    """Some samples of a solve did not converge and `on_failure="raise"`; `stats` tells which."""
+
+    def __init__(self, message: str, stats: Stats) -> None:
+        super().__init__(message)
+        self.stats = stats
+
+
+@dataclass(frozen=True)
+class Handover:
+    """Samples that one solver of a `Fallback` gave up on and the next one took over."""
+
+    from_solver: str
+    to_solver: str
+    samples: Tensor  # (k,) rows of the batch
+    status: Tensor  # (k,) why: MAX_STEPS, NONFINITE or STALLED
+    residual: Tensor  # (k,) where the first solver left them
+
+
+@dataclass(frozen=True)
+class Stats:
+    """The truth about one solve, sample by sample."""
+
+    status: Tensor  # (batch,) of Status
+    steps: Tensor  # (batch,) steps until that sample stopped
+    residual: Tensor  # (batch,) relative residual |f(z) - z| / |f(z)| of the returned z
+    evaluations: int  # times the map was run, on however many rows
+    sample_evaluations: int  # rows it was run on, summed: what compaction saves
+    products: int = 0  # Jacobian products among (forward mode) or beside (reverse mode) the evaluations
+    trace: tuple[Tensor, ...] | None = None  # per sample (steps + 1,), the residual of every iterate
+    handovers: tuple[Handover, ...] = ()
+
+    @property
+    def converged(self) -> Tensor:
+        """(batch,) bool."""
+        return self.status == Status.CONVERGED
+
+    @property
+    def failed(self) -> Tensor:
+        """(batch,) bool."""
+        return self.status != Status.CONVERGED
+
+    def count(self, status: Status) -> int:
+        """Samples that ended so."""
+        return int((self.status == status).sum())
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{self.count(status)} {status.name.lower()}" for status in Status if self.count(status))
+        if self.status.numel() == 0:
+            return "no samples"
+        return (
+            f"{self.status.numel()} samples: {counts}; steps up to {int(self.steps.max())}, "
+            f"worst residual {float(self.residual.max()):.1e}, {self.evaluations} evaluations "
+            f"({self.sample_evaluations} rows)"
+        )
+
+
+@dataclass
+class Report:
+    """Filled in while a problem is solved: the forward statistics, and after `backward()` those of the adjoint."""
+
+    stats: Stats | None = None
+    adjoint: Stats | None = None
+    nonfinite: bool = False  # does any sample need quarantine? known on the host, so backward need not ask
+
+
+@dataclass(frozen=True)
+class Solution:
+    """An equilibrium with its record.
+
+    z      the equilibrium; gradients flow through it
+    z0     where the solver started; differentiable where `init` is, the solver itself treats it as a constant
+    f      the map with the inputs bound, state -> state
+    stats  the forward solve; `adjoint` is that of the backward solve, once `backward()` has run
+    """
+
+    z: State
+    z0: State
+    f: Callable[[State], State] = field(repr=False)
+    stats: Stats
+    report: Report = field(repr=False)
+
+    @property
+    def adjoint(self) -> Stats | None:
+        return self.report.adjoint
+
+
+def empty_stats(batch: int, device: torch.device) -> Stats:
+    """Statistics of a solve that had nothing to do."""
+    return Stats(
+        status=torch.zeros(batch, dtype=torch.int8, device=device),
+        steps=torch.zeros(batch, dtype=torch.int64, device=device),
+        residual=torch.zeros(batch, device=device),
+        evaluations=0,
+        sample_evaluations=0,
+    )

@@ -1,0 +1,1 @@
+"""Solvers: which iterate comes next."""

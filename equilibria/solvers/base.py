@@ -1,0 +1,130 @@
+"""What a solver is: an update rule over states that are trees of batch-leading tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from equilibria.maps import Map
+
+
+@dataclass(frozen=True)
+class Iterate:
+    """Where a solver stands. A solver with memory extends this with its history.
+
+    Every tensor has the batch first, so that the loop can freeze and drop rows without knowing the solver.
+    """
+
+    z: Tensor  # (batch, n)
+    fz: Tensor  # (batch, n), f(z) is always known: the residual costs nothing
+    active: Tensor | None = dataclasses.field(default=None, kw_only=True)  # (batch,) rows still running; None: all
+
+
+S = TypeVar("S", bound=Iterate)
+
+
+class Solver(ABC, Generic[S]):
+    """An update rule: settings live here, everything that changes lives in the state."""
+
+    exact: ClassVar[bool] = True
+    """Is `fz` an evaluation of the map? A Krylov method carries it by recurrence; the loop then checks the answer."""
+
+    @abstractmethod
+    def init(self, f: Map, z0: Tensor) -> S:
+        """The state at the start, with f(z0)."""
+
+    @abstractmethod
+    def step(self, f: Map, state: S) -> S:
+        """The next state."""
+
+
+def map_tensors(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A state with `change` applied to each of its tensors, also those of states it wraps."""
+    changed = {}
+    for field in dataclasses.fields(state):
+        value = getattr(state, field.name)
+        if isinstance(value, Tensor):
+            changed[field.name] = change(value)
+        elif isinstance(value, Iterate):
+            changed[field.name] = map_tensors(value, change)
+    return dataclasses.replace(state, **changed)
+
+
+def put(buffer: Tensor, slot: int, value: Tensor, active: Tensor | None) -> Tensor:
+    """`buffer` (batch, slots, ...) with `value` in one slot of the active rows.
+
+    In place, because a copy of the history would cost more than the step; not where autograd needs the old one.
+    """
+    if active is not None:
+        value = torch.where(active.view(-1, *[1] * (value.dim() - 1)), value, buffer[:, slot])
+    if torch.is_grad_enabled() and (buffer.requires_grad or value.requires_grad):
+        return torch.cat([buffer[:, :slot], value.unsqueeze(1), buffer[:, slot + 1 :]], dim=1)
+    buffer[:, slot] = value
+    return buffer
+
+
+SMALL_STATE = 64  # up to this many numbers per sample, full memory costs little and ends an affine problem in n steps
+FIRST_SLOTS = 8
+
+
+def memory(setting: int | None, n: int, *, small: int, large: int) -> int:
+    """How many vectors a solver may keep: as set, or by default `small` for a small state and `large` for others."""
+    if setting is not None:
+        return setting
+    return max(small, 1) if n <= SMALL_STATE else large
+
+
+def room(buffer: Tensor, slot: int, limit: int, dims: tuple[int, ...] = (1,)) -> Tensor:
+    """`buffer` with a place for `slot` along `dims`, doubled when full: a short solve never pays for a long memory."""
+    size = buffer.shape[1]
+    if slot < size:
+        return buffer
+    larger = list(buffer.shape)
+    for dim in dims:
+        larger[dim] = min(max(2 * size, FIRST_SLOTS), limit)
+    grown = buffer.new_zeros(larger)
+    grown[tuple(slice(0, extent) for extent in buffer.shape)] = buffer
+    return grown
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """Inner product of each row, (batch, 1)."""
+    return (a * b).sum(dim=1, keepdim=True)
+
+
+def products(rows: Tensor, x: Tensor) -> Tensor:
+    """Inner products of each sample's k vectors (batch, k, n) with its x (batch, n): (batch, k)."""
+    return torch.bmm(rows, x.unsqueeze(2)).squeeze(2)
+
+
+def combine(weights: Tensor, rows: Tensor) -> Tensor:
+    """Each sample's k vectors (batch, k, n) added up with weights (batch, k): (batch, n)."""
+    return torch.bmm(weights.unsqueeze(1), rows).squeeze(1)
+
+
+def solve_small(matrix: Tensor, right: Tensor) -> Tensor:
+    """matrix^{-1} right per sample, (batch, k, k) and (batch, k); zero for a sample whose matrix is singular.
+
+    Zero weights turn the step that asked into a plain one, which is always defined; an exception for one
+    sample would stop all the others.
+    """
+    solution = torch.linalg.solve_ex(matrix, right.unsqueeze(2))[0].squeeze(2)
+    usable = torch.isfinite(solution).all(dim=1, keepdim=True)
+    return torch.where(usable, solution, torch.zeros_like(solution))
+
+
+def divide(a: Tensor, b: Tensor) -> Tensor:
+    """a / b, and 0 where b is 0."""
+    zero = b == 0
+    return torch.where(zero, torch.zeros_like(a), a / torch.where(zero, torch.ones_like(b), b))
+
+
+def require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)

@@ -1,0 +1,85 @@
+"""Broyden's method ("good", limited memory), per sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from equilibria.maps import Map
+from equilibria.solvers.base import Iterate, Solver, combine, divide, dot, memory, products, put, require, room, solve_small
+from equilibria.solvers.line_search import backtrack
+
+HALVINGS = 6  # a step shorter than 1/64 is not worth its evaluations
+
+
+@dataclass(frozen=True)
+class BroydenState(Iterate):
+    """With the last steps s and residual differences y, scaled so that each s has length 1."""
+
+    steps: Tensor  # (batch, slots, n), s
+    sums: Tensor  # (batch, slots, n), s + y
+    core: Tensor  # (batch, slots, slots), s_i . y_j, and for i later than j s_i . (s_j + y_j)
+    count: int  # pairs seen so far; they lie in a ring
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broyden(Solver[BroydenState]):
+    """Newton's method on g(z) = f(z) - z with the Jacobian learnt from the steps (Broyden 1965).
+
+    The estimate starts at -I and takes the rank-one update of every pair (s, y) kept. Its inverse has a closed form
+    (Byrd, Nocedal and Schnabel 1994), so that a pair dropped from the ring is gone entirely, instead of living on in
+    the updates built on it:
+
+        step = g - (S + Y)' core^{-1} S g
+
+    One evaluation a step (more with `line_search`); 2 history + 2 states of memory, whatever `max_steps`.
+
+    history      pairs kept; None: 20, and for states of up to 64 numbers all that an affine map can need
+    line_search  shorten a step that does not reduce the residual
+    """
+
+    history: int | None = None
+    line_search: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.history is None or self.history >= 1, f"Broyden's history must be at least 1, got {self.history}; for none use Picard().")
+
+    def init(self, f: Map, z0: Tensor) -> BroydenState:
+        batch, n = z0.shape
+        nothing = z0.new_zeros(batch, 0, n)
+        return BroydenState(z0, f(z0), nothing, nothing, z0.new_zeros(batch, 0, 0), count=0)
+
+    def step(self, f: Map, state: BroydenState) -> BroydenState:
+        residual = state.fz - state.z
+        direction = residual
+        if state.count:
+            k = min(state.count, self._limit(residual))
+            weights = solve_small(state.core[:, :k, :k], products(state.steps[:, :k], residual))
+            direction = residual - combine(weights, state.sums[:, :k])
+        if self.line_search:
+            z, fz = backtrack(f, state.z, state.fz, direction, HALVINGS, state.active)
+        else:
+            z = state.z + direction
+            fz = f(z)
+        return self._insert(state, z, fz, (fz - z) - residual)
+
+    def _insert(self, state: BroydenState, z: Tensor, fz: Tensor, difference: Tensor) -> BroydenState:
+        limit, active = self._limit(z), state.active
+        slot = state.count % limit
+        step = z - state.z
+        length = torch.linalg.vector_norm(step, dim=1, keepdim=True)
+        s, y = divide(step, length), divide(difference, length)
+        steps = put(room(state.steps, slot, limit), slot, s, active)
+        sums = put(room(state.sums, slot, limit), slot, s + y, active)
+        core = put(room(state.core, slot, limit, dims=(1, 2)), slot, products(sums, s), active)  # row: the new step is later than all others
+        # a sample that did not move leaves an empty pair: 1 on the diagonal keeps its core invertible
+        diagonal = torch.where(length == 0, torch.ones_like(length), dot(s, y))
+        column = products(steps, y)
+        column = torch.cat([column[:, :slot], diagonal, column[:, slot + 1 :]], dim=1)
+        core = put(core.transpose(1, 2), slot, column, active).transpose(1, 2)
+        return BroydenState(z, fz, steps, sums, core, state.count + 1, active=active)
+
+    def _limit(self, z: Tensor) -> int:
+        return memory(self.history, z.shape[1], small=2 * z.shape[1], large=20)

@@ -1,0 +1,38 @@
+"""Backtracking on the length of the residual, per sample."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from equilibria.maps import Map
+
+SUFFICIENT = 1e-4  # Armijo's constant: the share of the predicted decrease that must be seen
+
+
+def backtrack(
+    f: Map, z: Tensor, fz: Tensor, direction: Tensor, halvings: int, active: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The first z + t direction, t = 1, 1/2, 1/4, ..., whose residual falls enough, with its value.
+
+    A sample for which none does gets the shortest residual that was tried; one without a finite trial gets the last.
+    """
+    start = torch.linalg.vector_norm(fz - z, dim=1)
+    best = torch.full_like(start, float("inf"))
+    accepted = torch.zeros_like(start, dtype=torch.bool) if active is None else ~active
+    best_z, best_fz = z, fz
+    t = 1.0
+    for _ in range(halvings + 1):
+        trial = z + t * direction
+        value = f(trial)
+        length = torch.linalg.vector_norm(value - trial, dim=1)
+        # nan compares false: a non-finite trial is never kept as the best, only as the last resort
+        keep = ~accepted & ((length < best) | torch.isinf(best))
+        best_z = torch.where(keep.unsqueeze(1), trial, best_z)
+        best_fz = torch.where(keep.unsqueeze(1), value, best_fz)
+        best = torch.where(keep & (length < best), length, best)
+        accepted = accepted | (length <= (1 - SUFFICIENT * t) * start)
+        if not f.any(~accepted):
+            break
+        t /= 2
+    return best_z, best_fz

@@ -1,0 +1,31 @@
+"""Plain and damped fixed-point iteration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from equilibria.maps import Map
+from equilibria.solvers.base import Iterate, Solver, require
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picard(Solver[Iterate]):
+    """z <- z + damping (f(z) - z). Converges where the damped map contracts; one evaluation a step.
+
+    damping  1 is plain iteration, smaller takes shorter steps
+    """
+
+    damping: float = 1.0
+
+    def __post_init__(self) -> None:
+        require(0 < self.damping <= 1, f"Picard's damping must lie in (0, 1], got {self.damping}.")
+
+    def init(self, f: Map, z0: Tensor) -> Iterate:
+        return Iterate(z0, f(z0))
+
+    def step(self, f: Map, state: Iterate) -> Iterate:
+        z = state.fz if self.damping == 1 else torch.lerp(state.z, state.fz, self.damping)
+        return Iterate(z, f(z))

@@ -1,0 +1,49 @@
+"""A wrapper that makes a solver forget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from equilibria.maps import Map
+from equilibria.solvers.base import Iterate, Solver, require
+
+
+@dataclass(frozen=True)
+class RestartState(Iterate):
+    inner: Iterate
+    count: int
+
+
+@dataclass(frozen=True)
+class Restart(Solver[RestartState]):
+    """`solver`, begun anew at its current iterate every `every` steps: old history misleads on strongly curved maps.
+
+    A restart costs no evaluation.
+    """
+
+    solver: Solver[Any]
+    every: int = 20
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.solver, Solver):
+            raise TypeError(f"Restart wraps one solver such as Anderson(), got {self.solver!r}.")
+        require(self.every >= 1, f"Restart's every must be at least 1, got {self.every}.")
+
+    @property
+    def exact(self) -> bool:  # type: ignore[override]  # as exact as what it wraps
+        return self.solver.exact
+
+    def init(self, f: Map, z0: Tensor) -> RestartState:
+        inner = self.solver.init(f, z0)
+        return RestartState(inner.z, inner.fz, inner, count=0)
+
+    def step(self, f: Map, state: RestartState) -> RestartState:
+        # the loop may have frozen rows of this state: the wrapped one follows
+        inner = replace(state.inner, z=state.z, fz=state.fz, active=state.active)
+        if state.count and state.count % self.every == 0:
+            inner = self.solver.init(f.remember(state.z, state.fz), state.z)
+        inner = self.solver.step(f, inner)
+        return RestartState(inner.z, inner.fz, inner, state.count + 1, active=state.active)

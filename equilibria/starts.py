@@ -1,0 +1,71 @@
+"""Where a solve starts: zeros, the first step, or whatever a callable makes of the inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from equilibria.state import State
+
+
+@dataclass(frozen=True, init=False)
+class Zeros:
+    """Zeros of (batch, *shape), of the dtype and on the device of the inputs (of the cell, where they are integers)."""
+
+    shape: tuple[int, ...]
+
+    def __init__(self, *shape: int) -> None:
+        object.__setattr__(self, "shape", shape)
+
+    def __repr__(self) -> str:
+        return f"Zeros({', '.join(map(str, self.shape))})"
+
+
+@dataclass(frozen=True)
+class FirstStep:
+    """f(start, x), the explicit first step (Skip DEQ V2); `start` is any other `init`, None for zeros."""
+
+    start: Any = None
+
+
+Init = None | Zeros | FirstStep | Callable[..., State]
+
+
+def start_of(init: Init, cell: Any, f: Callable[[State], State], inputs: Sequence[Any], *, batched: bool) -> State:
+    """The starting state; differentiable where `init` is."""
+    if init is None:
+        return _zeros_like_first(inputs)
+    if isinstance(init, Zeros):
+        return _zeros(init.shape, cell, inputs, batched)
+    if isinstance(init, FirstStep):
+        return f(start_of(init.start, cell, f, inputs, batched=batched))
+    return init(*inputs)
+
+
+def _zeros_like_first(inputs: Sequence[Any]) -> State:
+    if not inputs:
+        raise ValueError("init=None starts from zeros like the first input, and there is none; use init=eq.Zeros(*shape).")
+    for leaf in pytree.tree_leaves(inputs[0]):
+        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+            seen = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise TypeError(
+                f"init=None starts from zeros like the first input, which holds {seen}, not real numbers; "
+                "say what the state looks like with init=eq.Zeros(*shape)."
+            )
+    return pytree.tree_map(lambda leaf: torch.zeros_like(leaf, requires_grad=False), inputs[0])
+
+
+def _zeros(shape: tuple[int, ...], cell: Any, inputs: Sequence[Any], batched: bool) -> Tensor:
+    tensors = [leaf for leaf in pytree.tree_leaves(tuple(inputs)) if isinstance(leaf, Tensor)]
+    if not tensors:
+        raise ValueError("eq.Zeros takes the batch size from the inputs, and there is no tensor among them.")
+    parameters = list(cell.parameters()) if isinstance(cell, nn.Module) else []
+    real = [tensor for tensor in (*tensors, *parameters) if tensor.is_floating_point()]
+    dtype = real[0].dtype if real else torch.get_default_dtype()
+    size = (tensors[0].shape[0], *shape) if batched else shape
+    return torch.zeros(size, dtype=dtype, device=tensors[0].device)

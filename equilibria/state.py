@@ -1,0 +1,157 @@
+"""States: a tensor or any nesting of tuples, lists and dicts of tensors, laid out as one (batch, n) matrix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+State = Any  # a tensor, or tuples, lists and dicts of tensors nested at will
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor of a state: its shape without the batch, its dtype, and how many columns it fills."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    columns: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each tensor of a state stands in the matrix the solvers work on.
+
+    The matrix is at least float32 (half precision cannot carry residuals and Gram matrices); complex tensors lie
+    there as pairs of reals. Every tensor comes back in its own dtype.
+    """
+
+    structure: pytree.TreeSpec
+    leaves: tuple[Leaf, ...]
+    batch: int
+    batched: bool
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(state: State, *, batched: bool = True) -> Layout:
+        tensors, structure = pytree.tree_flatten(state)
+        _check_tensors(tensors, batched)
+        dtype = torch.float32
+        for tensor in tensors:
+            dtype = torch.promote_types(dtype, tensor.dtype.to_real())
+        return Layout(
+            structure=structure,
+            leaves=tuple(_leaf(tensor, batched) for tensor in tensors),
+            batch=tensors[0].shape[0] if batched else 1,
+            batched=batched,
+            dtype=dtype,
+            device=tensors[0].device,
+        )
+
+    @property
+    def columns(self) -> int:
+        return sum(leaf.columns for leaf in self.leaves)
+
+    @property
+    def precision(self) -> float:
+        """The coarsest spacing of the numbers of this state: no residual gets much below it."""
+        return max(torch.finfo(leaf.dtype).eps for leaf in self.leaves)
+
+    def pack(self, state: State) -> Tensor:
+        """The state as a matrix, (batch, n)."""
+        return self._join(pytree.tree_leaves(state))
+
+    def pack_output(self, output: State, rows: int, *, cast: bool = False) -> Tensor:
+        """What a cell returned as a matrix, (rows, n); anything but the shape of its state is an error.
+
+        `cast` accepts another floating dtype, as autocast returns it.
+        """
+        tensors, structure = pytree.tree_flatten(output)
+        if structure != self.structure:
+            raise TypeError(
+                f"The cell must return the structure of its state: got {_describe(structure)}, expected "
+                f"{_describe(self.structure)}. Return the tensors nested as they came in."
+            )
+        for tensor, leaf in zip(tensors, self.leaves, strict=True):
+            self._check_output(tensor, leaf, rows, cast)
+        return self._join(tensors)
+
+    def unpack(self, matrix: Tensor) -> State:
+        """The nested state that a matrix of any number of rows stands for."""
+        if len(self.leaves) == 1:
+            parts: tuple[Tensor, ...] = (matrix,)
+        else:
+            parts = matrix.split([leaf.columns for leaf in self.leaves], dim=1)
+        tensors = [self._restore(part, leaf) for part, leaf in zip(parts, self.leaves, strict=True)]
+        return pytree.tree_unflatten(tensors, self.structure)
+
+    def _shape(self, leaf: Leaf, rows: int) -> tuple[int, ...]:
+        return (rows, *leaf.shape) if self.batched else leaf.shape
+
+    def _join(self, tensors: list[Tensor]) -> Tensor:
+        parts = [self._flatten(tensor, leaf) for tensor, leaf in zip(tensors, self.leaves, strict=True)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def _flatten(self, tensor: Tensor, leaf: Leaf) -> Tensor:
+        rows = tensor.shape[0] if self.batched else 1
+        real = torch.view_as_real(tensor.resolve_conj()) if leaf.dtype.is_complex else tensor
+        return real.reshape(rows, leaf.columns).to(self.dtype)
+
+    def _restore(self, part: Tensor, leaf: Leaf) -> Tensor:
+        shape = self._shape(leaf, part.shape[0])
+        if leaf.dtype.is_complex:
+            return torch.view_as_complex(part.to(leaf.dtype.to_real()).reshape(*shape, 2))
+        return part.reshape(shape).to(leaf.dtype)
+
+    def _check_output(self, tensor: Any, leaf: Leaf, rows: int, cast: bool) -> None:
+        expected = self._shape(leaf, rows)
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"The cell must return tensors: got {type(tensor).__name__} in place of one of shape {expected}.")
+        if tuple(tensor.shape) != expected:
+            raise ValueError(
+                f"The cell must return the shape of its state: got {tuple(tensor.shape)} for z of shape {expected}. "
+                "Project back to z's width at the end of the cell."
+            )
+        same_kind = cast and tensor.is_floating_point() and leaf.dtype.is_floating_point
+        if tensor.dtype != leaf.dtype and not same_kind:
+            raise TypeError(
+                f"The cell must return the dtype of its state: got {tensor.dtype} for z of {leaf.dtype}. "
+                f"Start from a state of {tensor.dtype}, or end the cell with .to(z.dtype)."
+            )
+
+
+def _leaf(tensor: Tensor, batched: bool) -> Leaf:
+    shape = tuple(tensor.shape[1:]) if batched else tuple(tensor.shape)
+    return Leaf(shape, tensor.dtype, prod(shape) * (2 if tensor.dtype.is_complex else 1))
+
+
+def _describe(structure: pytree.TreeSpec) -> str:
+    placeholder = pytree.tree_unflatten(["z"] * structure.num_leaves, structure)
+    return str(placeholder).replace("'z'", "tensor") if structure.num_leaves != 1 or placeholder != "z" else "a tensor"
+
+
+def _check_tensors(tensors: list[Any], batched: bool) -> None:
+    if not tensors:
+        raise ValueError("The state holds no tensor; give init a tensor, or tuples, lists or dicts of tensors.")
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"A state is made of tensors: got {type(tensor).__name__} in it.")
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            raise TypeError(
+                f"A state is made of real or complex numbers: got {tensor.dtype}. Where the first input is of an integer "
+                "dtype, say how the state starts: init=eq.Zeros(*shape), or z0 of a floating dtype."
+            )
+        if tensor.device != tensors[0].device:
+            raise ValueError(f"A state lies on one device: got {tensors[0].device} and {tensor.device}.")
+        if batched and tensor.dim() == 0:
+            raise ValueError("A batched state has a leading batch dimension: got a scalar. Use batched=False for one whole problem.")
+        if batched and tensor.shape[0] != tensors[0].shape[0]:
+            raise ValueError(
+                f"All tensors of a state share the leading batch dimension: got {tensors[0].shape[0]} and {tensor.shape[0]}. "
+                "Use batched=False where the state is one whole problem."
+            )

@@ -1,0 +1,55 @@
+"""Forward-mode products that work everywhere: plainly, under `torch.func`, and under `torch.autograd.forward_ad`.
+
+PyTorch has two ways into forward mode, and they do not nest: inside an open `forward_ad.dual_level()` a
+`torch.func.jvp` raises. This module is the only place that knows which of the two is running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+
+def inside_transform() -> bool:
+    """Is a `torch.func` transform (grad, vjp, jvp, vmap) running?"""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def inside_dual_level() -> bool:
+    """Is a `forward_ad.dual_level()` open that no `torch.func` transform owns?"""
+    return forward_ad._current_level >= 0 and not inside_transform()
+
+
+def primal(x: Tensor) -> Tensor:
+    """`x` without the tangent it may carry in an open dual level."""
+    return forward_ad.unpack_dual(x).primal if inside_dual_level() else x
+
+
+def tangent(x: Tensor) -> Tensor | None:
+    """The tangent `x` carries in the open dual level or `torch.func.jvp`, if any."""
+    return forward_ad.unpack_dual(x).tangent if forward_ad._current_level >= 0 else None
+
+
+def is_mapped(x: Tensor) -> bool:
+    """Does a `torch.func.vmap` run over `x`?"""
+    return bool(torch._C._functorch.is_batchedtensor(x))
+
+
+def jvp(f: Callable[..., Tensor], primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Tensor:
+    """The derivative of `f` at `primals` along `tangents`."""
+    if not inside_dual_level():
+        return torch.func.jvp(f, tuple(primals), tuple(tangents))[1]
+    # autograd.Function switches forward mode off around its own methods; the level itself is still open.
+    with forward_ad._set_fwd_grad_enabled(True):
+        out = f(*[forward_ad.make_dual(primal(p), t) for p, t in zip(primals, tangents, strict=True)])
+        value, derivative = forward_ad.unpack_dual(out)
+    return torch.zeros_like(value) if derivative is None else derivative
+
+
+def vjp(f: Callable[..., Tensor], *primals: Tensor) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """The pull-back of `f` at `primals`, itself differentiable."""
+    pull: Callable[[Tensor], tuple[Tensor, ...]] = torch.func.vjp(f, *primals)[1]
+    return pull
