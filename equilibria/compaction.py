@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Hashable
 from typing import Any, Protocol, runtime_checkable
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -20,30 +20,40 @@ AGREEMENT, LOOSEST_AGREEMENT = 1e3, 0.05
 class Owned(Protocol):
     """A map that knows which cell it runs, so that one answer serves all its solves."""
 
-    owner: Any  # the cell, or the code of a plain function; weakly referenced
-    mode: Hashable  # what the answer may depend on besides: training or not, which inputs have rows
+    owner: Any
+    lasting: bool
+    mode: Hashable
     precision: float
-    silent: bool  # a plain function without inputs: that it closes over its data is no news to anybody
+    silent: bool
 
 
 _verdicts: WeakKeyDictionary[Any, dict[Hashable, bool]] = WeakKeyDictionary()
+_warned: WeakSet[Any] = WeakSet()
 
 
 def rows_stand_alone(f: FlatMap, smaller: FlatMap, z: Tensor, fz: Tensor, index: Tensor) -> bool:
-    """Does `smaller`, the map on the rows at `index`, give what `f` gave there? Remembered for the cell."""
+    """Does `smaller`, the map on the rows at `index`, give what `f` gave there? Remembered for a cell that is a module."""
     if not isinstance(f, Owned):
         return _agree(smaller, z, fz, index, torch.finfo(z.dtype).eps)
+    if not f.lasting:
+        return _checked(f, smaller, z, fz, index)
     verdicts = _verdicts.setdefault(f.owner, {})
     if f.mode not in verdicts:
-        verdicts[f.mode] = _agree(smaller, z, fz, index, f.precision)
-        if not verdicts[f.mode] and not f.silent:
-            warnings.warn(
-                "Converged samples keep being evaluated: this cell gives another value for a row without its neighbours. "
-                "Make every tensor that belongs to a sample an input of the cell with the batch first, or accept the cost "
-                "with Stop(compact=False).",
-                stacklevel=2,
-            )
+        verdicts[f.mode] = _checked(f, smaller, z, fz, index)
     return verdicts[f.mode]
+
+
+def _checked(f: Owned, smaller: FlatMap, z: Tensor, fz: Tensor, index: Tensor) -> bool:
+    verdict = _agree(smaller, z, fz, index, f.precision)
+    if not verdict and not f.silent and f.owner is not None and f.owner not in _warned:
+        _warned.add(f.owner)
+        warnings.warn(
+            "Converged samples keep being evaluated: this cell gives another value for a row without its neighbours. "
+            "Make every tensor that belongs to a sample an input of the cell with the batch first, or accept the cost "
+            "with Stop(compact=False).",
+            stacklevel=2,
+        )
+    return verdict
 
 
 def _agree(smaller: FlatMap, z: Tensor, fz: Tensor, index: Tensor, precision: float) -> bool:

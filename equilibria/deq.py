@@ -34,7 +34,7 @@ class DEQ(nn.Module):
     stop       when a sample is done
     gradient   how derivatives flow
     eval_stop  `stop` while the module is in eval mode; None: the same
-    compile    run the cell through torch.compile
+    compile    run the forward solve on the cell compiled by torch.compile
     batched    False: the state is one whole problem without a batch dimension, as of a graph
     """
 
@@ -59,7 +59,7 @@ class DEQ(nn.Module):
         self.gradient = gradient
         self.eval_stop = eval_stop
         self.batched = batched
-        self.compile_cell = compile
+        self._compiles = compile
 
     def forward(self, *inputs: Any, init: Solution | State | None = None) -> State:
         """The equilibrium itself."""
@@ -70,9 +70,20 @@ class DEQ(nn.Module):
         """The equilibrium with its record. `init` starts this solve from a state or an earlier Solution instead."""
         stop = self.stop if self.training or self.eval_stop is None else self.eval_stop
         start = self.init if init is None else _constant(init)
-        solution = _solve(self.cell, start, inputs, self.solver, stop, self.gradient, self.batched, self.compile_cell)
+        fast = self._compiled_cell() if self._compiles else None
+        solution = _solve(self.cell, start, inputs, self.solver, stop, self.gradient, self.batched, fast)
         note(self, solution)
         return solution
+
+    def _compiled_cell(self) -> Callable[..., State]:
+        """The compiled cell, made on first use; beside the module's tree, or its weights would be listed twice."""
+        if "_compiled" not in self.__dict__:
+            self.__dict__["_compiled"] = torch.compile(self.cell, dynamic=True)
+        compiled: Callable[..., State] = self.__dict__["_compiled"]
+        return compiled
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_compiled"}
 
     def extra_repr(self) -> str:
         parts = {name: getattr(self, name) for name in ("solver", "stop", "gradient", "eval_stop")}
@@ -95,7 +106,7 @@ def fixed_point(
     pass them as inputs.
     """
     _check_parts(f, None, solver, stop, gradient, None)
-    return _solve(f, _constant(z0), inputs, solver, stop, gradient, batched, compile=False)
+    return _solve(f, _constant(z0), inputs, solver, stop, gradient, batched)
 
 
 def _solve(
@@ -106,7 +117,7 @@ def _solve(
     stop: Stop,
     gradient: Gradient,
     batched: bool,
-    compile: bool,
+    fast: Callable[..., State] | None = None,
 ) -> Solution:
     prepared = _prepared(cell, inputs)
 
@@ -115,7 +126,7 @@ def _solve(
 
     start = start_of(init, cell, f, inputs, batched=batched)
     layout = Layout.of(start, batched=batched)
-    equation = CellEquation(_compiled(cell) if compile else cell, layout, prepared)
+    equation = CellEquation(cell, layout, prepared, fast)
     z0 = layout.pack(start).detach()
     known, opaque = _look_for_captures(equation, z0)
     report = Report()
@@ -155,10 +166,6 @@ def _constant(start: Solution | State) -> Callable[..., State]:
     state = start.z if isinstance(start, Solution) else start
     state = pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, state)
     return lambda *inputs: state
-
-
-def _compiled(cell: Any) -> Any:
-    return torch.compile(cell)
 
 
 def _check_parts(cell: Any, init: Any, solver: Any, stop: Any, gradient: Any, eval_stop: Any) -> None:

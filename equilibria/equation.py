@@ -6,6 +6,7 @@ passed to it, never what lies in a closure.
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -26,13 +27,19 @@ class Equation(ABC):
 
     rowwise: tuple[bool, ...]  # which args have a row per sample
     precision: float  # spacing of the numbers F computes with
-    owner: Any  # the cell behind it
-    mode: Hashable
-    silent: bool
+    owner: Any  # the cell behind it, or the code of a plain function: whom to remember and whom to warn once
+    lasting: bool  # is the owner one thing from call to call? A function may close over other data every time
+    mode: Hashable  # what else tells calls of one owner apart
+    silent: bool  # a plain function without inputs: that it closes over its data is no news to anybody
 
     @abstractmethod
     def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
         """Differentiable in everything."""
+
+    def like(self, other: Equation) -> None:
+        """Take over what belongs to the cell behind both."""
+        self.precision, self.owner, self.lasting = other.precision, other.owner, other.lasting
+        self.mode, self.silent = other.mode, other.silent
 
     def bind(self, args: Sequence[Tensor]) -> FlatMap:
         """The map z -> F(z, *args), as fast as it can be run when nobody differentiates it."""
@@ -47,9 +54,14 @@ class Equation(ABC):
         return None
 
     @property
-    def independent(self) -> bool:
-        """May rows be evaluated without each other? (Verified before it is relied on.)"""
-        return True
+    def coupled(self) -> bool:
+        """Do rows depend on each other, as far as can be known without trying?"""
+        return False
+
+    @property
+    def restrictable(self) -> bool:
+        """Can the args of some rows be taken? (Whether rows then give the same is verified before it is relied on.)"""
+        return not self.coupled
 
 
 class BoundMap:
@@ -57,14 +69,14 @@ class BoundMap:
 
     def __init__(self, equation: Equation, args: Sequence[Tensor]) -> None:
         self.equation, self.args = equation, args
-        self.owner, self.mode, self.silent = equation.owner, equation.mode, equation.silent
-        self.precision = equation.precision
+        self.owner, self.lasting, self.mode = equation.owner, equation.lasting, equation.mode
+        self.silent, self.precision = equation.silent, equation.precision
 
     def __call__(self, z: Tensor) -> Tensor:
         return self.equation(z, *self.args)
 
     def take(self, index: Tensor) -> FlatMap | None:
-        if not self.equation.independent:
+        if not self.equation.restrictable:
             return None
         return self.equation.bind(self.equation.take(self.args, index))
 
@@ -76,24 +88,29 @@ class CellEquation(Equation):
     evaluation works on a copy, and `settle` moves the real ones once, at the equilibrium.
     """
 
-    def __init__(self, cell: Callable[..., State], layout: Layout, inputs: Sequence[Any]) -> None:
+    def __init__(
+        self, cell: Callable[..., State], layout: Layout, inputs: Sequence[Any], fast: Callable[..., State] | None = None
+    ) -> None:
         self.cell, self.layout = cell, layout
+        self._fast = cell if fast is None else fast  # the same function, for where nobody differentiates it
         self._leaves, self._inputs_spec = pytree.tree_flatten(tuple(inputs))
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         module = cell if isinstance(cell, nn.Module) and not is_sharded(cell) else None
-        parameters = dict(module.named_parameters()) if module else {}
-        buffers = dict(module.named_buffers()) if module else {}
+        parameters = dict(module.named_parameters()) if module is not None else {}
+        buffers = dict(module.named_buffers()) if module is not None else {}
         self._names = (*parameters, *buffers)
         self._buffers = tuple(buffers)
-        self._own = (*parameters.values(), *buffers.values())
         self._inputs = len(tensors)
-        self._moving = None if buffers and module is not None and module.training else False
+        may_move = module is not None and module.training and len(buffers) > 0
+        self._moving = None if may_move else False  # None: not known before the cell has been run
+        kept = [buffer.clone() if may_move else buffer for buffer in buffers.values()]  # `settle` moves the originals
+        self._own = (*parameters.values(), *kept)
         self.args: tuple[Tensor, ...] = (*tensors, *self._own)
         self.autocast = Autocast.current(layout.device)
         self.precision = torch.finfo(self.autocast.dtype).eps if self.autocast.enabled else layout.precision
         rows = [layout.batched and t.dim() > 0 and t.shape[0] == layout.batch for t in tensors]
         self.rowwise = (*rows, *[False] * len(self._own))
-        self.owner = cell if isinstance(cell, nn.Module) else None
+        self.owner, self.lasting = _owner(cell), isinstance(cell, nn.Module)
         self.mode = (getattr(cell, "training", False), self.rowwise)
         self.silent = not isinstance(cell, nn.Module) and not tensors
 
@@ -105,9 +122,9 @@ class CellEquation(Equation):
         return _CellMap(self, args, direct=own)
 
     @property
-    def independent(self) -> bool:
+    def coupled(self) -> bool:
         modules = self.cell.modules() if isinstance(self.cell, nn.Module) else ()
-        return self.layout.batched and not any(_uses_batch_statistics(module) for module in modules)
+        return any(_uses_batch_statistics(module) for module in modules)
 
     @property
     def opaque(self) -> bool:
@@ -134,7 +151,7 @@ class CellEquation(Equation):
         state, inputs = self.layout.unpack(z), self._unflatten(args)
         with self.autocast.inside():
             if direct and self._moving is False:
-                out = self.cell(state, *inputs)
+                out = self._fast(state, *inputs)
             else:
                 out = self._run_functional(state, inputs, args[self._inputs :])
         return self.layout.pack_output(out, z.shape[0], cast=self.autocast.enabled)
@@ -187,3 +204,14 @@ def is_sharded(module: nn.Module) -> bool:
 
 def _uses_batch_statistics(module: nn.Module) -> bool:
     return isinstance(module, _NormBase) and (module.training or not module.track_running_stats)
+
+
+def _owner(cell: Any) -> Any:
+    """Something that lives as long as the cell does and can be looked up; None where there is no such thing."""
+    owner = cell if isinstance(cell, nn.Module) else getattr(cell, "__code__", cell)
+    try:
+        weakref.ref(owner)
+        hash(owner)
+    except TypeError:
+        return None
+    return owner

@@ -23,6 +23,8 @@ from equilibria.solution import Status
 
 def attach(task: Differentiable, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
     """The equilibrium with first-order gradients for everything the cell depends on."""
+    if transforms.inside_transform():
+        raise RuntimeError(OUT_OF_REACH)
     problem = task.problem
     flat = problem.run(z0, [arg.detach() for arg in args])
     if not torch.is_grad_enabled():

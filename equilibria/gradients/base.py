@@ -18,6 +18,7 @@ from equilibria.policy import judge
 from equilibria.solution import Report, Status
 from equilibria.solve import Flat, Stop, solve
 from equilibria.solvers.fallback import AnySolver
+from equilibria.whole import solve_whole
 
 AdjointFailure = Literal["ignore", "warn", "raise", "fall_back"]
 
@@ -47,9 +48,7 @@ class Problem:
             return self.run_map(self.equation.bind(args), z0, self.equation.right(*args))
 
     def run_map(self, f: FlatMap, z0: Tensor, right: Tensor | None) -> Flat:
-        scale = None if right is None else self.stop.norm(right)
-        precision = self.equation.precision
-        flat = solve(f, z0, self.solver, self.stop, scale=scale, precision=precision, known=self.known)
+        flat = self._solve(f, z0, right)
         if self.what == "forward":
             self.report.stats = flat.stats
             self.report.nonfinite = bool(flat.stats.failed.any()) and flat.stats.count(Status.NONFINITE) > 0
@@ -60,6 +59,13 @@ class Problem:
         if right is not None and self.on_failure == "fall_back":  # to the Jacobian-free answer, g = v
             return dataclasses.replace(flat, z=torch.where(flat.stats.failed.unsqueeze(1), right, flat.z))
         return flat
+
+    def _solve(self, f: FlatMap, z0: Tensor, right: Tensor | None) -> Flat:
+        precision = self.equation.precision
+        if self.equation.coupled and z0.shape[0] > 1:
+            return solve_whole(f, z0, self.solver, self.stop, right=right, precision=precision, known=self.known)
+        scale = None if right is None else self.stop.norm(right)
+        return solve(f, z0, self.solver, self.stop, scale=scale, precision=precision, known=self.known)
 
 
 class Gradient(ABC):

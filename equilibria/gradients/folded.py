@@ -33,7 +33,7 @@ class FoldedEquation(Equation):
     def __init__(self, of: Equation, fold: Fold) -> None:
         self.of, self.fold = of, fold
         self.rowwise = (False,) * len(fold.dims)
-        self.precision, self.owner, self.mode, self.silent = of.precision, of.owner, of.mode, of.silent
+        self.like(of)
 
     def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
         mapped = torch.func.vmap(self.of, in_dims=(0, *self.fold.dims), randomness=self.fold.randomness)
@@ -60,5 +60,9 @@ class FoldedEquation(Equation):
         return mapped.flatten(0, 1)
 
     @property
-    def independent(self) -> bool:
+    def coupled(self) -> bool:
+        return self.of.coupled
+
+    @property
+    def restrictable(self) -> bool:
         return False  # its args have no rows of their own to take

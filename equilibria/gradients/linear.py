@@ -23,14 +23,18 @@ class LinearEquation(Equation):
     def __init__(self, of: Equation) -> None:
         self.of = of
         self.rowwise = (True, True, *of.rowwise)
-        self.precision, self.owner, self.mode, self.silent = of.precision, of.owner, of.mode, of.silent
+        self.like(of)
 
     def right(self, *args: Tensor) -> Tensor:
         return args[1]
 
     @property
-    def independent(self) -> bool:
-        return self.of.independent
+    def coupled(self) -> bool:
+        return self.of.coupled
+
+    @property
+    def restrictable(self) -> bool:
+        return self.of.restrictable
 
 
 class AdjointEquation(LinearEquation):
