@@ -30,7 +30,7 @@ class Equation(ABC):
     owner: Any  # the cell behind it, or the code of a plain function: whom to remember and whom to warn once
     lasting: bool  # is the owner one thing from call to call? A function may close over other data every time
     mode: Hashable  # what else tells calls of one owner apart
-    silent: bool  # a plain function without inputs: that it closes over its data is no news to anybody
+    silent: bool  # a plain function without inputs of the batch: that it closes over its data is no news
 
     @abstractmethod
     def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ class CellEquation(Equation):
         self.rowwise = (*rows, *[False] * len(self._own))
         self.owner, self.lasting = _owner(cell), isinstance(cell, nn.Module)
         self.mode = (getattr(cell, "training", False), self.rowwise)
-        self.silent = not isinstance(cell, nn.Module) and not tensors
+        self.silent = not isinstance(cell, nn.Module) and not any(rows)
 
     def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
         return self._run(z, args, direct=False)

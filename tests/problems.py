@@ -87,8 +87,8 @@ class TanhCell(nn.Module):
 
     def __init__(self, n: int, norm: float = 0.8, kind: str = "orthogonal", seed: int = 0, dtype: torch.dtype = torch.float64):
         super().__init__()
-        self.w = nn.Parameter(matrix(kind, n, norm, seed).to(dtype))
-        self.u = nn.Parameter(matrix("orthogonal", n, 1.0, seed + 1).to(dtype))
+        self.w = nn.Parameter(matrix(kind, n, norm, seed).to(dtype).contiguous())
+        self.u = nn.Parameter(matrix("orthogonal", n, 1.0, seed + 1).to(dtype).contiguous())
         self.b = nn.Parameter(0.1 * torch.randn(n, dtype=dtype, generator=generator(seed + 2)))
 
     def forward(self, z: Tensor, x: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class _Attach(Function):
         keep = ctx.good.unsqueeze(1)
         v = torch.where(keep, v, torch.zeros_like(v))
         adjoint = ctx.task.adjoint().problem
-        size = unit(v)
+        size = unit(ctx.task.problem.equation, v)
         right = v / size
         flat = adjoint.run_map(_adjoint_map(ctx, right), torch.zeros_like(v), right)
         return None, None, torch.where(keep, flat.z * size, torch.zeros_like(v)), None, None, None

@@ -76,9 +76,14 @@ class Gradient(ABC):
         """Solve; the equilibrium (batch, n) with its derivatives, `problem.report` filled in."""
 
 
-def unit(v: Tensor) -> Tensor:
-    """(batch, 1), what a right-hand side is divided by: its solution then does not depend on the scale of the loss."""
+def unit(equation: Equation, v: Tensor) -> Tensor:
+    """(batch, 1), what a right-hand side is divided by: its solution then does not depend on the scale of the loss.
+
+    Where samples are coupled they share one divisor, or the solution would not be that of the system.
+    """
     size = rms_norm(v.detach()).unsqueeze(1)
+    if equation.coupled:
+        size = size.square().mean(dim=0, keepdim=True).sqrt().expand_as(size)
     return torch.where((size > 0) & torch.isfinite(size), size, torch.ones_like(size))
 
 

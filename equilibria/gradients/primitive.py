@@ -99,7 +99,7 @@ def _pull_once(
                 return [torch.zeros_like(arg) if need else None for arg, need in zip(args, needs, strict=True)]
             z, args, v = quarantine(equation, z, args, v, good)
         at = Linearisation(equation, z, args, needs)
-        size = unit(v)
+        size = unit(equation, v)
         right = v / size
         system = adjoint.equation.bind_at(at, right)  # type: ignore[attr-defined]  # an AdjointEquation
         flat = adjoint.run_map(system, torch.zeros_like(v), right)
@@ -116,7 +116,7 @@ def _pull_any_order(
     """Gradients of the args that are themselves differentiable: the adjoint is another fixed point."""
     equation, good = task.problem.equation, status != Status.NONFINITE
     z, args, v = quarantine(equation, z, args, v, good)
-    size = unit(v)
+    size = unit(equation, v)
     g = FixedPoint.apply(task.adjoint(), torch.zeros_like(v), z, v / size, *args)[0] * size
     chosen = [i for i, need in enumerate(needs) if need]
     pulled = iter(transforms.vjp(_in_args(equation, z, args, chosen), *[args[i] for i in chosen])(g))
@@ -133,7 +133,7 @@ def _push(
     z, args, _ = quarantine(equation, z, args, z, good)
     b = transforms.jvp(_in_args(equation, z, args, chosen), [args[i] for i in chosen], given)
     b = torch.where(good.unsqueeze(1), b, torch.zeros_like(b))
-    size = unit(b)
+    size = unit(equation, b)
     return FixedPoint.apply(task.tangent(), torch.zeros_like(b), z, b / size, *args)[0] * size
 
 

@@ -1,0 +1,109 @@
+"""Plain callables: what they close over gets first-order gradients, and a clear error beyond."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.func import grad, jacfwd, jvp, vmap
+
+import equilibria as eq
+from tests.problems import TIGHT, inputs, matrix, unrolled
+
+
+def setting() -> tuple[Tensor, Tensor]:
+    return matrix("orthogonal", 4, 0.7).requires_grad_(), inputs(3, 4).requires_grad_()
+
+
+@pytest.mark.parametrize("adjoint", [eq.GMRES(), eq.NormalCG(), eq.Anderson()], ids=repr)
+def test_everything_a_closure_touches_gets_its_gradient(adjoint: eq.Solver[object]) -> None:
+    w, x = setting()
+    targets: list[Tensor] = []
+
+    def run(solve: Callable[[Callable[[Tensor], Tensor]], Tensor]) -> tuple[Tensor, ...]:
+        hidden = x * 2  # not a leaf: its own gradient can be asked for
+        loss = solve(lambda z: torch.tanh(z @ w.T + hidden)).square().sum()
+        return torch.autograd.grad(loss, [w, x, hidden])
+
+    zero = torch.zeros(3, 4).double()
+    ours = run(lambda f: eq.fixed_point(f, zero, stop=TIGHT, gradient=eq.Implicit(solver=adjoint)).z)
+    reference = run(lambda f: unrolled(f, zero))
+    for a, b in zip(ours, reference, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+    assert not targets
+
+
+def test_inputs_and_captured_tensors_together() -> None:
+    w, x = setting()
+    zero = torch.zeros(3, 4).double()
+    f = lambda z, x: torch.tanh(z @ w.T + x)  # noqa: E731
+    ours = torch.autograd.grad(eq.fixed_point(f, zero, x, stop=TIGHT).z.square().sum(), [w, x])
+    reference = torch.autograd.grad(unrolled(f, zero, x).square().sum(), [w, x])
+    for a, b in zip(ours, reference, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
+
+
+def test_looking_for_captures_costs_no_evaluation() -> None:
+    calls = [0]
+
+    def f(z: Tensor) -> Tensor:
+        calls[0] += 1
+        return 0.5 * z + 1
+
+    s = eq.fixed_point(f, torch.zeros(2, 3), solver=eq.Picard())
+    assert calls[0] == s.stats.evaluations == int(s.stats.steps.max()) + 1
+
+
+def test_adjoint_statistics_of_a_closure() -> None:
+    w, x = setting()
+    s = eq.fixed_point(lambda z: torch.tanh(z @ w.T + x), torch.zeros(3, 4).double(), stop=TIGHT)
+    s.z.sum().backward()
+    assert s.adjoint is not None and bool(s.adjoint.converged.all())
+
+
+def test_backward_twice_with_retained_graph() -> None:
+    w = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    z = eq.fixed_point(lambda z: w * z + 1, torch.zeros(1, 1).double(), stop=TIGHT).z
+    z.sum().backward(retain_graph=True)
+    z.sum().backward()
+    assert w.grad is not None
+    torch.testing.assert_close(w.grad, torch.tensor(8.0).double())
+
+
+BEYOND: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "second order": lambda w, x: torch.autograd.grad(solve(w.requires_grad_(), x).sum(), w, create_graph=True),
+    "torch.func.grad": lambda w, x: grad(lambda w: solve(w, x).sum())(w),
+    "torch.func.jvp": lambda w, x: jvp(lambda w: solve(w, x), (w,), (w,)),
+    "torch.func.jacfwd": lambda w, x: jacfwd(lambda w: solve(w, x))(w),
+    "torch.func.vmap": lambda w, x: vmap(lambda w: solve(w, x))(torch.stack([w, w])),
+}
+
+
+def solve(w: Tensor, x: Tensor) -> Tensor:
+    z = eq.fixed_point(lambda z: torch.tanh(z @ w.T + x), torch.zeros(3, 4).double()).z
+    assert isinstance(z, Tensor)
+    return z
+
+
+@pytest.mark.parametrize("beyond", BEYOND.values(), ids=BEYOND.keys())
+def test_more_than_first_order_says_to_pass_them_as_inputs(beyond: Callable[[Tensor, Tensor], object]) -> None:
+    w, x = (t.detach() for t in setting())
+    with pytest.raises(RuntimeError, match="need them as inputs"):
+        beyond(w, x)
+
+
+def test_forward_mode_through_a_closure_is_refused_not_silently_zero() -> None:
+    w, x = (t.detach() for t in setting())
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="need them as inputs"):
+        solve(forward_ad.make_dual(w, w), x)
+
+
+def test_the_same_things_work_when_passed_as_inputs() -> None:
+    w, x = (t.detach() for t in setting())
+    f = lambda w: eq.fixed_point(lambda z, w: torch.tanh(z @ w.T + x), torch.zeros(3, 4).double(), w, stop=TIGHT).z  # noqa: E731
+    reference = lambda w: unrolled(lambda z: torch.tanh(z @ w.T + x), torch.zeros(3, 4).double())  # noqa: E731
+    torch.testing.assert_close(jacfwd(f)(w), jacfwd(reference)(w), rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(vmap(f)(torch.stack([w, w / 2])), vmap(reference)(torch.stack([w, w / 2])))

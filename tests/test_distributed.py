@@ -1,0 +1,130 @@
+"""Two gloo processes on this machine: what they compute together equals what one computes on the joined batch."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import equilibria as eq
+from tests.problems import TanhCell, inputs
+
+WORLD = 2
+STOP = eq.Stop(rtol=1e-11, atol=0.0, max_steps=200, on_failure="raise")
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _enter(rank: int, port: int, work: Callable[[int, Path], None], folder: Path) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
+    try:
+        work(rank, folder)
+        dist.barrier()  # nobody tears down while another still reduces
+    finally:
+        dist.destroy_process_group()
+
+
+def _spawn(work: Callable[[int, Path], None], folder: Path) -> list[Any]:
+    mp.spawn(_enter, (_free_port(), work, folder), nprocs=WORLD)  # type: ignore[no-untyped-call]
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+
+
+def _model(stop: eq.Stop, solver: eq.Solver[Any]) -> nn.Module:
+    torch.manual_seed(0)
+    cell = TanhCell(6, norm=0.9)
+    return nn.Sequential(nn.Linear(6, 6).double(), eq.DEQ(cell, solver=solver, stop=stop), nn.Linear(6, 2).double())
+
+
+def _batch() -> Tensor:
+    x = inputs(8, 6)
+    x[4:] *= 5  # far into the saturation of tanh: the second half needs fewer steps
+    return x
+
+
+def _loss(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def _joined(solver: eq.Solver[Any]) -> dict[str, Tensor]:
+    model = _model(STOP, solver)
+    _loss(model, _batch()).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _ddp(rank: int, folder: Path) -> None:
+    model = DistributedDataParallel(_model(STOP, eq.Anderson()))
+    _loss(model, _batch().chunk(WORLD)[rank]).backward()
+    torch.save({name: p.grad for name, p in model.module.named_parameters()}, folder / f"{rank}.pt")
+
+
+def _fsdp(rank: int, folder: Path, solver: eq.Solver[Any]) -> None:
+    model = _model(eq.Stop(**(vars(STOP) | {"process_group": "world"})), solver)
+    deq = model[1]
+    assert isinstance(deq, eq.DEQ) and isinstance(deq.cell, nn.Module)
+    mesh = init_device_mesh("cpu", (WORLD,))
+    fully_shard(deq.cell, mesh=mesh)  # every call of the cell is a collective
+    with eq.record(model) as solutions:
+        loss = _loss(model, _batch().chunk(WORLD)[rank])
+    loss.backward()
+    grads = {}
+    for name, p in model.named_parameters():
+        grad = p.grad
+        assert grad is not None
+        if isinstance(grad, DTensor):
+            grads[name] = grad.full_tensor()
+        else:
+            dist.all_reduce(grad)
+            grads[name] = grad / WORLD
+    needed = solutions[0].stats.steps.max()
+    torch.save({"grads": grads, "steps": needed, "evaluations": torch.tensor(solutions[0].stats.evaluations)}, folder / f"{rank}.pt")
+
+
+def _fsdp_anderson(rank: int, folder: Path) -> None:
+    _fsdp(rank, folder, eq.Anderson())
+
+
+def _fsdp_newton(rank: int, folder: Path) -> None:
+    _fsdp(rank, folder, eq.Newton())
+
+
+def _assert_grads(seen: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert seen.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(seen[name], expected[name], rtol=1e-8, atol=1e-10)
+
+
+def test_ddp_gradients_equal_one_process_on_the_joined_batch(tmp_path: Path) -> None:
+    expected = _joined(eq.Anderson())
+    for grads in _spawn(_ddp, tmp_path):
+        _assert_grads(grads, expected)
+
+
+def test_fsdp_finishes_where_ranks_need_different_steps(tmp_path: Path) -> None:
+    first, second = _spawn(_fsdp_anderson, tmp_path)
+    assert first["steps"] != second["steps"]
+    assert first["evaluations"] == second["evaluations"]
+    _assert_grads(first["grads"], _joined(eq.Anderson()))
+
+
+def test_fsdp_with_inner_loops_of_newton(tmp_path: Path) -> None:
+    first, second = _spawn(_fsdp_newton, tmp_path)
+    assert first["evaluations"] == second["evaluations"]
+    _assert_grads(first["grads"], _joined(eq.Newton()))
