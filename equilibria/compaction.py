@@ -12,6 +12,7 @@ from torch import Tensor
 
 from equilibria.maps import FlatMap
 
+DROP_AT = 8  # a map drops its stopped rows when they are an eighth; one that is dear to take apart sets another `drop_at`
 # in spacings of the numbers, and at most: blocking of matrix kernels changes with the batch size, meaning does not
 AGREEMENT, LOOSEST_AGREEMENT = 1e3, 0.05
 
@@ -29,6 +30,11 @@ class Owned(Protocol):
 
 _verdicts: WeakKeyDictionary[Any, dict[Hashable, bool]] = WeakKeyDictionary()
 _warned: WeakSet[Any] = WeakSet()
+
+
+def worth_dropping(f: FlatMap, stopped: int, rows: int) -> bool:
+    """Have so many rows stopped that going on without them pays for taking the map and the state apart?"""
+    return 0 < stopped < rows and stopped * getattr(f, "drop_at", DROP_AT) >= rows
 
 
 def rows_stand_alone(f: FlatMap, smaller: FlatMap, z: Tensor, fz: Tensor, index: Tensor) -> bool:

@@ -65,7 +65,7 @@ class DEQ(nn.Module):
         """The equilibrium itself."""
         return self.solve(*inputs, init=init).z
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def solve(self, *inputs: Any, init: Solution | State | None = None) -> Solution:
         """The equilibrium with its record. `init` starts this solve from a state or an earlier Solution instead."""
         stop = self.stop if self.training or self.eval_stop is None else self.eval_stop
@@ -172,7 +172,9 @@ def _check_parts(cell: Any, init: Any, solver: Any, stop: Any, gradient: Any, ev
     if not callable(cell):
         raise TypeError(f"The cell must be an nn.Module or a callable cell(z, *inputs) -> z, got {cell!r}.")
     if init is not None and not callable(init) and not hasattr(init, "__dataclass_fields__"):
-        raise TypeError(f"init must be None, eq.Zeros(*shape), eq.FirstStep() or a callable init(*inputs) -> z0, got {init!r}.")
+        raise TypeError(
+            f"init must be None, eq.Zeros(*shape), eq.FirstStep() or a callable init(*inputs) -> z0, got {init!r}."
+        )
     check_solver(solver)
     for name, part, kind in (("stop", stop, Stop), ("eval_stop", eval_stop, Stop), ("gradient", gradient, Gradient)):
         if not isinstance(part, kind) and not (name == "eval_stop" and part is None):

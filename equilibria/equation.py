@@ -25,6 +25,7 @@ from equilibria.state import Layout, State
 class Equation(ABC):
     """F(z, *args), (rows, n) -> (rows, n)."""
 
+    linear: bool = False  # is it affine in z, with a right-hand side among its args?
     rowwise: tuple[bool, ...]  # which args have a row per sample
     precision: float  # spacing of the numbers F computes with
     owner: Any  # the cell behind it, or the code of a plain function: whom to remember and whom to warn once
@@ -38,6 +39,7 @@ class Equation(ABC):
 
     def like(self, other: Equation) -> None:
         """Take over what belongs to the cell behind both."""
+        self.linear = other.linear
         self.precision, self.owner, self.lasting = other.precision, other.owner, other.lasting
         self.mode, self.silent = other.mode, other.silent
 
@@ -135,7 +137,8 @@ class CellEquation(Equation):
         """F(z), and whether a plain callable closes over tensors that need gradients."""
         with torch.enable_grad():
             out = self._run(z, [transforms.primal(arg).detach() for arg in self.args], direct=True)
-        if transforms.tangent(out) is not None or (transforms.is_mapped(out) and not transforms.is_mapped(z)):
+        mapped = transforms.is_mapped(out) and not any(transforms.is_mapped(arg) for arg in (z, *self.args))
+        if mapped or transforms.tangent(out) is not None:
             raise RuntimeError(OUT_OF_REACH)
         return out.detach(), out.requires_grad
 
@@ -161,7 +164,7 @@ class CellEquation(Equation):
         if self._moving is not False:
             named |= {name: named[name].clone() for name in self._buffers}
         versions = [named[name]._version for name in self._buffers]
-        out = torch.func.functional_call(self.cell, named, (state, *inputs)) if named else self.cell(state, *inputs)
+        out = _call(self.cell, named, state, inputs)
         if self._moving is None:
             self._moving = versions != [named[name]._version for name in self._buffers]
         return out
@@ -204,6 +207,10 @@ def is_sharded(module: nn.Module) -> bool:
 
 def _uses_batch_statistics(module: nn.Module) -> bool:
     return isinstance(module, _NormBase) and (module.training or not module.track_running_stats)
+
+
+def _call(cell: Any, named: dict[str, Tensor], state: State, inputs: Sequence[Any]) -> State:
+    return torch.func.functional_call(cell, named, (state, *inputs)) if named else cell(state, *inputs)
 
 
 def _owner(cell: Any) -> Any:

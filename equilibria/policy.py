@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,7 +14,8 @@ from equilibria.solvers.fallback import AnySolver
 _ADVICE = {
     Status.MAX_STEPS: "allow more steps, take a stronger solver (Anderson with more history, Broyden, Newton, or a Fallback "
     "of them), or keep the cell contractive (normalisation, Jacobian regularization)",
-    Status.NONFINITE: "look at the inputs and weights of those samples; they keep their best finite iterate and get no gradient",
+    Status.NONFINITE: "look at the inputs and weights of those samples; they keep their best finite iterate and get no "
+    "gradient",
     Status.STALLED: "loosen rtol, or compute in a wider dtype: the residual stopped falling",
 }
 _warned: WeakKeyDictionary[Any, set[tuple[str, Status]]] = WeakKeyDictionary()
@@ -38,7 +40,7 @@ def judge(stats: Stats, stop: Stop, solver: AnySolver, *, what: str, owner: Any,
     warnings.warn(_message(stats, stop, solver, what, causes), ConvergenceWarning, stacklevel=2)
 
 
-def _message(stats: Stats, stop: Stop, solver: AnySolver, what: str, causes: list[Status]) -> str:
+def _message(stats: Stats, stop: Stop, solver: AnySolver, what: str, causes: Sequence[Status]) -> str:
     batch, failed = stats.status.numel(), int(stats.failed.sum())
     counts = ", ".join(f"{stats.count(cause)} {cause.name.lower()}" for cause in causes)
     worst = float(stats.residual.max())

@@ -16,9 +16,12 @@ class Status(IntEnum):
     """How a sample's solve ended."""
 
     CONVERGED = 0
+    """The residual is within the tolerance."""
     MAX_STEPS = 1
+    """The steps ran out; the best iterate is returned."""
     NONFINITE = 2
-    """The map gave nan or inf; the best finite iterate is returned and its gradient is zero."""
+    """The map gave nan or inf, or a residual too long for the dtype; the best finite iterate is returned, its gradient is
+    zero."""
     STALLED = 3
     """The residual stopped falling: `Stop.patience` ran out, or the tolerance is below what the dtype can reach."""
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from equilibria.autocast import no_autocast
-from equilibria.compaction import rows_stand_alone
+from equilibria.compaction import rows_stand_alone, worth_dropping
 from equilibria.ledger import Ledger
 from equilibria.maps import Counter, FlatMap, Map
 from equilibria.norms import Norm, rms_norm
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 OnFailure = Literal["ignore", "warn", "raise"]
-WORTH_DROPPING = 8  # compact when an eighth of the rows has stopped: less saves little, more often copies too much
 VERIFICATIONS = 3  # how often an answer found by recurrence may turn out short of the tolerance and be improved
 
 
@@ -58,7 +57,9 @@ class Stop:
     process_group: ProcessGroup | Literal["world"] | None = None
 
     def __post_init__(self) -> None:
-        require(self.rtol >= 0 and self.atol >= 0, f"Tolerances must not be negative, got rtol={self.rtol}, atol={self.atol}.")
+        require(
+            self.rtol >= 0 and self.atol >= 0, f"Tolerances must not be negative, got rtol={self.rtol}, atol={self.atol}."
+        )
         require(self.max_steps >= 0, f"max_steps must not be negative, got {self.max_steps}.")
         require(self.check_every >= 1, f"check_every must be at least 1, got {self.check_every}.")
         require(self.patience is None or self.patience >= 1, f"patience must be at least 1 or None, got {self.patience}.")
@@ -142,10 +143,10 @@ def _run(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> Flat:
             if not (f.any_rank(running > 0) if f.any_rank else running):
                 break
             stopped = ledger.rows - running
-            if compact and stopped * WORTH_DROPPING >= ledger.rows and stopped:
-                taken = _compact(f, state, ledger)
-                compact = taken is not None
-                f, state = taken or (f, state)
+            if compact and worth_dropping(f.raw, stopped, ledger.rows):
+                smaller = _compact(f, state, ledger)
+                compact = smaller is not None
+                f, state = smaller or (f, state)
             if stopped:
                 state = ledger.freeze(state)
         state = solver.step(f, state)
@@ -158,7 +159,8 @@ def _compact(f: Map, state: Iterate, ledger: Ledger) -> tuple[Map, Iterate] | No
     """Map and state on the running rows alone; None where rows depend on each other."""
     index = ledger.running_rows()
     smaller = f.take(index)
-    if smaller is None or not rows_stand_alone(f.raw, smaller, state.z, state.fz, index):
+    first = ledger.index is None  # of this solve
+    if smaller is None or (first and not rows_stand_alone(f.raw, smaller, state.z, state.fz, index)):
         return None
     ledger.drop_finished(index)
     return smaller, map_tensors(state, lambda tensor: tensor.index_select(0, index))

@@ -111,7 +111,9 @@ class Layout:
     def _check_output(self, tensor: Any, leaf: Leaf, rows: int, cast: bool) -> None:
         expected = self._shape(leaf, rows)
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"The cell must return tensors: got {type(tensor).__name__} in place of one of shape {expected}.")
+            raise TypeError(
+                f"The cell must return tensors: got {type(tensor).__name__} in place of one of shape {expected}."
+            )
         if tuple(tensor.shape) != expected:
             raise ValueError(
                 f"The cell must return the shape of its state: got {tuple(tensor.shape)} for z of shape {expected}. "
@@ -149,9 +151,11 @@ def _check_tensors(tensors: list[Any], batched: bool) -> None:
         if tensor.device != tensors[0].device:
             raise ValueError(f"A state lies on one device: got {tensors[0].device} and {tensor.device}.")
         if batched and tensor.dim() == 0:
-            raise ValueError("A batched state has a leading batch dimension: got a scalar. Use batched=False for one whole problem.")
+            raise ValueError(
+                "A batched state has a leading batch dimension: got a scalar. Use batched=False for one whole problem."
+            )
         if batched and tensor.shape[0] != tensors[0].shape[0]:
             raise ValueError(
-                f"All tensors of a state share the leading batch dimension: got {tensors[0].shape[0]} and {tensor.shape[0]}. "
-                "Use batched=False where the state is one whole problem."
+                f"All tensors of a state share the leading batch dimension: got {tensors[0].shape[0]} and "
+                f"{tensor.shape[0]}. Use batched=False where the state is one whole problem."
             )

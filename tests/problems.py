@@ -85,7 +85,9 @@ def cosine(batch: int = 2) -> Problem:
 class TanhCell(nn.Module):
     """tanh(W z + U x + b) with |W| = norm, the drosophila of the field."""
 
-    def __init__(self, n: int, norm: float = 0.8, kind: str = "orthogonal", seed: int = 0, dtype: torch.dtype = torch.float64):
+    def __init__(
+        self, n: int, norm: float = 0.8, kind: str = "orthogonal", seed: int = 0, dtype: torch.dtype = torch.float64
+    ):
         super().__init__()
         self.w = nn.Parameter(matrix(kind, n, norm, seed).to(dtype).contiguous())
         self.u = nn.Parameter(matrix("orthogonal", n, 1.0, seed + 1).to(dtype).contiguous())

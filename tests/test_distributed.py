@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import equilibria as eq
@@ -43,11 +43,11 @@ def _enter(rank: int, port: int, work: Callable[[int, Path], None], folder: Path
 
 
 def _spawn(work: Callable[[int, Path], None], folder: Path) -> list[Any]:
-    mp.spawn(_enter, (_free_port(), work, folder), nprocs=WORLD)  # type: ignore[no-untyped-call]
+    spawn(_enter, (_free_port(), work, folder), nprocs=WORLD)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
 
 
-def _model(stop: eq.Stop, solver: eq.Solver[Any]) -> nn.Module:
+def _model(stop: eq.Stop, solver: eq.Solver[Any]) -> nn.Sequential:
     torch.manual_seed(0)
     cell = TanhCell(6, norm=0.9)
     return nn.Sequential(nn.Linear(6, 6).double(), eq.DEQ(cell, solver=solver, stop=stop), nn.Linear(6, 2).double())
@@ -94,7 +94,9 @@ def _fsdp(rank: int, folder: Path, solver: eq.Solver[Any]) -> None:
             dist.all_reduce(grad)
             grads[name] = grad / WORLD
     needed = solutions[0].stats.steps.max()
-    torch.save({"grads": grads, "steps": needed, "evaluations": torch.tensor(solutions[0].stats.evaluations)}, folder / f"{rank}.pt")
+    torch.save(
+        {"grads": grads, "steps": needed, "evaluations": torch.tensor(solutions[0].stats.evaluations)}, folder / f"{rank}.pt"
+    )
 
 
 def _fsdp_anderson(rank: int, folder: Path) -> None:

@@ -45,7 +45,11 @@ def test_statistics_are_per_sample() -> None:
 
 def test_status_of_divergence_is_honest_and_finite() -> None:
     """z -> 2z + 1 overflows float32 after 128 steps: until then max_steps, after that nonfinite, never silence."""
-    f, z0 = lambda z: 2 * z + 1, torch.zeros(1, 1)  # noqa: E731
+
+    def f(z: Tensor) -> Tensor:
+        return 2 * z + 1
+
+    z0 = torch.zeros(1, 1)
     short = solve(f, z0, eq.Picard(), eq.Stop(max_steps=30))
     long = solve(f, z0, eq.Picard(), eq.Stop(max_steps=300))
     assert short.stats.status.tolist() == [eq.Status.MAX_STEPS]
@@ -144,7 +148,9 @@ def test_coupled_samples_are_found_out_and_warned_about_once() -> None:
 
 def test_a_closure_over_the_batch_is_left_whole_without_a_word() -> None:
     x, gain = mixed()
-    s = eq.fixed_point(lambda z: gain * z + x, torch.zeros_like(x), solver=eq.Picard(), stop=eq.Stop(rtol=1e-4, max_steps=200))
+    s = eq.fixed_point(
+        lambda z: gain * z + x, torch.zeros_like(x), solver=eq.Picard(), stop=eq.Stop(rtol=1e-4, max_steps=200)
+    )
     assert bool(s.stats.converged.all())
     torch.testing.assert_close(s.z, (x / (1 - gain)), rtol=2e-3, atol=2e-3)
 
@@ -156,7 +162,12 @@ def test_an_input_that_only_looks_batch_leading() -> None:
     x[3:] *= 1e-9  # done at once in absolute terms
     with pytest.warns(UserWarning, match="without its neighbours"):
         s = eq.fixed_point(
-            lambda z, w, x: z @ w.T + x, torch.zeros_like(x), w, x, solver=eq.Picard(), stop=eq.Stop(rtol=1e-9, atol=1e-7, max_steps=500)
+            lambda z, w, x: z @ w.T + x,
+            torch.zeros_like(x),
+            w,
+            x,
+            solver=eq.Picard(),
+            stop=eq.Stop(rtol=1e-9, atol=1e-7, max_steps=500),
         )
     torch.testing.assert_close(s.z, torch.linalg.solve(torch.eye(n).double() - w, x.T).T, rtol=1e-5, atol=1e-5)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from equilibria import transforms
-from equilibria.equation import Equation
-from equilibria.gradients.linear import LinearEquation, LinearMap
+from equilibria.equation import BoundMap, Equation
+from equilibria.gradients.linear import LinearMap
 from equilibria.maps import FlatMap
 
 
@@ -41,22 +42,22 @@ class FoldedEquation(Equation):
         return out.flatten(0, 1)
 
     def bind(self, args: Sequence[Tensor]) -> FlatMap:
-        offset = self.right(*args)
-        if offset is None:
-            return super().bind(args)
+        right = self.right(*args)
+        return BoundMap(self, args) if right is None else self._linear_map(args, right)
 
+    def _linear_map(self, args: Sequence[Tensor], right: Tensor) -> FlatMap:
         def product(t: Tensor) -> Tensor:
-            return self(t, *args) - offset
+            return self(t, *args) - right
 
         def transposed(t: Tensor) -> Tensor:
             return transforms.vjp(product, torch.zeros_like(t))(t)[0]
 
-        return LinearMap(self, args, product, transposed, offset)
+        return LinearMap(self, args, product, transposed, right)
 
     def right(self, *args: Tensor) -> Tensor | None:
-        if not isinstance(self.of, (LinearEquation, FoldedEquation)) or self.of.right(*args) is None:
+        if not self.linear:
             return None
-        mapped: Tensor = torch.func.vmap(self.of.right, in_dims=self.fold.dims)(*args)
+        mapped: Any = torch.func.vmap(self.of.right, in_dims=self.fold.dims)(*args)
         return mapped.flatten(0, 1)
 
     @property

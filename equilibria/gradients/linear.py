@@ -24,6 +24,7 @@ class LinearEquation(Equation):
         self.of = of
         self.rowwise = (True, True, *of.rowwise)
         self.like(of)
+        self.linear = True
 
     def right(self, *args: Tensor) -> Tensor:
         return args[1]
@@ -69,6 +70,8 @@ class TangentEquation(LinearEquation):
 class LinearMap(BoundMap, Affine):
     """A bound linear equation that linear solvers can take apart."""
 
+    drop_at = 2  # fewer rows need a linearisation of their own, which runs the cell again
+
     def __init__(
         self, equation: Equation, args: Sequence[Tensor], product: FlatMap, transposed: FlatMap, offset: Tensor
     ) -> None:
@@ -94,7 +97,9 @@ class Linearisation:
     def transposed(self, u: Tensor) -> Tensor:
         """J'u."""
         leaf, out = self._run()
-        (product,) = torch.autograd.grad(out, leaf, u, retain_graph=True, allow_unused=True) if out.requires_grad else (None,)
+        (product,) = (
+            torch.autograd.grad(out, leaf, u, retain_graph=True, allow_unused=True) if out.requires_grad else (None,)
+        )
         return torch.zeros_like(u) if product is None else product
 
     def product(self, t: Tensor) -> Tensor:

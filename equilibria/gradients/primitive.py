@@ -137,9 +137,7 @@ def _push(
     return FixedPoint.apply(task.tangent(), torch.zeros_like(b), z, b / size, *args)[0] * size
 
 
-def _in_args(
-    equation: Equation, z: Tensor, args: Sequence[Tensor], chosen: Sequence[int]
-) -> Callable[..., Tensor]:
+def _in_args(equation: Equation, z: Tensor, args: Sequence[Tensor], chosen: Sequence[int]) -> Callable[..., Tensor]:
     """The equation at z as a function of some of its args."""
 
     def f(*values: Tensor) -> Tensor:

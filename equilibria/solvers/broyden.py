@@ -44,7 +44,10 @@ class Broyden(Solver[BroydenState]):
     line_search: bool = False
 
     def __post_init__(self) -> None:
-        require(self.history is None or self.history >= 1, f"Broyden's history must be at least 1, got {self.history}; for none use Picard().")
+        require(
+            self.history is None or self.history >= 1,
+            f"Broyden's history must be at least 1, got {self.history}; for none use Picard().",
+        )
 
     def init(self, f: Map, z0: Tensor) -> BroydenState:
         batch, n = z0.shape
@@ -73,7 +76,9 @@ class Broyden(Solver[BroydenState]):
         s, y = divide(step, length), divide(difference, length)
         steps = put(room(state.steps, slot, limit), slot, s, active)
         sums = put(room(state.sums, slot, limit), slot, s + y, active)
-        core = put(room(state.core, slot, limit, dims=(1, 2)), slot, products(sums, s), active)  # row: the new step is later than all others
+        core = put(
+            room(state.core, slot, limit, dims=(1, 2)), slot, products(sums, s), active
+        )  # row: the new step is later than all others
         # a sample that did not move leaves an empty pair: 1 on the diagonal keeps its core invertible
         diagonal = torch.where(length == 0, torch.ones_like(length), dot(s, y))
         column = products(steps, y)

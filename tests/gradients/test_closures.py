@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,8 @@ def setting() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("adjoint", [eq.GMRES(), eq.NormalCG(), eq.Anderson()], ids=repr)
-def test_everything_a_closure_touches_gets_its_gradient(adjoint: eq.Solver[object]) -> None:
+def test_everything_a_closure_touches_gets_its_gradient(adjoint: eq.Solver[Any]) -> None:
     w, x = setting()
-    targets: list[Tensor] = []
 
     def run(solve: Callable[[Callable[[Tensor], Tensor]], Tensor]) -> tuple[Tensor, ...]:
         hidden = x * 2  # not a leaf: its own gradient can be asked for
@@ -33,7 +33,6 @@ def test_everything_a_closure_touches_gets_its_gradient(adjoint: eq.Solver[objec
     reference = run(lambda f: unrolled(f, zero))
     for a, b in zip(ours, reference, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
-    assert not targets
 
 
 def test_inputs_and_captured_tensors_together() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 import equilibria as eq
 from equilibria.maps import Map
 from equilibria.solve import solve
-from tests.problems import affine, cosine, inputs, matrix
+from tests.problems import affine, cosine, generator, inputs, matrix
 
 REFERENCE_STOP = eq.Stop(rtol=1e-6, atol=0.0, max_steps=400, norm=eq.euclidean_norm)
 
@@ -58,9 +58,16 @@ def test_damped_picard_reports_the_undamped_residual() -> None:
 @pytest.mark.parametrize("scale", [1.0, 1e-6, 1e6])
 def test_anderson_does_not_depend_on_the_scale_of_the_problem(scale: float) -> None:
     w, x = matrix("symmetric", 30, 0.99), scale * inputs(4, 30)
-    stats = solve(lambda z: z @ w.T + x, torch.zeros_like(x), eq.Anderson(history=6), eq.Stop(rtol=1e-10, atol=0, max_steps=400)).stats
+    stats = solve(
+        lambda z: z @ w.T + x, torch.zeros_like(x), eq.Anderson(history=6), eq.Stop(rtol=1e-10, atol=0, max_steps=400)
+    ).stats
     assert bool(stats.converged.all())
-    base = solve(lambda z: z @ w.T + x / scale, torch.zeros_like(x), eq.Anderson(history=6), eq.Stop(rtol=1e-10, atol=0, max_steps=400))
+    base = solve(
+        lambda z: z @ w.T + x / scale,
+        torch.zeros_like(x),
+        eq.Anderson(history=6),
+        eq.Stop(rtol=1e-10, atol=0, max_steps=400),
+    )
     assert (stats.steps - base.stats.steps).abs().max() <= 0.1 * base.stats.steps.max()
 
 
@@ -71,6 +78,17 @@ def test_anderson_survives_a_singular_history() -> None:
     flat = solve(lambda z: z + 1, torch.zeros(3, 4), eq.Anderson(ridge=0.0), eq.Stop(max_steps=10, rtol=1e-9))
     assert bool(torch.isfinite(flat.z).all())  # z + 1 has no fixed point: every residual is the same
     assert flat.stats.status.tolist() == [eq.Status.MAX_STEPS] * 3
+
+
+def test_anderson_stays_finite_on_a_bounded_map_it_cannot_solve_quickly() -> None:
+    """Without forgetting a history that misleads, iterates of this tanh layer reach 1e19."""
+    w = 1.5 * torch.randn(64, 64, generator=generator(0)) / 8
+    x = 0.5 * torch.randn(200, 64, generator=generator(1))
+    stats = solve(
+        lambda z: torch.tanh(z @ w.T + x), torch.zeros_like(x), eq.Anderson(), eq.Stop(rtol=1e-4, max_steps=200)
+    ).stats
+    assert stats.count(eq.Status.NONFINITE) == 0
+    assert float(stats.converged.float().mean()) > 0.9
 
 
 @pytest.mark.parametrize("max_steps", [1, 2])
@@ -141,7 +159,12 @@ def test_newton_counts_its_products() -> None:
 def test_line_search_never_accepts_a_longer_residual() -> None:
     w, x = matrix("orthogonal", 20, 1.5), inputs(3, 20)
     f = lambda z: torch.tanh(z @ w.T + x)  # noqa: E731
-    flat = solve(f, torch.zeros_like(x), eq.Broyden(line_search=True), eq.Stop(rtol=1e-8, max_steps=200, trace=True, norm=eq.euclidean_norm))
+    flat = solve(
+        f,
+        torch.zeros_like(x),
+        eq.Broyden(line_search=True),
+        eq.Stop(rtol=1e-8, max_steps=200, trace=True, norm=eq.euclidean_norm),
+    )
     assert bool(flat.stats.converged.all())
 
 
@@ -182,7 +205,11 @@ def test_fallback_hands_over_only_what_failed_and_says_why() -> None:
     gain = torch.tensor([[0.5], [-1.0], [3.0]], dtype=torch.float64)  # easy; goes round for ever; diverges
     solver = eq.Fallback(eq.Picard(), eq.Anderson())
     s = eq.fixed_point(
-        lambda z, g: g * z + 1, torch.zeros(3, 2, dtype=torch.float64), gain, solver=solver, stop=eq.Stop(rtol=1e-9, atol=0, max_steps=60)
+        lambda z, g: g * z + 1,
+        torch.zeros(3, 2, dtype=torch.float64),
+        gain,
+        solver=solver,
+        stop=eq.Stop(rtol=1e-9, atol=0, max_steps=60),
     )
     torch.testing.assert_close(s.z, (1 / (1 - gain)).expand(3, 2))
     (handover,) = s.stats.handovers
@@ -194,7 +221,10 @@ def test_fallback_hands_over_only_what_failed_and_says_why() -> None:
 
 def test_fallback_reports_what_nobody_could_solve() -> None:
     s = eq.fixed_point(
-        lambda z: z + 1, torch.zeros(2, 3), solver=eq.Fallback(eq.Picard(), eq.Anderson()), stop=eq.Stop(max_steps=8, on_failure="ignore")
+        lambda z: z + 1,
+        torch.zeros(2, 3),
+        solver=eq.Fallback(eq.Picard(), eq.Anderson()),
+        stop=eq.Stop(max_steps=8, on_failure="ignore"),
     )
     assert not bool(s.stats.converged.any())
     assert len(s.stats.handovers) == 1

@@ -1,0 +1,44 @@
+# Every target makes .venv from nothing if need be, with the versions in constraints.txt.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint bench docs clean
+.NOTPARALLEL:
+
+help: ## List the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+demo: .venv/installed-train ## Train a small equilibrium classifier on digits and look inside
+	$(BIN)/python examples/digits.py
+
+# One thread per worker: two workers with two threads each would fight over two cores.
+test: lint ## Lint, check types and run the tests
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2
+
+test-all: lint ## The same with the slow tests
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m "not gpu"
+
+lint: .venv/installed-train .venv/installed-dev ## Lint, check format and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: .venv/installed-dev ## Measure the solvers next to TorchDEQ
+	$(BIN)/python benchmarks/solvers.py
+
+docs: .venv/installed-docs ## Build the documentation into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+clean: ## Remove what the other targets made, but for .venv
+	rm -rf build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info digits.png
+	find equilibria tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	$(PYTHON) -m venv .venv
+
+# installed-X: the package, editable, with its extra X. The exact torch in constraints.txt must be in the same command,
+# or pip may settle on a build that brings gigabytes of GPU libraries.
+.venv/installed-%: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e ".[$*]"
+	@touch $@

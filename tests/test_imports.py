@@ -1,0 +1,71 @@
+"""Imports run one way: each module uses only what stands before it."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import equilibria
+
+PACKAGE = Path(equilibria.__file__).parent
+LAYERS = [
+    {"norms", "transforms", "autocast", "state"},
+    {"maps", "solution"},
+    {"compaction"},
+    {"solvers.base"},
+    {"solvers.picard", "solvers.anderson", "solvers.line_search", "solvers.krylov", "solvers.restart", "solvers.fallback"},
+    {"solvers.broyden", "solvers.newton"},
+    {"ledger"},
+    {"solve"},
+    {"policy", "whole", "equation"},
+    {"gradients.base"},
+    {"gradients.linear"},
+    {"gradients.folded"},
+    {"gradients.primitive"},
+    {"gradients.attach"},
+    {"gradients.implicit"},
+    {"starts", "recording"},
+    {"deq"},
+]
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        if path.name != "__init__.py":
+            found[".".join(path.relative_to(PACKAGE).with_suffix("").parts)] = path
+    return found
+
+
+def imported(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("equilibria"):
+            inner = node.module.removeprefix("equilibria").lstrip(".")
+            names |= {inner} if inner else {alias.name for alias in node.names}
+    return names
+
+
+def test_every_module_has_its_place() -> None:
+    assert set(modules()) == set(LEVEL)
+
+
+def test_imports_run_one_way() -> None:
+    for name, path in modules().items():
+        for other in imported(path):
+            assert LEVEL[other] < LEVEL[name], f"{name} imports {other}, which stands beside or after it"
+
+
+def test_the_core_needs_torch_alone() -> None:
+    allowed = {"torch", "equilibria", "__future__"}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            for top in {name.split(".")[0] for name in names}:
+                assert top in allowed or top in __import__("sys").stdlib_module_names, f"{path.name} imports {top}"
+
+
+def test_public_names_exist_and_are_sorted() -> None:
+    assert all(hasattr(equilibria, name) for name in equilibria.__all__)

@@ -1,0 +1,114 @@
+"""Autocast and torch.compile: the same mathematics on other roads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import equilibria as eq
+from tests.problems import TanhCell, inputs
+
+
+@pytest.mark.parametrize("solver", [eq.Picard(), eq.Anderson(), eq.Broyden(), eq.Newton()], ids=repr)
+def test_bf16_autocast_forward_and_backward(solver: eq.Solver[Any]) -> None:
+    cell, x = TanhCell(16, dtype=torch.float32), inputs(8, 16, dtype=torch.float32)
+    deq = eq.DEQ(cell, solver=solver, stop=eq.Stop(rtol=2e-2, max_steps=60, on_failure="raise"))
+
+    def gradient() -> Tensor:
+        cell.zero_grad()
+        z = deq(x)
+        assert z.dtype == torch.float32
+        z.square().sum().backward()
+        assert cell.w.grad is not None and cell.w.grad.dtype == torch.float32
+        return cell.w.grad.clone()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = gradient()
+    full = gradient()
+    # bf16 has 8 bits: 4e-3 per product, a few of them in a row
+    assert float((low - full).norm() / full.norm()) < 5e-2
+
+
+def test_autocast_may_end_before_backward() -> None:
+    cell, x = TanhCell(16, dtype=torch.float32), inputs(8, 16, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        s = eq.DEQ(cell, stop=eq.Stop(rtol=2e-2)).solve(x)
+    s.z.square().sum().backward()
+    assert s.adjoint is not None and bool(s.adjoint.converged.all())
+
+
+def test_autocast_weights_keep_their_gradient_after_a_solve() -> None:
+    """A weight cast without a graph during the solve must not be reused where its gradient is wanted."""
+    cell, x = TanhCell(16, dtype=torch.float32), inputs(8, 16, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        z = eq.DEQ(cell, stop=eq.Stop(rtol=2e-2)).solve(x).z.detach()
+        cell(z, x).sum().backward()
+    assert cell.w.grad is not None and float(cell.w.grad.norm()) > 0
+
+
+def test_a_half_precision_module() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        cell, x = TanhCell(16, dtype=dtype), inputs(8, 16, dtype=dtype)
+        s = eq.DEQ(cell, stop=eq.Stop(rtol=3e-2)).solve(x)
+        assert s.z.dtype == dtype and s.stats.residual.dtype == torch.float32
+        s.z.float().square().sum().backward()
+        assert cell.w.grad is not None and cell.w.grad.dtype == dtype and bool(torch.isfinite(cell.w.grad).all())
+
+
+def test_float64_stays_float64() -> None:
+    s = eq.DEQ(TanhCell(4)).solve(inputs(2, 4))
+    assert s.z.dtype == s.stats.residual.dtype == torch.float64
+
+
+class Net(nn.Module):
+    def __init__(self, cell: nn.Module, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encode, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+        self.deq = eq.DEQ(cell, stop=eq.Stop(rtol=1e-5), **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.relu(self.deq(self.encode(x))))
+        return out
+
+
+def outputs_and_gradients(model: Any, net: Net, x: Tensor) -> list[Tensor]:
+    net.zero_grad()
+    y = model(x)
+    y.square().sum().backward()
+    return [y.detach(), *[p.grad.clone() for p in net.parameters() if p.grad is not None]]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # dynamo warns about itself
+@pytest.mark.parametrize("what", ["model", "cell", "cell by the user"])
+def test_compiling_gives_the_same_numbers(what: str) -> None:
+    torch._dynamo.reset()
+    cell, x = TanhCell(8, dtype=torch.float32), inputs(6, 8, dtype=torch.float32)
+    net = Net(cell)
+    expected = outputs_and_gradients(net, net, x)
+    if what == "model":
+        seen = outputs_and_gradients(torch.compile(net), net, x)
+    elif what == "cell":
+        other = Net(cell, compile=True)
+        seen = outputs_and_gradients(other, other, x)
+        assert [k for k, _ in other.named_parameters()] == [k for k, _ in net.named_parameters()]
+    else:
+        other = Net(torch.compile(cell))  # type: ignore[arg-type]
+        seen = outputs_and_gradients(other, other, x)
+    for a, b in zip(seen, expected, strict=True):
+        # both solves stop at a residual of 1e-5, but not at the same point: code generation reorders float32 sums
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")  # dynamo warns about itself
+def test_a_model_with_a_deq_compiles_around_it() -> None:
+    """The eager backend runs dynamo without generating code: the graph breaks, the numbers do not."""
+    torch._dynamo.reset()
+    net, x = Net(TanhCell(8, dtype=torch.float32)), inputs(6, 8, dtype=torch.float32)
+    expected = outputs_and_gradients(net, net, x)
+    for a, b in zip(outputs_and_gradients(torch.compile(net, backend="eager"), net, x), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
