@@ -91,6 +91,7 @@ class DEQ(nn.Module):
         return "\n".join(lines)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def fixed_point(
     f: Callable[..., State],
     z0: Solution | State,
@@ -127,6 +128,8 @@ def _solve(
     start = start_of(init, cell, f, inputs, batched=batched)
     layout = Layout.of(start, batched=batched)
     equation = CellEquation(cell, layout, prepared, fast)
+    if equation.opaque:
+        _check_ranks_agree(stop)
     z0 = layout.pack(start).detach()
     known, opaque = _look_for_captures(equation, z0)
     report = Report()
@@ -152,6 +155,14 @@ def _look_for_captures(equation: CellEquation, z0: Tensor) -> tuple[Tensor | Non
         return None, equation.opaque
     differentiating = torch.is_grad_enabled() or transforms.inside_transform() or transforms.inside_dual_level()
     return equation.captures(z0) if differentiating else (None, False)
+
+
+def _check_ranks_agree(stop: Stop) -> None:
+    if stop.process_group is None and torch.distributed.get_world_size() > 1:
+        raise ValueError(
+            "The cell's weights are sharded, so every call of it is a collective and all ranks must take the same number of "
+            'steps, or they wait for each other for ever: give the stop a process_group, Stop(process_group="world").'
+        )
 
 
 def _with_evaluations(stats: Stats, extra: int, rows: int) -> Stats:

@@ -97,7 +97,10 @@ class CellEquation(Equation):
         self._fast = cell if fast is None else fast  # the same function, for where nobody differentiates it
         self._leaves, self._inputs_spec = pytree.tree_flatten(tuple(inputs))
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
-        module = cell if isinstance(cell, nn.Module) and not is_sharded(cell) else None
+        modules = list(cell.modules()) if isinstance(cell, nn.Module) else []
+        self.opaque = is_sharded(modules)  # does the cell depend on tensors that cannot be made arguments?
+        self._coupled = any(_uses_batch_statistics(module) for module in modules)
+        module = cell if isinstance(cell, nn.Module) and not self.opaque else None
         parameters = dict(module.named_parameters()) if module is not None else {}
         buffers = dict(module.named_buffers()) if module is not None else {}
         self._names = (*parameters, *buffers)
@@ -125,13 +128,7 @@ class CellEquation(Equation):
 
     @property
     def coupled(self) -> bool:
-        modules = self.cell.modules() if isinstance(self.cell, nn.Module) else ()
-        return any(_uses_batch_statistics(module) for module in modules)
-
-    @property
-    def opaque(self) -> bool:
-        """Does the cell depend on tensors that cannot be made arguments? True of sharded weights."""
-        return isinstance(self.cell, nn.Module) and is_sharded(self.cell)
+        return self._coupled
 
     def captures(self, z: Tensor) -> tuple[Tensor, bool]:
         """F(z), and whether a plain callable closes over tensors that need gradients."""
@@ -196,13 +193,13 @@ OUT_OF_REACH = (
 )
 
 
-def is_sharded(module: nn.Module) -> bool:
-    """Does FSDP own the weights? It then gathers and reduces them around every call, out of functional_call's sight."""
-    if not torch.distributed.is_available():
+def is_sharded(modules: Sequence[nn.Module]) -> bool:
+    """Does FSDP own weights? It then gathers and reduces them around every call, out of functional_call's sight."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-    return any(isinstance(m, (FSDPModule, FullyShardedDataParallel)) for m in module.modules())
+    return any(isinstance(module, (FSDPModule, FullyShardedDataParallel)) for module in modules)
 
 
 def _uses_batch_statistics(module: nn.Module) -> bool:

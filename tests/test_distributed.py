@@ -107,6 +107,16 @@ def _fsdp_newton(rank: int, folder: Path) -> None:
     _fsdp(rank, folder, eq.Newton())
 
 
+def _fsdp_without_group(rank: int, folder: Path) -> None:
+    deq = _model(STOP, eq.Anderson())[1]
+    assert isinstance(deq, eq.DEQ) and isinstance(deq.cell, nn.Module)
+    fully_shard(deq.cell, mesh=init_device_mesh("cpu", (WORLD,)))
+    try:
+        deq(_batch())
+    except ValueError as error:
+        torch.save({"refused": "process_group" in str(error)}, folder / f"{rank}.pt")
+
+
 def _assert_grads(seen: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert seen.keys() == expected.keys()
     for name in expected:
@@ -130,3 +140,7 @@ def test_fsdp_with_inner_loops_of_newton(tmp_path: Path) -> None:
     first, second = _spawn(_fsdp_newton, tmp_path)
     assert first["evaluations"] == second["evaluations"]
     _assert_grads(first["grads"], _joined(eq.Newton()))
+
+
+def test_fsdp_without_a_process_group_is_refused_instead_of_hanging(tmp_path: Path) -> None:
+    assert all(result["refused"] for result in _spawn(_fsdp_without_group, tmp_path))

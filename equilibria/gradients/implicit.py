@@ -41,6 +41,8 @@ class Implicit(Gradient):
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
         # a tolerance relative to the right-hand side has no use for an absolute part
         stop = self.stop or dataclasses.replace(problem.stop, atol=0.0, trace=False)
+        if stop.process_group is None:  # what the ranks agree on forward they must agree on backward
+            stop = dataclasses.replace(stop, process_group=problem.stop.process_group)
         task = Differentiable(problem, self.solver or GMRES(), stop, self.on_failure)
         if problem.opaque:
             return attach(task, z0, args)
