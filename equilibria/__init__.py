@@ -1,8 +1,18 @@
 """equilibria: deep equilibrium models in PyTorch. What is not named here is not API."""
 
+from equilibria.cells.monotone import MonotoneLinear
+from equilibria.cells.monotone_conv import MonotoneConv2d, MonotoneTiers2d
+from equilibria.cells.splitting import ForwardBackward, PeacemanRachford, Readout, tune_alpha
 from equilibria.deq import DEQ, fixed_point
+from equilibria.explicit import Trajectory, WeightTied
 from equilibria.gradients.base import Gradient
+from equilibria.gradients.escalate import Escalate
 from equilibria.gradients.implicit import Implicit
+from equilibria.gradients.phantom import JFB, NeumannPhantom, UnrolledPhantom
+from equilibria.gradients.reversible import Reversible
+from equilibria.gradients.shine import Shine
+from equilibria.gradients.unrolled import Unrolled
+from equilibria.gradients.warmup import Warmup
 from equilibria.norms import euclidean_norm, max_norm, rms_norm
 from equilibria.recording import record
 from equilibria.solution import ConvergenceError, ConvergenceWarning, Handover, Solution, Stats, Status
@@ -15,37 +25,60 @@ from equilibria.solvers.krylov import GMRES, BiCGSTAB, NormalCG
 from equilibria.solvers.newton import Newton
 from equilibria.solvers.picard import Picard
 from equilibria.solvers.restart import Restart
+from equilibria.solvers.steady_state import SteadyState
 from equilibria.starts import FirstStep, Zeros
+from equilibria.theory import TiedLayers, stack, weight_tied_form
 
 __version__ = "0.1.0"
 
 __all__ = [
     "DEQ",
     "GMRES",
+    "JFB",
     "Anderson",
     "BiCGSTAB",
     "Broyden",
     "ConvergenceError",
     "ConvergenceWarning",
+    "Escalate",
     "Fallback",
     "FirstStep",
+    "ForwardBackward",
     "Gradient",
     "Handover",
     "Implicit",
     "Iterate",
+    "MonotoneConv2d",
+    "MonotoneLinear",
+    "MonotoneTiers2d",
+    "NeumannPhantom",
     "Newton",
     "NormalCG",
+    "PeacemanRachford",
     "Picard",
+    "Readout",
     "Restart",
+    "Reversible",
+    "Shine",
     "Solution",
     "Solver",
     "Stats",
     "Status",
+    "SteadyState",
     "Stop",
+    "TiedLayers",
+    "Trajectory",
+    "Unrolled",
+    "UnrolledPhantom",
+    "Warmup",
+    "WeightTied",
     "Zeros",
     "euclidean_norm",
     "fixed_point",
     "max_norm",
     "record",
     "rms_norm",
+    "stack",
+    "tune_alpha",
+    "weight_tied_form",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,12 +13,13 @@ from equilibria import transforms
 from equilibria.equation import CellEquation
 from equilibria.gradients.base import Gradient, Problem
 from equilibria.gradients.implicit import Implicit
+from equilibria.gradients.warmup import Warmup
 from equilibria.recording import note
-from equilibria.solution import Report, Solution, Stats
+from equilibria.solution import Report, Solution
 from equilibria.solve import Stop, check_solver
 from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.fallback import AnySolver
-from equilibria.starts import FirstStep, Init, start_of
+from equilibria.starts import FirstStep, Init, check_cell, check_init, prepared, start_of
 from equilibria.state import Layout, State
 
 
@@ -60,6 +60,8 @@ class DEQ(nn.Module):
         self.eval_stop = eval_stop
         self.batched = batched
         self._compiles = compile
+        self.solves: Tensor | None
+        self.register_buffer("solves", torch.zeros((), dtype=torch.int64) if isinstance(gradient, Warmup) else None)
 
     def forward(self, *inputs: Any, init: Solution | State | None = None) -> State:
         """The equilibrium itself."""
@@ -71,9 +73,19 @@ class DEQ(nn.Module):
         stop = self.stop if self.training or self.eval_stop is None else self.eval_stop
         start = self.init if init is None else _constant(init)
         fast = self._compiled_cell() if self._compiles else None
-        solution = _solve(self.cell, start, inputs, self.solver, stop, self.gradient, self.batched, fast)
+        solves = self._count_solve()
+        solution = _solve(self.cell, start, inputs, self.solver, stop, self.gradient, self.batched, fast, solves)
         note(self, solution)
         return solution
+
+    def _count_solve(self) -> int:
+        """Training solves before this one, where the gradient depends on them."""
+        if self.solves is None:
+            return 0
+        before = int(self.solves)
+        if self.training and torch.is_grad_enabled():
+            self.solves += 1
+        return before
 
     def _compiled_cell(self) -> Callable[..., State]:
         """The compiled cell, made on first use; beside the module's tree, or its weights would be listed twice."""
@@ -119,34 +131,62 @@ def _solve(
     gradient: Gradient,
     batched: bool,
     fast: Callable[..., State] | None = None,
+    solves: int = 0,
 ) -> Solution:
-    prepared = _prepared(cell, inputs)
+    given = _prepared(cell, inputs, batched)
 
     def f(z: State) -> State:
-        return cell(z, *prepared)
+        return cell(z, *given)
 
     start = start_of(init, cell, f, inputs, batched=batched)
     layout = Layout.of(start, batched=batched)
-    equation = CellEquation(cell, layout, prepared, fast)
+    equation = CellEquation(cell, layout, given, fast)
     if equation.opaque:
         _check_ranks_agree(stop)
-    z0 = layout.pack(start).detach()
+    z0 = layout.pack(start) if gradient.follows_start else layout.pack(start).detach()
     known, opaque = _look_for_captures(equation, z0)
     report = Report()
-    problem = Problem(equation, solver, stop, report, known=known, opaque=opaque)
+    problem = Problem(equation, solver, stop, report, known=known, opaque=opaque, solves=solves)
     z = gradient(problem, z0, equation.args)
     extra = int(isinstance(init, FirstStep)) + int(known is not None) + int(equation.settle(z.detach()))
-    assert report.stats is not None
-    report.stats = _with_evaluations(report.stats, extra, layout.batch)
-    return Solution(layout.unpack(z), start, f, report.stats, report)
+    report.add_evaluations(extra, layout.batch)
+    return Solution(layout.unpack(z), start, f, report)
 
 
-def _prepared(cell: Any, inputs: Sequence[Any]) -> tuple[Any, ...]:
-    prepare = getattr(cell, "prepare", None)
-    if prepare is None:
-        return tuple(inputs)
-    prepared = prepare(*inputs)
-    return prepared if isinstance(prepared, tuple) else (prepared,)
+def _prepared(cell: Any, inputs: Sequence[Any], batched: bool) -> tuple[Any, ...]:
+    """What the cell makes of its inputs before the solve, out of the reach of samples that are not finite.
+
+    `prepare` lies outside of the equation, and 0 * nan is nan in its backward too: it gets zeros for such a sample, and
+    the solve gets nan, so that the sample is found out.
+    """
+    if not hasattr(cell, "prepare") or not batched or not torch.is_grad_enabled() or transforms.inside_transform():
+        return prepared(cell, inputs)
+    leaves = [leaf for leaf in pytree.tree_leaves(tuple(inputs)) if _has_rows(leaf)]
+    batch = leaves[0].shape[0] if leaves else 0
+    bad = torch.zeros(batch, dtype=torch.bool, device=leaves[0].device if leaves else None)
+    for leaf in leaves:
+        if leaf.shape[0] == batch:
+            bad = (
+                bad | ~torch.isfinite(leaf.detach()).flatten(1).all(dim=1) if leaf.dim() > 1 else bad | ~torch.isfinite(leaf)
+            )
+    if not bool(bad.any()):
+        return prepared(cell, inputs)
+
+    def fill(tree: Any, value: float) -> Any:
+        return pytree.tree_map(lambda leaf: _fill_rows(leaf, bad, value), tree)
+
+    given: tuple[Any, ...] = fill(prepared(cell, fill(tuple(inputs), 0.0)), float("nan"))
+    return given
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.is_floating_point()
+
+
+def _fill_rows(leaf: Any, rows: Tensor, value: float) -> Any:
+    if not _has_rows(leaf) or leaf.shape[0] != len(rows):
+        return leaf
+    return torch.where(rows.view(-1, *[1] * (leaf.dim() - 1)), torch.full_like(leaf, value), leaf)
 
 
 def _look_for_captures(equation: CellEquation, z0: Tensor) -> tuple[Tensor | None, bool]:
@@ -165,13 +205,6 @@ def _check_ranks_agree(stop: Stop) -> None:
         )
 
 
-def _with_evaluations(stats: Stats, extra: int, rows: int) -> Stats:
-    """Statistics with the evaluations made around the loop."""
-    return dataclasses.replace(
-        stats, evaluations=stats.evaluations + extra, sample_evaluations=stats.sample_evaluations + extra * rows
-    )
-
-
 def _constant(start: Solution | State) -> Callable[..., State]:
     """A start as an `init`, cut from whatever graph it came from."""
     state = start.z if isinstance(start, Solution) else start
@@ -180,12 +213,8 @@ def _constant(start: Solution | State) -> Callable[..., State]:
 
 
 def _check_parts(cell: Any, init: Any, solver: Any, stop: Any, gradient: Any, eval_stop: Any) -> None:
-    if not callable(cell):
-        raise TypeError(f"The cell must be an nn.Module or a callable cell(z, *inputs) -> z, got {cell!r}.")
-    if init is not None and not callable(init) and not hasattr(init, "__dataclass_fields__"):
-        raise TypeError(
-            f"init must be None, eq.Zeros(*shape), eq.FirstStep() or a callable init(*inputs) -> z0, got {init!r}."
-        )
+    check_cell(cell)
+    check_init(init)
     check_solver(solver)
     for name, part, kind in (("stop", stop, Stop), ("eval_stop", eval_stop, Stop), ("gradient", gradient, Gradient)):
         if not isinstance(part, kind) and not (name == "eval_stop" and part is None):

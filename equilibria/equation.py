@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
-from equilibria import transforms
+from equilibria import stateless, transforms
 from equilibria.autocast import Autocast
 from equilibria.maps import FlatMap
 from equilibria.state import Layout, State
@@ -207,7 +207,7 @@ def _uses_batch_statistics(module: nn.Module) -> bool:
 
 
 def _call(cell: Any, named: dict[str, Tensor], state: State, inputs: Sequence[Any]) -> State:
-    return torch.func.functional_call(cell, named, (state, *inputs)) if named else cell(state, *inputs)
+    return stateless.call(cell, named, (state, *inputs)) if named else cell(state, *inputs)
 
 
 def _owner(cell: Any) -> Any:

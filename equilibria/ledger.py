@@ -40,6 +40,8 @@ class Ledger:
         self.excess = z0.new_full((batch,), float("inf"))  # residual over tolerance: what "best" means
         self.residual = z0.new_full((batch,), float("inf"))
         self.steps = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.rejected = torch.zeros_like(self.steps)
+        self.best = torch.zeros_like(self.steps)  # the step whose iterate is kept
         self.status = torch.full((batch,), RUNNING, dtype=torch.int8, device=device)
         self.milestone = self.excess
         self.waiting = torch.zeros_like(self.steps)
@@ -47,8 +49,8 @@ class Ledger:
         self.index: Tensor | None = None  # (rows,) places in the batch of the rows carried; None: all
         self.closed: dict[str, Tensor] = {}
 
-    def observe(self, z: Tensor, fz: Tensor, step: int) -> None:
-        """Enter an iterate. Nothing here waits for the device."""
+    def observe(self, z: Tensor, fz: Tensor, step: int, rejected: Tensor | None = None) -> None:
+        """Enter an iterate, where it is the one before (`rejected`) too. Nothing here waits for the device."""
         length = self.norm((fz - z).detach())
         size = self.norm(fz.detach()) if self.scale is None else self.scale
         residual = length / size.clamp_min(torch.finfo(size.dtype).tiny)
@@ -62,6 +64,9 @@ class Ledger:
         self.excess = torch.where(better, excess, self.excess)
         self.residual = torch.where(better, residual, self.residual)
         self.steps = torch.where(running, step, self.steps)
+        self.best = torch.where(better, step, self.best)
+        if rejected is not None:
+            self.rejected = self.rejected + (running & rejected)
         self.status = torch.where(done, Status.CONVERGED, self.status)
         self.status = torch.where(running & ~finite, Status.NONFINITE, self.status)
         self._watch_progress(running & ~done & finite)
@@ -98,14 +103,14 @@ class Ledger:
         """Write the finished rows off and carry on with those at `index`."""
         self._write_off()
         place = index if self.index is None else self.index.index_select(0, index)
-        for name in ("z", "excess", "residual", "steps", "status", "milestone", "waiting"):
+        for name in ("z", "excess", "residual", "steps", "rejected", "best", "status", "milestone", "waiting"):
             setattr(self, name, getattr(self, name).index_select(0, index))
         if self.scale is not None:
             self.scale = self.scale.index_select(0, index)
         self.index, self.rows = place, index.shape[0]
 
     def _write_off(self) -> None:
-        current = {name: getattr(self, name) for name in ("z", "residual", "steps", "status")}
+        current = {name: getattr(self, name) for name in ("z", "residual", "steps", "rejected", "best", "status")}
         if self.index is None:
             self.closed = current
         else:
@@ -118,6 +123,8 @@ class Ledger:
         return self.closed["z"], Stats(
             status=torch.where(status == RUNNING, Status.MAX_STEPS, status).to(torch.int8),
             steps=self.closed["steps"],
+            rejected=self.closed["rejected"],
+            best=self.closed["best"],
             residual=self.closed["residual"],
             evaluations=counter.evaluations,
             sample_evaluations=counter.rows,

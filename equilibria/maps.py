@@ -84,40 +84,39 @@ class Map:
     def jacobian(self, z: Tensor) -> Jacobian:
         """Its derivative at `z`; asked again for the same point, the same object, with what it has computed."""
         if self._jacobian is None or self._jacobian.z is not z:
-            self._jacobian = Jacobian(self, z)
+            self._jacobian = Jacobian(self.raw, self.counter, z)
         return self._jacobian
 
 
 class Jacobian:
     """The derivative of a map at `z` by its products; an affine map has the same one everywhere."""
 
-    def __init__(self, f: Map, z: Tensor) -> None:
-        self.f = f
-        self.z = z
+    def __init__(self, raw: FlatMap, counter: Counter, z: Tensor) -> None:
+        self.raw, self.counter, self.z = raw, counter, z  # not the Map: a cycle would keep memory until it is collected
         self._graph: tuple[Tensor, Tensor] | None = None
 
     def product(self, t: Tensor) -> Tensor:
         """J t, by forward mode: one run of the map."""
         self._count(t, runs=True)
-        if isinstance(self.f.raw, Affine):
-            return self.f.raw.product(t)
-        return transforms.jvp(self.f.raw, [self.z], [t])
+        if isinstance(self.raw, Affine):
+            return self.raw.product(t)
+        return transforms.jvp(self.raw, [self.z], [t])
 
     def transposed(self, t: Tensor) -> Tensor:
         """J' t, by reverse mode: the map is run once with a graph for all products at this point."""
-        if isinstance(self.f.raw, Affine):
+        if isinstance(self.raw, Affine):
             self._count(t, runs=True)
-            return self.f.raw.transposed(t)
+            return self.raw.transposed(t)
         if self._graph is None:
-            self.f.counter.evaluation(t)
+            self.counter.evaluation(t)
             with torch.enable_grad():
                 leaf = self.z.detach().requires_grad_()
-                self._graph = (leaf, self.f.raw(leaf))
+                self._graph = (leaf, self.raw(leaf))
         self._count(t, runs=False)
         leaf, out = self._graph
         return torch.autograd.grad(out, leaf, t, retain_graph=True)[0]
 
     def _count(self, t: Tensor, *, runs: bool) -> None:
-        self.f.counter.products += 1
+        self.counter.products += 1
         if runs:
-            self.f.counter.evaluation(t)
+            self.counter.evaluation(t)

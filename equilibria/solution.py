@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 import torch
@@ -55,12 +55,19 @@ class Stats:
 
     status: Tensor  # (batch,) of Status
     steps: Tensor  # (batch,) steps until that sample stopped
+    rejected: Tensor  # (batch,) of these, thrown away and tried again: only solvers with a step size do that
+    best: Tensor  # (batch,) the step whose iterate is returned: the last one of a sample that converged
     residual: Tensor  # (batch,) relative residual |f(z) - z| / |f(z)| of the returned z
     evaluations: int  # times the map was run, on however many rows
     sample_evaluations: int  # rows it was run on, summed: what compaction saves
     products: int = 0  # Jacobian products among (forward mode) or beside (reverse mode) the evaluations
     trace: tuple[Tensor, ...] | None = None  # per sample (steps + 1,), the residual of every iterate
     handovers: tuple[Handover, ...] = ()
+
+    @property
+    def depth(self) -> Tensor:
+        """(batch,) steps that led on, all but the rejected ones: the depth of the network that was run."""
+        return self.steps - self.rejected
 
     @property
     def converged(self) -> Tensor:
@@ -95,6 +102,12 @@ class Report:
     adjoint: Stats | None = None
     nonfinite: bool = False  # does any sample need quarantine? known on the host, so backward need not ask
 
+    def add_evaluations(self, evaluations: int, rows: int) -> None:
+        """Count runs of the cell that were made around the loop."""
+        assert self.stats is not None
+        total, sampled = self.stats.evaluations + evaluations, self.stats.sample_evaluations + evaluations * rows
+        self.stats = replace(self.stats, evaluations=total, sample_evaluations=sampled)
+
 
 @dataclass(frozen=True)
 class Solution:
@@ -109,8 +122,12 @@ class Solution:
     z: State
     z0: State
     f: Callable[[State], State] = field(repr=False)
-    stats: Stats
     report: Report = field(repr=False)
+
+    @property
+    def stats(self) -> Stats:
+        assert self.report.stats is not None
+        return self.report.stats
 
     @property
     def adjoint(self) -> Stats | None:
@@ -122,6 +139,8 @@ def empty_stats(batch: int, device: torch.device) -> Stats:
     return Stats(
         status=torch.zeros(batch, dtype=torch.int8, device=device),
         steps=torch.zeros(batch, dtype=torch.int64, device=device),
+        rejected=torch.zeros(batch, dtype=torch.int64, device=device),
+        best=torch.zeros(batch, dtype=torch.int64, device=device),
         residual=torch.zeros(batch, device=device),
         evaluations=0,
         sample_evaluations=0,

@@ -17,7 +17,7 @@ from equilibria.ledger import Ledger
 from equilibria.maps import Counter, FlatMap, Map
 from equilibria.norms import Norm, rms_norm
 from equilibria.solution import Handover, Stats, Status
-from equilibria.solvers.base import Iterate, Solver, map_tensors, require
+from equilibria.solvers.base import Iterate, Solver, gather, map_tensors, rejected, require
 from equilibria.solvers.fallback import AnySolver, Fallback
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ class Flat:
     z: Tensor  # (batch, n)
     stats: Stats
     taken: int  # steps of the loop, the same on every rank
+    state: Any = None  # of the solver, each row as it was when that sample stopped; where it was asked for
 
 
 def solve(
@@ -98,18 +99,20 @@ def solve(
     scale: Tensor | None = None,
     precision: float | None = None,
     known: Tensor | None = None,
+    keep_state: bool = False,
 ) -> Flat:
     """The fixed point of `f` from `z0`, (batch, n), each sample to its own tolerance.
 
     scale      (batch,) what rtol is relative to; |f(z)| where None
     precision  spacing of the numbers `f` computes with, where coarser than z0's dtype
     known      f(z0), where the caller has it already
+    keep_state  return the solver's state too
     """
     check_solver(solver)
     f = Map(f, Counter(), stop.any_rank())
     if known is not None:
         f.remember(z0, known)
-    problem = _Problem(f, stop, scale, precision or torch.finfo(z0.dtype).eps)
+    problem = _Problem(f, stop, scale, precision or torch.finfo(z0.dtype).eps, keep_state)
     with no_autocast(z0.device):
         return _chain(problem, z0, solver) if isinstance(solver, Fallback) else _verified(problem, z0, solver)
 
@@ -120,6 +123,7 @@ class _Problem:
     stop: Stop
     scale: Tensor | None
     precision: float
+    keep_state: bool
 
     def ledger(self, z0: Tensor) -> Ledger:
         s = self.stop
@@ -136,7 +140,7 @@ def _run(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> Flat:
     ledger = problem.ledger(z0)
     ledger.observe(state.z, state.fz, step=0)
     compact = stop.compact and stop.process_group is None
-    taken = 0
+    kept, taken = None, 0
     for step in range(1, stop.max_steps + 1):
         if step % stop.check_every == 0 or step == 1:
             running = ledger.running()  # the read-back
@@ -144,15 +148,17 @@ def _run(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> Flat:
                 break
             stopped = ledger.rows - running
             if compact and worth_dropping(f.raw, stopped, ledger.rows):
+                kept = gather(kept, state, ledger.index) if problem.keep_state else None
                 smaller = _compact(f, state, ledger)
                 compact = smaller is not None
                 f, state = smaller or (f, state)
             if stopped:
                 state = ledger.freeze(state)
         state = solver.step(f, state)
-        ledger.observe(state.z, state.fz, step)
+        ledger.observe(state.z, state.fz, step, rejected(state))
         taken = step
-    return Flat(*ledger.close(problem.f.counter), taken)
+    kept = gather(kept, state, ledger.index) if problem.keep_state else None
+    return Flat(*ledger.close(problem.f.counter), taken, kept)
 
 
 def _compact(f: Map, state: Iterate, ledger: Ledger) -> tuple[Map, Iterate] | None:
@@ -193,7 +199,9 @@ def _confirm(problem: _Problem, claimed: Flat) -> Flat:
     _, seen = ledger.close(problem.f.counter)
     unless = torch.where(claimed.stats.converged, Status.STALLED, claimed.stats.status)
     status = torch.where(seen.converged, seen.status, unless)
-    stats = dataclasses.replace(seen, status=status, steps=claimed.stats.steps, trace=claimed.stats.trace)
+    before = claimed.stats
+    stats = dataclasses.replace(seen, status=status, steps=before.steps, rejected=before.rejected, best=before.best)
+    stats = dataclasses.replace(stats, trace=before.trace)
     return dataclasses.replace(claimed, stats=stats)
 
 
@@ -227,6 +235,8 @@ def _merge(first: Flat, then: Flat) -> Flat:
         # a sample that stays failed keeps the later reason: it is what the caller can still act on
         status=torch.where(a.converged, a.status, b.status),
         steps=a.steps + b.steps,
+        rejected=a.rejected + b.rejected,
+        best=torch.where(better, a.steps + b.best, a.best),
         residual=torch.where(better, b.residual, a.residual),
         trace=trace,
     )

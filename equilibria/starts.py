@@ -1,4 +1,4 @@
-"""Where a solve starts: zeros, the first step, or whatever a callable makes of the inputs."""
+"""What comes before the first step: the inputs a cell prepares, and the state it starts from."""
 
 from __future__ import annotations
 
@@ -34,6 +34,27 @@ class FirstStep:
 
 
 Init = None | Zeros | FirstStep | Callable[..., State]
+
+
+def check_cell(cell: Any) -> None:
+    if not callable(cell):
+        raise TypeError(f"The cell must be an nn.Module or a callable cell(z, *inputs) -> z, got {cell!r}.")
+
+
+def check_init(init: Any) -> None:
+    if init is not None and not callable(init) and not hasattr(init, "__dataclass_fields__"):
+        raise TypeError(
+            f"init must be None, eq.Zeros(*shape), eq.FirstStep() or a callable init(*inputs) -> z0, got {init!r}."
+        )
+
+
+def prepared(cell: Any, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """What the cell is given in place of its inputs: the result of its `prepare`, where it has one."""
+    prepare = getattr(cell, "prepare", None)
+    if prepare is None:
+        return tuple(inputs)
+    result = prepare(*inputs)
+    return result if isinstance(result, tuple) else (result,)
 
 
 def start_of(init: Init, cell: Any, f: Callable[[State], State], inputs: Sequence[Any], *, batched: bool) -> State:

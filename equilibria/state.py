@@ -67,7 +67,11 @@ class Layout:
         return self._join(pytree.tree_leaves(state))
 
     def pack_output(self, output: State, rows: int, *, cast: bool = False) -> Tensor:
-        """What a cell returned as a matrix, (rows, n); anything but the shape of its state is an error.
+        """What a cell returned as a matrix, (rows, n)."""
+        return self._join(self.check_output(output, rows, cast=cast))
+
+    def check_output(self, output: State, rows: int, *, cast: bool = False) -> list[Tensor]:
+        """The tensors of what a cell returned; anything but the shape of its state is an error.
 
         `cast` accepts another floating dtype, as autocast returns it.
         """
@@ -78,8 +82,8 @@ class Layout:
                 f"{_describe(self.structure)}. Return the tensors nested as they came in."
             )
         for tensor, leaf in zip(tensors, self.leaves, strict=True):
-            self._check_output(tensor, leaf, rows, cast)
-        return self._join(tensors)
+            self._check_tensor(tensor, leaf, rows, cast)
+        return tensors
 
     def unpack(self, matrix: Tensor) -> State:
         """The nested state that a matrix of any number of rows stands for."""
@@ -108,7 +112,7 @@ class Layout:
             return torch.view_as_complex(part.to(leaf.dtype.to_real()).reshape(*shape, 2))
         return part.reshape(shape).to(leaf.dtype)
 
-    def _check_output(self, tensor: Any, leaf: Leaf, rows: int, cast: bool) -> None:
+    def _check_tensor(self, tensor: Any, leaf: Leaf, rows: int, cast: bool) -> None:
         expected = self._shape(leaf, rows)
         if not isinstance(tensor, Tensor):
             raise TypeError(

@@ -8,13 +8,32 @@ from pathlib import Path
 
 import pytest
 
-DIGITS = Path(__file__).parent.parent / "examples" / "digits.py"
+EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def test_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("sklearn")
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(sys, "argv", ["digits.py", "--epochs", "2", "--plot", str(tmp_path / "digits.png")])
-    runpy.run_path(str(DIGITS), run_name="__main__")
-    assert (tmp_path / "digits.png").stat().st_size > 10_000
-    assert "implicit gradient" in capsys.readouterr().out
+def run(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for library in ("sklearn", "matplotlib"):
+        pytest.importorskip(library)
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "printed"),
+    [
+        ("digits.py", ["--epochs", "2"], "implicit gradient"),
+        ("phantom_precision.py", ["--size", "16", "--batch", "4"], "damping 0.5"),
+        ("memory.py", ["--width", "16", "--batch", "32"], "last/first"),
+    ],
+)
+def test_example(
+    name: str,
+    arguments: list[str],
+    printed: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run(name, [*arguments, "--plot", str(tmp_path / "plot.png")], monkeypatch)
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+    assert printed in capsys.readouterr().out

@@ -9,23 +9,25 @@ import equilibria
 
 PACKAGE = Path(equilibria.__file__).parent
 LAYERS = [
-    {"norms", "transforms", "autocast", "state"},
-    {"maps", "solution"},
+    {"norms", "transforms", "autocast", "state", "stateless", "cells.circular", "cells.monotone"},
+    {"maps", "solution", "checkpointing", "cells.monotone_conv", "cells.splitting"},
     {"compaction"},
-    {"solvers.base"},
+    {"solvers.base", "solvers.tableaus"},
     {"solvers.picard", "solvers.anderson", "solvers.line_search", "solvers.krylov", "solvers.restart", "solvers.fallback"},
-    {"solvers.broyden", "solvers.newton"},
+    {"solvers.broyden", "solvers.newton", "solvers.steady_state"},
     {"ledger"},
     {"solve"},
     {"policy", "whole", "equation"},
-    {"gradients.base"},
+    {"gradients.base", "gradients.approximations"},
     {"gradients.linear"},
     {"gradients.folded"},
     {"gradients.primitive"},
     {"gradients.attach"},
-    {"gradients.implicit"},
+    {"gradients.implicit", "gradients.phantom", "gradients.unrolled", "gradients.shine", "gradients.reversible"},
+    {"gradients.escalate", "gradients.warmup"},
     {"starts", "recording"},
-    {"deq"},
+    {"deq", "explicit"},
+    {"theory"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -16,7 +16,7 @@ from torch.autograd.function import Function
 from equilibria import transforms
 from equilibria.equation import OUT_OF_REACH
 from equilibria.gradients.base import quarantine, unit
-from equilibria.gradients.primitive import Differentiable
+from equilibria.gradients.primitive import Differentiable, file_residual
 from equilibria.maps import Affine
 from equilibria.solution import Status
 
@@ -51,11 +51,12 @@ class _Attach(Function):
             raise RuntimeError(OUT_OF_REACH)
         keep = ctx.good.unsqueeze(1)
         v = torch.where(keep, v, torch.zeros_like(v))
-        adjoint = ctx.task.adjoint().problem
         size = unit(ctx.task.problem.equation, v)
-        right = v / size
-        flat = adjoint.run_map(_adjoint_map(ctx, right), torch.zeros_like(v), right)
-        return None, None, torch.where(keep, flat.z * size, torch.zeros_like(v)), None, None, None
+        system = _adjoint_map(ctx, v / size)
+        u = ctx.task.cotangent(system)
+        if ctx.task.approximation is not None:
+            file_residual(ctx.task, system(u) - u, system.offset)
+        return None, None, torch.where(keep, u * size, torch.zeros_like(v)), None, None, None
 
 
 def _adjoint_map(ctx: Any, right: Tensor) -> Affine:

@@ -6,11 +6,12 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from equilibria import transforms
 from equilibria.equation import Equation
 from equilibria.maps import FlatMap
 from equilibria.norms import rms_norm
@@ -41,6 +42,8 @@ class Problem:
     on_failure: AdjointFailure | None = None  # None: as `stop` says
     known: Tensor | None = None
     opaque: bool = False
+    keep_state: bool = False  # of the solver, in the Flat
+    solves: int = 0  # how many times the layer was solved in training before
 
     def run(self, z0: Tensor, args: Sequence[Tensor]) -> Flat:
         """Solve without a graph; statistics are filed, the failure policy applied."""
@@ -65,15 +68,29 @@ class Problem:
         if self.equation.coupled and z0.shape[0] > 1:
             return solve_whole(f, z0, self.solver, self.stop, right=right, precision=precision, known=self.known)
         scale = None if right is None else self.stop.norm(right)
-        return solve(f, z0, self.solver, self.stop, scale=scale, precision=precision, known=self.known)
+        return solve(
+            f, z0, self.solver, self.stop, scale=scale, precision=precision, known=self.known, keep_state=self.keep_state
+        )
 
 
 class Gradient(ABC):
     """How derivatives flow. Keeps nothing between calls: one DEQ may be solved many times before a backward."""
 
+    follows_start: ClassVar[bool] = False
+    """Does a derivative flow to the starting point? The equilibrium has none in it, the steps of a solver have."""
+
     @abstractmethod
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
         """Solve; the equilibrium (batch, n) with its derivatives, `problem.report` filled in."""
+
+
+def check_first_order(name: str, *, differentiable: bool = False) -> None:
+    """Refuse what a gradient without derivatives of its own cannot give."""
+    if differentiable or transforms.inside_transform() or transforms.inside_dual_level():
+        raise RuntimeError(
+            f"{name} gives first-order gradients by plain backward(): for torch.func, forward mode or second derivatives "
+            "take eq.Implicit()."
+        )
 
 
 def unit(equation: Equation, v: Tensor) -> Tensor:
@@ -94,8 +111,27 @@ def quarantine(
 
     A zero cotangent alone does not do: 0 * nan is nan, and the gradient of shared weights sums over the batch.
     """
-    if z.shape[0] == 0:
+    concrete = not transforms.inside_transform()
+    if z.shape[0] == 0 or (concrete and bool(good.all())):
         return z, list(args), v
     own = torch.arange(z.shape[0], device=z.device)
     index = torch.where(good, own, good.to(torch.int8).argmax())
-    return z[index], equation.take(args, index), torch.where(good.unsqueeze(1), v, torch.zeros_like(v))
+    rows = _args_with_rows(equation, z, args, index, good) if concrete else equation.rowwise
+    taken = [arg[index] if with_rows else arg for arg, with_rows in zip(args, rows, strict=True)]
+    return z[index], taken, torch.where(good.unsqueeze(1), v, torch.zeros_like(v))
+
+
+def _args_with_rows(equation: Equation, z: Tensor, args: Sequence[Tensor], index: Tensor, good: Tensor) -> Sequence[bool]:
+    """Which args really have a row per sample: a weight of as many rows as the batch has samples only looks like it.
+
+    Exchanging the rows of bad samples changes nothing for the good ones, unless the rows are not the samples'.
+    """
+    if getattr(equation, "opaque", False):  # to run it is a collective, which other ranks would not join
+        return equation.rowwise
+    with torch.no_grad():
+        expected, rows = equation(z, *args)[good], list(equation.rowwise)
+        for i, looks_like in enumerate(rows):
+            if looks_like:
+                exchanged = [*args[:i], args[i][index], *args[i + 1 :]]
+                rows[i] = torch.equal(equation(z, *exchanged)[good], expected)
+    return rows

@@ -39,12 +39,13 @@ class Implicit(Gradient):
             raise ValueError(f"Implicit's on_failure must be one of {choices}, got {self.on_failure!r}.")
 
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
+        task = self.task(problem)
+        return attach(task, z0, args) if problem.opaque else FixedPoint.apply(task, z0, *args)[0]
+
+    def task(self, problem: Problem) -> Differentiable:
+        """The problem with the settings of its linear systems."""
         # a tolerance relative to the right-hand side has no use for an absolute part
         stop = self.stop or dataclasses.replace(problem.stop, atol=0.0, trace=False)
         if stop.process_group is None:  # what the ranks agree on forward they must agree on backward
             stop = dataclasses.replace(stop, process_group=problem.stop.process_group)
-        task = Differentiable(problem, self.solver or GMRES(), stop, self.on_failure)
-        if problem.opaque:
-            return attach(task, z0, args)
-        z: Tensor = FixedPoint.apply(task, z0, *args)[0]
-        return z
+        return Differentiable(problem, self.solver or GMRES(), stop, self.on_failure)

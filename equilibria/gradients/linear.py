@@ -49,7 +49,7 @@ class AdjointEquation(LinearEquation):
         equilibrium, offset, *rest = args
         return self.bind_at(Linearisation(self.of, equilibrium, rest), offset)
 
-    def bind_at(self, at: Linearisation, offset: Tensor) -> FlatMap:
+    def bind_at(self, at: Linearisation, offset: Tensor) -> LinearMap:
         """The same map on a linearisation that serves for more than this."""
         return LinearMap(self, (at.z, offset, *at.args), at.transposed, at.product, offset)
 
@@ -94,6 +94,10 @@ class Linearisation:
             self.args[i].requires_grad_()
         self._graph: tuple[Tensor, Tensor] | None = None
 
+    def value(self) -> Tensor:
+        """F at the point."""
+        return self._run()[1].detach()
+
     def transposed(self, u: Tensor) -> Tensor:
         """J'u."""
         leaf, out = self._run()
@@ -107,15 +111,17 @@ class Linearisation:
         args = [arg.detach() for arg in self.args]
         return transforms.jvp(lambda y: self.equation(y, *args), [self.z], [t])
 
-    def pull(self, u: Tensor) -> list[Tensor | None]:
-        """(dF/d arg)'u for the args that were named as needed, None for the others."""
-        _, out = self._run()
+    def pull(self, u: Tensor) -> tuple[list[Tensor | None], Tensor]:
+        """(dF/d arg)'u for the args that were named as needed, None for the others; and J'u, which comes along."""
+        leaf, out = self._run()
         grads: list[Tensor | None] = [None] * len(self.args)
-        if self.needed and out.requires_grad:
-            inputs = [self.args[i] for i in self.needed]
-            for i, grad in zip(self.needed, torch.autograd.grad(out, inputs, u, allow_unused=True), strict=True):
-                grads[i] = grad
-        return grads
+        if not out.requires_grad:
+            return grads, torch.zeros_like(u)
+        inputs = [leaf, *[self.args[i] for i in self.needed]]
+        product, *found = torch.autograd.grad(out, inputs, u, allow_unused=True)
+        for i, grad in zip(self.needed, found, strict=True):
+            grads[i] = grad
+        return grads, torch.zeros_like(u) if product is None else product
 
     def _run(self) -> tuple[Tensor, Tensor]:
         if self._graph is None:

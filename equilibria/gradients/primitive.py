@@ -13,22 +13,36 @@ from torch.autograd.function import Function
 
 from equilibria import transforms
 from equilibria.equation import Equation
+from equilibria.gradients.approximations import Approximation
 from equilibria.gradients.base import Problem, quarantine, unit
 from equilibria.gradients.folded import Fold, FoldedEquation
 from equilibria.gradients.linear import AdjointEquation, Linearisation, TangentEquation
-from equilibria.solution import Status
+from equilibria.maps import Affine
+from equilibria.solution import Status, empty_stats
 from equilibria.solve import Stop
 from equilibria.solvers.fallback import AnySolver
 
 
 @dataclass(frozen=True)
 class Differentiable:
-    """A problem and how the linear systems of its derivatives are solved."""
+    """A problem and how the linear systems of its derivatives are solved.
+
+    solver, stop, on_failure  the exact solution
+    approximation             a formula in its place
+    when                      the relative residual up to which the formula will do; None: always
+    """
 
     problem: Problem
     solver: AnySolver
     stop: Stop
     on_failure: Any = None
+    approximation: Approximation | None = None
+    when: float | None = None
+
+    @property
+    def formula(self) -> Approximation | None:
+        """What serves where a derivative is to be differentiable itself: a formula that is not checked, or none."""
+        return self.approximation if self.when is None else None
 
     def adjoint(self) -> Differentiable:
         return self._derived(AdjointEquation(self.problem.equation), "adjoint")
@@ -43,6 +57,26 @@ class Differentiable:
     def _derived(self, equation: Equation, what: Any) -> Differentiable:
         problem = Problem(equation, self.solver, self.stop, self.problem.report, what, self.on_failure)
         return dataclasses.replace(self, problem=problem)
+
+    def cotangent(self, system: Affine) -> Tensor:
+        """The solution u = J'u + v of an adjoint system, exact or by the formula; first order."""
+        adjoint, right = self.adjoint().problem, system.offset
+        if self.approximation is None:
+            return adjoint.run_map(system, torch.zeros_like(right), right).z
+        u = self.approximation(system.product, right)
+        if self.when is None:
+            return u
+        return u + self._correction(adjoint, system, u)
+
+    def _correction(self, adjoint: Problem, system: Affine, u: Tensor) -> Tensor:
+        """The exact remainder of the samples for which the formula does not do: d = J'd + (v + J'u - u)."""
+        assert self.when is not None
+        left = system(u) - u
+        norm = self.stop.norm
+        enough = norm(left) <= self.when * norm(system.offset)
+        left = torch.where(enough.unsqueeze(1), torch.zeros_like(left), left)
+        remainder = Affine(system.product, system.transposed, left)
+        return adjoint.run_map(remainder, torch.zeros_like(u), system.offset).z
 
 
 class FixedPoint(Function):
@@ -68,7 +102,7 @@ class FixedPoint(Function):
         if torch.is_grad_enabled() or transforms.inside_transform():
             grads = _pull_any_order(ctx.task, z, status, args, needs, cotangents[0])
         else:
-            grads = _pull_once(ctx.task, z, status, args, needs, cotangents[0])
+            grads = pull_once(ctx.task, z, status, args, needs, cotangents[0])
         return (None, None, *grads)
 
     @staticmethod
@@ -86,13 +120,13 @@ class FixedPoint(Function):
         return (fold.unfold(z), fold.unfold(status)), (0, 0)
 
 
-def _pull_once(
+def pull_once(
     task: Differentiable, z: Tensor, status: Tensor, args: Sequence[Tensor], needs: Sequence[bool], v: Tensor
 ) -> Sequence[Tensor | None]:
     """Gradients of the args, first order: one run of the cell with a graph, then only products."""
     equation, good = task.problem.equation, status != Status.NONFINITE
     some_bad = task.problem.report.nonfinite
-    adjoint = task.adjoint().problem
+    adjoint = AdjointEquation(equation)
     while True:
         if some_bad:
             if not bool(good.any()):
@@ -101,11 +135,13 @@ def _pull_once(
         at = Linearisation(equation, z, args, needs)
         size = unit(equation, v)
         right = v / size
-        system = adjoint.equation.bind_at(at, right)  # type: ignore[attr-defined]  # an AdjointEquation
-        flat = adjoint.run_map(system, torch.zeros_like(v), right)
-        finite = flat.stats.status != Status.NONFINITE
+        u = task.cotangent(adjoint.bind_at(at, right))
+        grads, product = at.pull(u * size)
+        finite = torch.isfinite(product).all(dim=1)
         if bool(finite.all()):
-            return at.pull(flat.z * size)
+            if task.approximation is not None:
+                file_residual(task, product / size + right - u, right)
+            return grads
         # a derivative of this sample is not finite: it would poison the sum over the batch even with weight zero
         good, some_bad = good & finite, True
 
@@ -117,7 +153,7 @@ def _pull_any_order(
     equation, good = task.problem.equation, status != Status.NONFINITE
     z, args, v = quarantine(equation, z, args, v, good)
     size = unit(equation, v)
-    g = FixedPoint.apply(task.adjoint(), torch.zeros_like(v), z, v / size, *args)[0] * size
+    g = _solve_differentiably(task, task.adjoint(), z, v / size, args) * size
     chosen = [i for i, need in enumerate(needs) if need]
     pulled = iter(transforms.vjp(_in_args(equation, z, args, chosen), *[args[i] for i in chosen])(g))
     return [_zero_unless(good.any(), next(pulled)) if need else None for need in needs]
@@ -134,7 +170,27 @@ def _push(
     b = transforms.jvp(_in_args(equation, z, args, chosen), [args[i] for i in chosen], given)
     b = torch.where(good.unsqueeze(1), b, torch.zeros_like(b))
     size = unit(equation, b)
-    return FixedPoint.apply(task.tangent(), torch.zeros_like(b), z, b / size, *args)[0] * size
+    return _solve_differentiably(task, task.tangent(), z, b / size, args) * size
+
+
+def _solve_differentiably(
+    task: Differentiable, derived: Differentiable, z: Tensor, right: Tensor, args: Sequence[Tensor]
+) -> Tensor:
+    """The solution of an adjoint or tangent system as a function of all it depends on."""
+    if task.formula is None:
+        return FixedPoint.apply(derived, torch.zeros_like(right), z, right, *args)[0]
+    zero = torch.zeros_like(right)
+    return task.formula(lambda t: derived.problem.equation(t, z, zero, *args), right)
+
+
+def file_residual(task: Differentiable, left: Tensor, right: Tensor) -> None:
+    """Statistics of a cotangent that was not solved for: how far from a solution it is."""
+    norm, report = task.stop.norm, task.problem.report
+    residual = norm(left) / norm(right).clamp_min(torch.finfo(right.dtype).tiny)
+    before = report.adjoint or empty_stats(len(right), right.device)
+    converged = residual <= task.stop.rtol
+    status = torch.where(converged, Status.CONVERGED, Status.MAX_STEPS).to(torch.int8)
+    report.adjoint = dataclasses.replace(before, status=status, residual=residual)
 
 
 def _in_args(equation: Equation, z: Tensor, args: Sequence[Tensor], chosen: Sequence[int]) -> Callable[..., Tensor]:

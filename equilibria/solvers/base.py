@@ -24,6 +24,7 @@ class Iterate:
     z: Tensor  # (batch, n)
     fz: Tensor  # (batch, n), f(z) is always known: the residual costs nothing
     active: Tensor | None = dataclasses.field(default=None, kw_only=True)  # (batch,) rows still running; None: all
+    rejected: Tensor | None = dataclasses.field(default=None, kw_only=True)  # (batch,) rows whose step was thrown away
 
 
 S = TypeVar("S", bound=Iterate)
@@ -34,6 +35,9 @@ class Solver(ABC, Generic[S]):
 
     exact: ClassVar[bool] = True
     """Is `fz` an evaluation of the map? A Krylov method carries it by recurrence; the loop then checks the answer."""
+
+    differentiable: ClassVar[bool] = True
+    """Can autograd follow a step? Not where inner loops write over what they have computed."""
 
     @abstractmethod
     def init(self, f: Map, z0: Tensor) -> S:
@@ -54,6 +58,32 @@ def map_tensors(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
         elif isinstance(value, Iterate):
             changed[field.name] = map_tensors(value, change)
     return dataclasses.replace(state, **changed)
+
+
+def gather(whole: Any, part: Any, index: Tensor | None) -> Any:
+    """The state of a whole batch with the rows at `index` (None: all) as in `part`, which may have grown since."""
+    if whole is None or index is None:
+        return part
+    changed: dict[str, Any] = {}
+    for field in dataclasses.fields(part):
+        old, new = getattr(whole, field.name), getattr(part, field.name)
+        if isinstance(new, Tensor) and isinstance(old, Tensor):
+            grown = new.new_zeros(old.shape[0], *new.shape[1:])
+            grown[tuple(slice(0, extent) for extent in old.shape)] = old
+            changed[field.name] = grown.index_copy(0, index, new)
+        elif isinstance(new, Iterate):
+            changed[field.name] = gather(old, new, index)
+        elif isinstance(new, Tensor):
+            changed[field.name] = None  # `active` and the like: of no use beyond the rows that have it
+    return dataclasses.replace(part, **changed)
+
+
+def rejected(state: Iterate) -> Tensor | None:
+    """(batch,) rows whose last step was thrown away, also by a solver that is wrapped; None: no row."""
+    if state.rejected is not None:
+        return state.rejected
+    wrapped = (value for value in vars(state).values() if isinstance(value, Iterate))
+    return next((rows for rows in map(rejected, wrapped) if rows is not None), None)
 
 
 def put(buffer: Tensor, slot: int, value: Tensor, active: Tensor | None) -> Tensor:
@@ -116,6 +146,10 @@ def solve_small(matrix: Tensor, right: Tensor) -> Tensor:
     """
     solution = torch.linalg.solve_ex(matrix, right.unsqueeze(2))[0].squeeze(2)
     usable = torch.isfinite(solution).all(dim=1, keepdim=True)
+    if solution.requires_grad:  # a solution that is not used would still send 0 * nan into the gradient
+        eye = torch.eye(matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
+        safe = torch.where(usable.unsqueeze(2), matrix, eye), torch.where(usable, right, torch.zeros_like(right))
+        return torch.linalg.solve_ex(safe[0], safe[1].unsqueeze(2))[0].squeeze(2)
     return torch.where(usable, solution, torch.zeros_like(solution))
 
 

@@ -74,6 +74,11 @@ class Broyden(Solver[BroydenState]):
         step = z - state.z
         length = torch.linalg.vector_norm(step, dim=1, keepdim=True)
         s, y = divide(step, length), divide(difference, length)
+        if active is not None and state.count < limit:
+            # a new slot: finished samples get an empty pair, as their core must stay invertible
+            keep = active.unsqueeze(1)
+            s, y = torch.where(keep, s, torch.zeros_like(s)), torch.where(keep, y, torch.zeros_like(y))
+            length, active = torch.where(keep, length, torch.zeros_like(length)), None
         steps = put(room(state.steps, slot, limit), slot, s, active)
         sums = put(room(state.sums, slot, limit), slot, s + y, active)
         core = put(
@@ -84,7 +89,7 @@ class Broyden(Solver[BroydenState]):
         column = products(steps, y)
         column = torch.cat([column[:, :slot], diagonal, column[:, slot + 1 :]], dim=1)
         core = put(core.transpose(1, 2), slot, column, active).transpose(1, 2)
-        return BroydenState(z, fz, steps, sums, core, state.count + 1, active=active)
+        return BroydenState(z, fz, steps, sums, core, state.count + 1, active=state.active)
 
     def _limit(self, z: Tensor) -> int:
         return memory(self.history, z.shape[1], small=2 * z.shape[1], large=20)

@@ -41,6 +41,7 @@ class GMRES(Solver[GMRESState]):
 
     restart: int | None = None
     exact: ClassVar[bool] = False
+    differentiable: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         require(self.restart is None or self.restart >= 1, f"GMRES's restart must be at least 1, got {self.restart}.")
@@ -131,6 +132,7 @@ class BiCGSTAB(Solver[BiCGSTABState]):
     """Short recurrences instead of a basis (van der Vorst 1992): two products a step, nine states of memory."""
 
     exact: ClassVar[bool] = False
+    differentiable: ClassVar[bool] = False
 
     def init(self, f: Map, z0: Tensor) -> BiCGSTABState:
         fz = f(z0)
@@ -180,6 +182,7 @@ class NormalCG(Solver[NormalCGState]):
 
     shift: float = 0.0
     exact: ClassVar[bool] = False
+    differentiable: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         require(self.shift >= 0, f"NormalCG's shift must not be negative, got {self.shift}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ class Newton(Solver[NewtonState]):
     linear_steps  its steps at most, per Newton step
     """
 
+    differentiable: ClassVar[bool] = False
     linear: Solver[Any] = field(default_factory=GMRES)
     linear_steps: int = 100
 

@@ -36,6 +36,10 @@ class Restart(Solver[RestartState]):
     def exact(self) -> bool:  # type: ignore[override]  # as exact as what it wraps
         return self.solver.exact
 
+    @property
+    def differentiable(self) -> bool:  # type: ignore[override]
+        return self.solver.differentiable
+
     def init(self, f: Map, z0: Tensor) -> RestartState:
         inner = self.solver.init(f, z0)
         return RestartState(inner.z, inner.fz, inner, count=0)

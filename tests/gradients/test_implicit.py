@@ -338,6 +338,32 @@ def test_quarantined_samples_have_zero_gradient_and_spoil_nobody() -> None:
     assert bool(torch.isfinite(second).all())
 
 
+def test_quarantine_reaches_what_was_prepared() -> None:
+    cell, x = Prepared(), inputs(4, 4)
+    x[1] = float("nan")
+    deq = eq.DEQ(cell, stop=dataclasses.replace(TIGHT, on_failure="ignore"))
+    s = deq.solve(x)
+    assert s.stats.status.tolist() == [0, eq.Status.NONFINITE, 0, 0]
+    parameters = list(cell.inner.parameters())
+    seen = torch.autograd.grad(s.z.square().sum(), parameters)
+    expected = torch.autograd.grad(deq(x[[0, 2, 3]]).square().sum(), parameters)
+    assert_all_close(seen, expected)
+
+
+def test_quarantine_does_not_take_a_weight_for_samples() -> None:
+    """As many samples as features: a weight matrix passed as an input keeps its rows."""
+    n = 4
+    w, x = TanhCell(n).w.detach().requires_grad_(), inputs(n, n)
+    x[1] = float("nan")
+    stop = dataclasses.replace(TIGHT, on_failure="ignore", compact=False)
+
+    def gradient(x: Tensor) -> Tensor:
+        z = eq.fixed_point(lambda z, w, x: torch.tanh(z @ w.T + x), torch.zeros_like(x), w, x, stop=stop).z
+        return torch.autograd.grad(z[torch.isfinite(x).all(dim=1)].square().sum(), w)[0]
+
+    torch.testing.assert_close(gradient(x), gradient(x[[0, 2, 3]]), **CLOSE)
+
+
 def test_a_batch_of_nothing_but_bad_samples_has_zero_gradients() -> None:
     cell, x = TanhCell(5), torch.full((2, 5), float("nan")).double()
     deq = eq.DEQ(cell, stop=eq.Stop(on_failure="ignore"))

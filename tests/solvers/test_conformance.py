@@ -118,7 +118,7 @@ def test_counted_calls_equal_real_calls(solver: AnySolver) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_dtype_is_kept(solver: AnySolver, dtype: torch.dtype) -> None:
     problem = affine("symmetric", 8, norm=0.5)
-    flat = solve(lambda z: problem.f(z.double()).to(dtype), problem.z0.to(dtype), solver, eq.Stop(rtol=1e-5))
+    flat = solve(lambda z: problem.f(z.double()).to(dtype), problem.z0.to(dtype), solver, eq.Stop(rtol=1e-5, max_steps=200))
     assert flat.z.dtype == dtype
     torch.testing.assert_close(flat.z.double(), problem.exact, rtol=1e-4, atol=1e-4)
 

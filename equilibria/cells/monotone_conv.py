@@ -1,0 +1,335 @@
+"""Monotone convolutional cells: one image, or a pyramid of them. W is made of circular convolutions.
+
+On a torus (1 + alpha) I - alpha W falls into one small matrix per frequency, so its inverse is at hand. Images are not
+tori: they get a frame of zeros, which s sets to zero again in every step, so that nothing reaches round the edge and the
+interior sees ordinary zero padding. Setting entries to zero is a projection too, and the theory holds unchanged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from equilibria.cells.circular import (
+    apply_response,
+    convolve,
+    decimated,
+    gram,
+    identity_kernel,
+    response,
+    spread,
+    transposed,
+    widen,
+)
+from equilibria.cells.monotone import (
+    Certificate,
+    MonotoneCell,
+    State,
+    Tensors,
+    bounds,
+    check_shape,
+    check_sizes,
+    full_precision,
+)
+
+Image = int | tuple[int, int]
+
+
+class Kernel(nn.Module):
+    """scale K / |K|, K of shape (channels, inputs, size, size), its Frobenius norm a parameter that starts at 1."""
+
+    def __init__(self, inputs: int, channels: int, size: int) -> None:
+        super().__init__()
+        bound = 1 / math.sqrt(inputs * size**2)  # as torch.nn.Conv2d
+        self.weight = nn.Parameter(torch.empty(channels, inputs, size, size).uniform_(-bound, bound))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self) -> Tensor:
+        return self.scale * F.normalize(self.weight.flatten(), dim=0).view_as(self.weight)
+
+
+class MonotoneConv2d(MonotoneCell):
+    """z = relu(W z + U x + b), W = (1 - m) I - A'A + B - B', all of them convolutions, A = g A0 / |A0|, B = h B0 / |B0|.
+
+    in_channels  of x, (batch, in_channels, height, width)
+    channels     of z, (batch, channels, height + 2 f, width + 2 f) with a frame of f = kernel_size // 2 zeros
+    kernel_size  of A, B and U, odd
+    image        (height, width) of x, or one number for both
+    m            how monotone: I - W >= m I
+    frame        False: no frame, the image is a torus
+
+    The released code has the term g A'A, which is not monotone for g < 0; here it is g^2 A'A, which always is.
+    """
+
+    def __init__(
+        self, in_channels: int, channels: int, kernel_size: int, image: Image, m: float = 1.0, *, frame: bool = True
+    ) -> None:
+        super().__init__(m)
+        check_sizes(in_channels=in_channels, channels=channels)
+        self.image = _checked_image(image, kernel_size)
+        self.frame = kernel_size // 2 if frame else 0
+        self.U = _injection(in_channels, channels, kernel_size, self.frame)
+        self.A = Kernel(channels, channels, kernel_size)
+        self.B = Kernel(channels, channels, kernel_size)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of the state of a sample: channels, height and width with the frame."""
+        height, width = self.image
+        return self.U.out_channels, height + 2 * self.frame, width + 2 * self.frame
+
+    def source(self, x: Tensor) -> Tensor:
+        _check_images(x, self.U.in_channels, self.image)
+        return self.U(x)
+
+    def operator(self) -> Tensor:
+        with full_precision(self.A.weight):
+            return _monotone_kernel(self.A(), self.B(), self.m).unsqueeze(0)
+
+    def multiply(self, z: Tensor, operator: Tensor) -> Tensor:
+        return convolve(z, operator[0])
+
+    def multiply_transposed(self, z: Tensor, operator: Tensor) -> Tensor:
+        return convolve(z, transposed(operator[0]))
+
+    def invert(self, operator: Tensor, alpha: float) -> Tensor:
+        return torch.linalg.inv(_shifted(response(operator[0], self.shape[1:]), alpha)).unsqueeze(0)
+
+    def solve(self, y: Tensor, inverse: Tensor) -> Tensor:
+        return apply_response(y, inverse[0])
+
+    def solve_transposed(self, y: Tensor, inverse: Tensor) -> Tensor:
+        return apply_response(y, inverse[0].mH)
+
+    def project(self, u: Tensor, source: Tensors) -> Tensor:
+        return _framed(F.relu(u), self.frame)
+
+    @torch.no_grad()
+    def certificate(self) -> Certificate:
+        """Of the whole torus; with a frame, a bound for the interior, which is a part of it."""
+        return bounds(response(self.operator()[0], self.shape[1:]))
+
+    def start(self, x: Tensor) -> Tensor:
+        return x.new_zeros(x.shape[0], *self.shape)
+
+    def check_state(self, z: State) -> None:
+        check_shape(z, self.shape)
+
+    def extra_repr(self) -> str:
+        return f"image={self.image}, frame={self.frame}, m={self.m}"
+
+
+class MonotoneTiers2d(MonotoneCell):
+    """A pyramid of images, tier i with channels[i] and half the height and width of the one before; x enters at tier 0.
+
+    W = (1 - m) I - A'A + B - B' for A with A_i on the diagonal and stride-2 convolutions L_i, from tier i to tier i + 1,
+    below it. The skew part between tiers is chosen to cancel what would go up, so that W is lower bidiagonal:
+
+        (W z)_i = ((1 - m) I - A_i'A_i + B_i - B_i' - L_i'L_i) z_i - 2 A_i'L_{i-1} z_{i-1}
+
+    The state is a tuple of images, each with its frame. in_channels, kernel_size, m and frame as in MonotoneConv2d;
+    height and width must be divisible by 2^(tiers - 1).
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        channels: Sequence[int],
+        kernel_size: int,
+        image: Image,
+        m: float = 1.0,
+        *,
+        frame: bool = True,
+    ) -> None:
+        super().__init__(m)
+        check_sizes(tiers=len(channels), in_channels=in_channels, channels=min(channels, default=1))
+        self.image = _checked_image(image, kernel_size)
+        self.frame = kernel_size // 2 if frame else 0
+        self.shapes = self._shapes(tuple(channels), kernel_size)
+        self.U = _injection(in_channels, channels[0], kernel_size, self.frame)
+        self.A = nn.ModuleList(Kernel(c, c, kernel_size) for c in channels)
+        self.B = nn.ModuleList(Kernel(c, c, kernel_size) for c in channels)
+        self.L = nn.ModuleList(Kernel(c, d, kernel_size) for c, d in pairwise(channels))
+
+    def _shapes(self, channels: tuple[int, ...], kernel_size: int) -> tuple[tuple[int, int, int], ...]:
+        halvings = 2 ** (len(channels) - 1)
+        if any(side % halvings or side // halvings + 2 * self.frame < kernel_size for side in self.image):
+            raise ValueError(
+                f"{len(channels)} tiers halve the image {len(channels) - 1} times: height and width must be divisible by "
+                f"{halvings} and leave room for the kernel, got {self.image}. Pad the image or take fewer tiers."
+            )
+        height, width = self.image
+        border = 2 * self.frame
+        return tuple((c, height // 2**i + border, width // 2**i + border) for i, c in enumerate(channels))
+
+    def source(self, x: Tensor) -> tuple[Tensor, ...]:
+        _check_images(x, self.U.in_channels, self.image)
+        first: Tensor = self.U(x)
+        return first, *(first.new_zeros(len(x), *shape) for shape in self.shapes[1:])
+
+    def operator(self) -> Tensors:
+        """(kernels of the convolutions within tiers, A_i, L_i), each a tuple over tiers."""
+        with full_precision(self.U.weight):
+            A, B, L = ([kernel() for kernel in kernels] for kernels in (self.A, self.B, self.L))
+            within = [_monotone_kernel(a, b, self.m) for a, b in zip(A, B, strict=True)]
+        return tuple(tuple(kernel.unsqueeze(0) for kernel in kernels) for kernels in (within, A, L))
+
+    def multiply(self, z: tuple[Tensor, ...], operator: Tensors) -> tuple[Tensor, ...]:
+        within, A, L = operator
+        down = [convolve(part, kernel[0], stride=2) for part, kernel in zip(z, L, strict=False)]
+        out = [convolve(part, kernel[0]) for part, kernel in zip(z, within, strict=True)]
+        for i, coarse in enumerate(down):
+            out[i] = out[i] - _lift(coarse, L[i])
+            out[i + 1] = out[i + 1] - 2 * convolve(self._extend(coarse), transposed(A[i + 1][0]))
+        return tuple(out)
+
+    def multiply_transposed(self, z: tuple[Tensor, ...], operator: Tensors) -> tuple[Tensor, ...]:
+        within, A, L = operator
+        out = [convolve(part, transposed(kernel[0])) for part, kernel in zip(z, within, strict=True)]
+        for i, kernel in enumerate(L):
+            up = self._shrink(convolve(z[i + 1], A[i + 1][0]))
+            out[i] = out[i] - _lift(convolve(z[i], kernel[0], stride=2) + 2 * up, kernel)
+        return tuple(out)
+
+    def invert(self, operator: Tensors, alpha: float) -> Tensors:
+        """(F^{-1}, alpha H^{-1}, 2 alpha A_i, L_i), tuples over tiers; `_solve_tier` has the formula."""
+        within, A, L = operator
+        fine, coarse = [], []
+        for i, kernel in enumerate(within):
+            size = self.shapes[i][1:]
+            inverse = torch.linalg.inv(_shifted(response(kernel[0], size, half=False), alpha))
+            fine.append(inverse[:, : size[1] // 2 + 1].unsqueeze(0))
+            if i < len(L):
+                down = response(L[i][0], size, half=False)
+                G = decimated(down @ inverse @ down.mH)
+                H = torch.eye(G.shape[-1], dtype=G.dtype, device=G.device) + alpha * G[:, : G.shape[1] // 2 + 1]
+                coarse.append(alpha * torch.linalg.inv(H).unsqueeze(0))
+        return tuple(fine), tuple(coarse), tuple(2 * alpha * kernel for kernel in A), L
+
+    def solve(self, y: tuple[Tensor, ...], inverse: Tensors) -> tuple[Tensor, ...]:
+        """From the first tier down, each with what the one before sends to it."""
+        _, _, A, L = inverse
+        out = [self._solve_tier(0, y[0], inverse)]
+        for i in range(1, len(y)):
+            down = self._extend(convolve(out[-1], L[i - 1][0], stride=2))
+            right = y[i] - convolve(down, transposed(A[i][0]))
+            out.append(self._solve_tier(i, right, inverse))
+        return tuple(out)
+
+    def solve_transposed(self, y: tuple[Tensor, ...], inverse: Tensors) -> tuple[Tensor, ...]:
+        """From the last tier up."""
+        fine, coarse, A, L = inverse
+        flipped = tuple(f.mH for f in fine), tuple(c.mH for c in coarse), A, L
+        out = [self._solve_tier(len(y) - 1, y[-1], flipped)]
+        for i in reversed(range(len(y) - 1)):
+            up = self._shrink(convolve(out[-1], A[i + 1][0]))
+            out.append(self._solve_tier(i, y[i] - _lift(up, L[i]), flipped))
+        return tuple(reversed(out))
+
+    def _solve_tier(self, i: int, y: Tensor, inverse: Tensors) -> Tensor:
+        """D^{-1} y for the diagonal block D = F + alpha L'L, F a convolution on the torus.
+
+        L drops pixels, so L'L mixes frequencies; the Woodbury identity moves the work to the smaller torus, where
+        H = I + alpha L F^{-1} L' is a convolution again:  D^{-1} = F^{-1} - F^{-1} L' alpha H^{-1} L F^{-1}.
+        """
+        fine, coarse, _, L = inverse
+        first = apply_response(y, fine[i][0])
+        if i == len(L):
+            return first
+        down = convolve(first, L[i][0], stride=2)
+        return first - apply_response(_lift(apply_response(down, coarse[i][0]), L[i]), fine[i][0])
+
+    def _extend(self, coarse: Tensor) -> Tensor:
+        """Half a framed image has half a frame; the other half is added at the right and the bottom."""
+        return F.pad(coarse, (0, self.frame, 0, self.frame))
+
+    def _shrink(self, image: Tensor) -> Tensor:
+        """The adjoint of `_extend`."""
+        return image[..., : image.shape[-2] - self.frame, : image.shape[-1] - self.frame]
+
+    def project(self, u: tuple[Tensor, ...], source: Tensors) -> tuple[Tensor, ...]:
+        return tuple(_framed(F.relu(part), self.frame) for part in u)
+
+    @torch.no_grad()
+    def certificate(self) -> Certificate:
+        """m itself, and an upper bound of the norm: tiers of different tori have no common frequencies.
+
+        The symmetric part of I - W is m I + A'A by construction. |I - W| is at most the largest norm of a diagonal block
+        plus the largest of one below it.
+        """
+        sizes = [shape[1:] for shape in self.shapes]
+        within, A, L = ([response(k[0], n, half=False) for k, n in zip(ks, sizes, strict=False)] for ks in self.operator())
+        down = [_norm(decimated(kernel @ kernel.mH)) for kernel in L]  # |L L'|
+        blocks = [bounds(kernel).norm + square for kernel, square in zip(within, [*down, 0.0], strict=True)]
+        below = [2 * _norm(kernel) * math.sqrt(square) for kernel, square in zip(A[1:], down, strict=True)]
+        return Certificate(self.m, max(blocks) + max(below, default=0.0))
+
+    def start(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.new_zeros(x.shape[0], *shape) for shape in self.shapes)
+
+    def check_state(self, z: State) -> None:
+        if not isinstance(z, tuple) or len(z) != len(self.shapes):
+            seen = f"a tuple of {len(z)}" if isinstance(z, tuple) else type(z).__name__
+            raise ValueError(f"The state is a tuple of {len(self.shapes)} tiers, got {seen}. Start with init=cell.start.")
+        for part, shape in zip(z, self.shapes, strict=True):
+            check_shape(part, shape)
+
+    def extra_repr(self) -> str:
+        return f"image={self.image}, frame={self.frame}, m={self.m}"
+
+
+def _monotone_kernel(A: Tensor, B: Tensor, m: float) -> Tensor:
+    """The kernel of (1 - m) I - A'A + B - B', of size 2 k - 1."""
+    square = gram(A)
+    skew = B - transposed(B)
+    size = square.shape[-1]
+    return widen((1 - m) * identity_kernel(len(A), A), size) - square + widen(skew, size)
+
+
+def _shifted(W: Tensor, alpha: float) -> Tensor:
+    """(1 + alpha) I - alpha W, in blocks."""
+    return (1 + alpha) * torch.eye(W.shape[-1], dtype=W.dtype, device=W.device) - alpha * W
+
+
+def _lift(coarse: Tensor, kernel: Tensor) -> Tensor:
+    """L'y, from half a torus to the whole."""
+    return convolve(spread(coarse), transposed(kernel[0]))
+
+
+def _norm(matrices: Tensor) -> float:
+    """The norm of a convolution: the largest of its norms over the frequencies."""
+    return torch.linalg.matrix_norm(matrices, 2).max().item()
+
+
+def _framed(image: Tensor, frame: int) -> Tensor:
+    """The image with zeros in its outermost pixels."""
+    return image if frame == 0 else F.pad(image[..., frame:-frame, frame:-frame], (frame,) * 4)
+
+
+def _injection(in_channels: int, channels: int, kernel_size: int, frame: int) -> nn.Conv2d:
+    """U x + b on the framed image; beyond a frame of zeros a torus has zeros again."""
+    if frame:
+        return nn.Conv2d(in_channels, channels, kernel_size, padding=2 * frame)
+    return nn.Conv2d(in_channels, channels, kernel_size, padding=kernel_size // 2, padding_mode="circular")
+
+
+def _checked_image(image: Image, kernel_size: int) -> tuple[int, int]:
+    if kernel_size < 1 or kernel_size % 2 == 0:
+        raise ValueError(f"kernel_size must be odd, so that a kernel has a middle, got {kernel_size}. Use 3.")
+    height, width = (image, image) if isinstance(image, int) else image
+    if min(height, width) < kernel_size:
+        raise ValueError(f"The image must be at least as large as the kernel, {kernel_size}, got {(height, width)}.")
+    return height, width
+
+
+def _check_images(x: Tensor, channels: int, image: tuple[int, int]) -> None:
+    if tuple(x.shape[1:]) != (channels, *image):
+        raise ValueError(
+            f"This cell takes x of shape (batch, {channels}, {image[0]}, {image[1]}), got {tuple(x.shape)}. The inverse "
+            "depends on the size: resize the images, or make the cell with another `image`."
+        )

@@ -1,0 +1,156 @@
+"""WeightTied: the same cell applied a fixed number of times, the explicit network beside every equilibrium."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from equilibria import stateless
+from equilibria.autocast import Autocast
+from equilibria.checkpointing import Buffers, Checkpoint, Tensors, check_checkpoint, repeat
+from equilibria.norms import rms_norm
+from equilibria.starts import Init, check_cell, check_init, prepared, start_of
+from equilibria.state import Layout, State
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """Every state of a weight-tied network, and how far each is from being an equilibrium."""
+
+    states: tuple[State, ...]  # z_0 ... z_depth
+    residuals: Tensor  # (depth, batch) |z_{i+1} - z_i| / |z_{i+1}|, as `Stats.residual` of plain iteration at z_i
+
+
+class WeightTied(nn.Module):
+    """z_{i+1} = cell(z_i, *inputs) for i = 0 ... depth - 1, differentiated as the deep network it is.
+
+    The baseline of the field: a DEQ cut off after `depth` plain steps, trained by backpropagation through all of them.
+    Cell and init are those of a DEQ, and so are the names of its weights: `load_state_dict` moves them either way.
+    Buffers move at every application of the cell.
+
+    cell        nn.Module or callable, cell(z, *inputs) -> z of the same structure. If it has `prepare(*inputs)`, that
+                is called once per forward and its result replaces the inputs
+    depth       how many times the cell is applied
+    init        as of a DEQ: None (zeros like the first input), Zeros(*shape), FirstStep() (one application more), or
+                init(*inputs) -> z0, which is trained along
+    injected    False: the inputs enter through the start alone, z_{i+1} = cell(z_i); init=None is then the input itself
+    checkpoint  what to keep for backward: None, everything; "sqrt", O(√depth) activations for one replay of the cell;
+                "recursive", O(log depth) for log2(depth) / 2 replays. The gradients are the same bits
+    batched     False: the state is one whole problem without a batch dimension
+    """
+
+    def __init__(
+        self,
+        cell: Callable[..., State],
+        depth: int,
+        init: Init = None,
+        *,
+        injected: bool = True,
+        checkpoint: Checkpoint = None,
+        batched: bool = True,
+    ) -> None:
+        super().__init__()
+        check_cell(cell)
+        check_init(init)
+        _check_depth(depth)
+        check_checkpoint(checkpoint)
+        self.cell = cell
+        self.depth = depth
+        self.init = init
+        self.injected = injected
+        self.checkpoint: Checkpoint = checkpoint
+        self.batched = batched
+
+    def forward(self, *inputs: Any, init: State | None = None) -> State:
+        """The state after `depth` steps. `init` is a state to start from instead; gradients reach it."""
+        step, start = self._begin(inputs, init)
+        return step.state(repeat(step, step.tensors(start), self.depth, self.checkpoint))
+
+    def trajectory(self, *inputs: Any, init: State | None = None, depth: int | None = None) -> Trajectory:
+        """Every state on the way, differentiable; `depth` looks further, or less far, than the network goes."""
+        depth = self.depth if depth is None else depth
+        _check_depth(depth)
+        step, start = self._begin(inputs, init)
+        states = [step.tensors(start)]
+        for _ in range(depth):
+            states.append(step(states[-1], None))
+        return Trajectory(tuple(step.state(z) for z in states), step.residuals(states))
+
+    def _begin(self, inputs: Sequence[Any], init: State | None) -> tuple[_CellStep, State]:
+        given = prepared(self.cell, inputs) if self.injected else ()
+        start = self._start(given, inputs) if init is None else init
+        layout = Layout.of(start, batched=self.batched)
+        return _CellStep(self.cell, given, layout), start
+
+    def _start(self, given: Sequence[Any], inputs: Sequence[Any]) -> State:
+        if self.init is None and not self.injected:
+            return _only(inputs)
+        return start_of(self.init, self.cell, lambda z: self.cell(z, *given), inputs, batched=self.batched)
+
+    def extra_repr(self) -> str:
+        shown = [f"depth={self.depth}"]
+        shown += [] if self.injected else ["injected=False"]
+        shown += [f"checkpoint={self.checkpoint!r}"] if self.checkpoint else []
+        return ", ".join(shown)
+
+
+class _CellStep:
+    """One application of a cell on the tensors of its state; they keep their dtypes, also under autocast."""
+
+    def __init__(self, cell: Callable[..., State], inputs: Sequence[Any], layout: Layout) -> None:
+        self.cell, self.inputs, self.layout = cell, inputs, layout
+        self.cast = Autocast.current(layout.device).enabled
+        self.module = cell if isinstance(cell, nn.Module) and _may_move(cell) else None
+
+    def __call__(self, z: Tensors, buffers: Buffers) -> Tensors:
+        arguments = (self.state(z), *self.inputs)
+        if buffers is None or self.module is None:
+            out = self.cell(*arguments)
+        else:
+            out = stateless.call(self.module, buffers, arguments)
+        tensors = self.layout.check_output(out, self.layout.batch, cast=self.cast)
+        return tuple(tensor.to(leaf.dtype) for tensor, leaf in zip(tensors, self.layout.leaves, strict=True))
+
+    def tensors(self, state: State) -> Tensors:
+        return tuple(pytree.tree_leaves(state))
+
+    def state(self, z: Tensors) -> State:
+        return pytree.tree_unflatten(z, self.layout.structure)
+
+    def residuals(self, states: Sequence[Tensors]) -> Tensor:
+        """(depth, batch), detached."""
+        with torch.no_grad():
+            packed = torch.stack([self.layout.pack(self.state(z)) for z in states])  # (depth + 1, batch, n)
+            length, size = _rows(packed[1:] - packed[:-1]), _rows(packed[1:])
+            return length / size.clamp_min(torch.finfo(size.dtype).tiny)
+
+
+def _may_move(module: nn.Module) -> bool:
+    """Can running it change its buffers?"""
+    return next(module.buffers(), None) is not None and any(part.training for part in module.modules())
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(depth, batch, n) -> (depth, batch), the norm of every sample at every depth."""
+    return rms_norm(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+
+def _only(inputs: Sequence[Any]) -> State:
+    if len(inputs) != 1:
+        raise ValueError(
+            f"injected=False with init=None starts from the one input there is, got {len(inputs)}; "
+            "say what to make of them with init=a callable init(*inputs) -> z0."
+        )
+    return inputs[0]
+
+
+def _check_depth(depth: Any) -> None:
+    if not isinstance(depth, int) or isinstance(depth, bool):
+        raise TypeError(f"depth is how many times the cell is applied, an int, got {depth!r}.")
+    if depth < 0:
+        raise ValueError(f"depth must not be negative, got {depth}; 0 returns the start itself.")

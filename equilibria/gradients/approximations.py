@@ -1,0 +1,37 @@
+"""Cotangents by a formula: what takes the place of solving u = J'u + v."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from equilibria.maps import FlatMap
+
+
+class Approximation(ABC):
+    """u, close to the fixed point of u -> M u + right."""
+
+    @abstractmethod
+    def __call__(self, product: FlatMap, right: Tensor) -> Tensor:
+        """`product` is t -> M t."""
+
+
+@dataclass(frozen=True)
+class Neumann(Approximation):
+    """damping (1 + B + ... + B^(steps - 1)) right with B = damping M + (1 - damping) I.
+
+    The partial sum of a damped Neumann series, or `steps` damped iterations of u -> M u + right from 0.
+    """
+
+    steps: int
+    damping: float
+
+    def __call__(self, product: FlatMap, right: Tensor) -> Tensor:
+        term, total = right, self.damping * right
+        for _ in range(self.steps - 1):
+            term = torch.lerp(term, product(term), self.damping)
+            total = total + self.damping * term
+        return total

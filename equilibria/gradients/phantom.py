@@ -1,0 +1,115 @@
+"""Inexact gradients: Jacobian-free, unrolled phantom and Neumann phantom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as run_checkpointed
+
+from equilibria.gradients.approximations import Neumann
+from equilibria.gradients.attach import attach
+from equilibria.gradients.base import Gradient, Problem, quarantine
+from equilibria.gradients.primitive import Differentiable, FixedPoint
+from equilibria.solution import Status
+from equilibria.solvers.base import require
+from equilibria.solvers.krylov import GMRES
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnrolledPhantom(Gradient):
+    """`steps` damped steps from the equilibrium with their graph kept, h <- h + damping (f(h) - h) (Geng and others 2021).
+
+    The layer returns the last h, the gradient is that of these steps. Memory of `steps` runs of the cell.
+
+    steps       the more, the closer to the exact gradient
+    damping     the smaller, the better conditioned, and the slower to approach the exact gradient
+    checkpoint  keep the steps' states alone and run the cell again in backward: memory of one run
+    """
+
+    steps: int = 5
+    damping: float = 0.5
+    checkpoint: bool = False
+
+    def __post_init__(self) -> None:
+        _check("UnrolledPhantom", self.steps, self.damping)
+
+    def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
+        z, status = solve_detached(problem, z0, args)
+        return unroll_from(problem, z, status, args, self._advance)
+
+    def _advance(self, f: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
+        for _ in range(self.steps):
+            fh = run_checkpointed(f, h, use_reentrant=False) if self.checkpoint and torch.is_grad_enabled() else f(h)
+            h = fh if self.damping == 1 else torch.lerp(h, fh, self.damping)
+        return h
+
+
+@dataclass(frozen=True, kw_only=True)
+class JFB(Gradient):
+    """One step from the equilibrium with its graph: the inverse (I - J)^{-1} taken for I (Fung and others 2022).
+
+    The layer returns f(z). A descent direction where the cell contracts and its parameters are well conditioned; costs no
+    linear solve and the memory of one run of the cell.
+    """
+
+    def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
+        z, status = solve_detached(problem, z0, args)
+        return unroll_from(problem, z, status, args, lambda f, h: f(h))
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeumannPhantom(Gradient):
+    """The partial sum damping (I + B + ... + B^(steps - 1)), B = damping J + (1 - damping) I, in place of (I - J)^{-1}.
+
+    (Geng and others 2021.) The layer returns the equilibrium; nothing but it and the inputs is kept. At an exact
+    equilibrium the gradient equals UnrolledPhantom's. `Solution.adjoint.residual` tells how far from exact it was.
+
+    steps, damping  as in UnrolledPhantom
+    """
+
+    steps: int = 5
+    damping: float = 0.5
+
+    def __post_init__(self) -> None:
+        _check("NeumannPhantom", self.steps, self.damping)
+
+    def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
+        task = Differentiable(problem, GMRES(), problem.stop, approximation=Neumann(self.steps, self.damping))
+        return attach(task, z0, args) if problem.opaque else FixedPoint.apply(task, z0, *args)[0]
+
+
+def solve_detached(problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """The equilibrium as a constant, and its status; through the primitive, so that transforms find their way."""
+    task = Differentiable(problem, GMRES(), problem.stop)
+    with torch.no_grad():
+        z, status = FixedPoint.apply(task, z0.detach(), *[arg.detach() for arg in args])
+    return z.detach(), status
+
+
+def unroll_from(
+    problem: Problem,
+    z: Tensor,
+    status: Tensor,
+    args: Sequence[Tensor],
+    advance: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor],
+) -> Tensor:
+    """`advance(f, z)` with its graph, for good samples; a non-finite one keeps its iterate, and no gradient."""
+    equation, good = problem.equation, status != Status.NONFINITE
+    start, inputs, _ = quarantine(equation, z, args, z, good)
+    runs = [0]
+
+    def f(h: Tensor) -> Tensor:
+        runs[0] += 1
+        return equation(h, *inputs)
+
+    out = torch.where(good.unsqueeze(1), advance(f, start), z)
+    problem.report.add_evaluations(runs[0], len(z))
+    return out
+
+
+def _check(name: str, steps: int, damping: float) -> None:
+    require(steps >= 1, f"{name}'s steps must be at least 1, got {steps}; for no gradient at all use torch.no_grad().")
+    require(0 < damping <= 1, f"{name}'s damping must lie in (0, 1], got {damping}.")

@@ -1,0 +1,176 @@
+"""A reversible solver: its steps are undone in backward instead of being stored."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+
+from equilibria.gradients.base import Gradient, Problem, check_first_order, quarantine
+from equilibria.gradients.linear import Linearisation
+from equilibria.maps import Map
+from equilibria.policy import judge
+from equilibria.solution import Status, empty_stats
+from equilibria.solvers.base import Iterate, Solver, require
+from equilibria.solvers.picard import Picard
+
+LEFT = 1e-3  # rounding up to which an undone state is believed
+WIDE = torch.float64  # undoing a step multiplies rounding by 1 / (1 - damping): only double precision has digits to lose
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reversible(Gradient):
+    """The exact gradient of the computed iterate in constant memory, by steps that can be undone.
+
+    Two states take turns, with d = damping:
+
+        y <- (1 - d) y + d f(z),   z <- (1 - d) z + d f(y)
+
+    which is undone by z <- (z - d f(y)) / (1 - d), y <- (y - d f(z)) / (1 - d). Backward goes back step by step, with
+    one run of the cell for each half of it. Two evaluations a step.
+
+    A step that contracts loses digits, and undoing it asks for them: for a cell that contracts, rounding grows by up to
+    (1 + d) / (1 - d) a step, of the 16 digits of the double precision in which the states are carried. The way back ends
+    where three digits are left (26 steps at d = 1/2); `Solution.adjoint.residual` is the share of the cotangent that was
+    left there, and a sample with more than `Stop.rtol` of it counts as failed.
+
+    Brings its own steps: the DEQ's solver must be Picard(), of which it is the reversible form.
+
+    damping  in (0, 1); larger converges faster, smaller loses fewer digits on the way back
+    """
+
+    damping: float = 0.5
+
+    def __post_init__(self) -> None:
+        require(
+            0 < self.damping < 1, f"Reversible's damping must lie in (0, 1), got {self.damping}: at 1 nothing can be undone."
+        )
+
+    def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
+        check_first_order("Reversible")
+        if not isinstance(problem.solver, Picard):
+            raise TypeError(
+                f"Reversible takes steps of its own, the reversible form of plain iteration, and the solver is "
+                f"{problem.solver!r}: take solver=eq.Picard(), or another gradient."
+            )
+        if problem.opaque or problem.equation.coupled:
+            raise TypeError(
+                "Reversible works on cells whose tensors are inputs or parameters and whose samples do not depend on each "
+                "other: no closures over tensors that need gradients, no sharded weights, no batch statistics. Take "
+                "eq.Implicit()."
+            )
+        # every step counts here: a finished sample must be stopped at once, or more steps were taken than are undone
+        stop = dataclasses.replace(problem.stop, check_every=1)
+        solver = ReversiblePicard(damping=self.damping)
+        problem = dataclasses.replace(problem, solver=solver, stop=stop, known=None, keep_state=True)
+        return _Reversible.apply(problem, z0, *args)
+
+
+@dataclass(frozen=True)
+class ReversibleState(Iterate):
+    """z and fz are those of the second state; the first is y. `wide` is z in double precision."""
+
+    y: Tensor  # (batch, n), double
+    wide: Tensor  # (batch, n), double
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReversiblePicard(Solver[ReversibleState]):
+    damping: float
+
+    def init(self, f: Map, z0: Tensor) -> ReversibleState:
+        return ReversibleState(z0, f(z0), z0.to(WIDE), z0.to(WIDE))
+
+    def step(self, f: Map, state: ReversibleState) -> ReversibleState:
+        y = torch.lerp(state.y, state.fz.to(WIDE), self.damping)
+        wide = torch.lerp(state.wide, f(y.to(state.z.dtype)).to(WIDE), self.damping)
+        if state.active is not None:  # a finished sample stands still to the last bit, or its steps could not be undone
+            keep = state.active.unsqueeze(1)
+            y, wide = torch.where(keep, y, state.y), torch.where(keep, wide, state.wide)
+        z = wide.to(state.z.dtype)
+        return ReversibleState(z, f(z), y, wide, active=state.active)
+
+
+class _Reversible(Function):
+    @staticmethod
+    def forward(ctx: Any, problem: Problem, z0: Tensor, *args: Tensor) -> Tensor:
+        flat = problem.run(z0, args)
+        ctx.problem = problem
+        stats = flat.stats
+        ctx.save_for_backward(flat.state.y, flat.state.wide, stats.steps, stats.best, stats.status, *args)
+        return flat.z
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_order("Reversible", differentiable=torch.is_grad_enabled())
+        y, z, steps, best, status, *args = ctx.saved_tensors
+        equation, needs = ctx.problem.equation, ctx.needs_input_grad[2:]
+        good = status != Status.NONFINITE
+        z, args, v = quarantine(equation, z, args, cotangents[0], good)
+        rows = _same(good)
+        grads, left = _undo(ctx.problem, y[rows], z, v, steps[rows], best[rows], args, needs)
+        _file_rest(ctx.problem, left, v, steps)
+        return (None, None, *grads)
+
+
+def _same(good: Tensor) -> Tensor:
+    """The rows `quarantine` puts in place of bad ones."""
+    return torch.where(good, torch.arange(len(good), device=good.device), good.to(torch.int8).argmax())
+
+
+def _undo(
+    problem: Problem,
+    y: Tensor,
+    z: Tensor,
+    v: Tensor,
+    steps: Tensor,
+    best: Tensor,
+    args: Sequence[Tensor],
+    needs: Sequence[bool],
+) -> tuple[list[Tensor | None], Tensor]:
+    """Back through the steps: undo each, and pull the cotangents of both states through it.
+
+    A sample that did not converge goes back to its best iterate first; there its cotangent comes in. The second result is
+    the cotangent with which the way back ended short of the start.
+    """
+    equation, d = problem.equation, problem.solver.damping  # type: ignore[union-attr]  # a ReversiblePicard
+    total: list[Tensor | None] = [torch.zeros_like(arg) if need else None for arg, need in zip(args, needs, strict=True)]
+    vy, vz = torch.zeros_like(z), torch.zeros_like(z)
+
+    def back(at: Tensor, state: Tensor, cotangent: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Undo state <- (1 - d) state + d f(at): the state before, and what its cotangent sends to `at`."""
+        here = Linearisation(equation, at.to(v.dtype), args, needs)
+        value = here.value().to(WIDE)
+        sent = torch.where(rows, d * cotangent, torch.zeros_like(cotangent)).to(v.dtype)
+        grads, product = here.pull(sent)
+        for i, grad in enumerate(grads):
+            if grad is not None and total[i] is not None:
+                total[i] = total[i] + grad  # type: ignore[operator]
+        return torch.where(rows, (state - d * value) / (1 - d), state), product.to(WIDE)
+
+    horizon = math.floor(math.log(LEFT / torch.finfo(WIDE).eps) / math.log((1 + d) / (1 - d)))
+    for step in range(int(steps.max()) if steps.numel() else 0, 0, -1):
+        rows = ((steps >= step) & (step > steps - horizon)).unsqueeze(1)
+        vz = torch.where((best == step).unsqueeze(1), v.to(WIDE), vz)
+        z, through = back(y, z, vz, rows)
+        vz, vy = torch.where(rows, (1 - d) * vz, vz), vy + through
+        y, through = back(z, y, vy, rows)
+        vy, vz = torch.where(rows, (1 - d) * vy, vy), vz + through
+    cut = (steps > horizon).unsqueeze(1)
+    return total, torch.where(cut, vy.abs() + vz.abs(), torch.zeros_like(vz))
+
+
+def _file_rest(problem: Problem, left: Tensor, v: Tensor, steps: Tensor) -> None:
+    """Statistics of the way back: what of the cotangent did not reach the start."""
+    norm = problem.stop.norm
+    residual = (norm(left) / norm(v).clamp_min(torch.finfo(v.dtype).tiny)).to(v.dtype)
+    status = torch.where(residual <= problem.stop.rtol, Status.CONVERGED, Status.STALLED).to(torch.int8)
+    stats = dataclasses.replace(empty_stats(len(steps), steps.device), status=status, steps=steps, residual=residual)
+    problem.report.adjoint = stats
+    judge(stats, problem.stop, problem.solver, what="adjoint", owner=problem.equation.owner)

@@ -1,0 +1,111 @@
+"""SHINE: the inverse Jacobian that Broyden's method has learnt on the way, used once more."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+
+from equilibria.gradients.approximations import Approximation
+from equilibria.gradients.base import Gradient, Problem, check_first_order
+from equilibria.gradients.primitive import Differentiable, pull_once
+from equilibria.maps import FlatMap
+from equilibria.norms import euclidean_norm
+from equilibria.solve import Stop
+from equilibria.solvers.base import combine, products, require, solve_small
+from equilibria.solvers.broyden import Broyden, BroydenState
+from equilibria.solvers.krylov import GMRES
+from equilibria.solvers.restart import Restart, RestartState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shine(Gradient):
+    """u = B'v with the estimate B of (I - J)^{-1} that the forward Broyden steps left behind (Ramzi and others 2022).
+
+    No products at all; needs Broyden as the forward solver. First order only.
+
+    refine    steps of GMRES from there
+    fallback  where |u| exceeds so many |v| the estimate is not believed, and u = v as in JFB; None: always believed
+    """
+
+    refine: int = 0
+    fallback: float | None = 3.0
+
+    def __post_init__(self) -> None:
+        require(self.refine >= 0, f"Shine's refine must not be negative, got {self.refine}.")
+        require(
+            self.fallback is None or self.fallback > 0, f"Shine's fallback must be positive or None, got {self.fallback}."
+        )
+
+    def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
+        check_first_order("Shine")
+        solver = problem.solver.solver if isinstance(problem.solver, Restart) else problem.solver
+        if not isinstance(solver, Broyden):
+            raise TypeError(
+                f"Shine reuses what Broyden's method has learnt about the Jacobian, and the solver is {problem.solver!r}: "
+                "take solver=eq.Broyden(), or another gradient such as eq.NeumannPhantom()."
+            )
+        if problem.opaque or problem.equation.coupled:
+            raise TypeError(
+                "Shine works on cells whose tensors are inputs or parameters and whose samples do not depend on each other: "
+                "no closures over tensors that need gradients, no sharded weights, no batch statistics. Take eq.Implicit()."
+            )
+        return _Shine.apply(dataclasses.replace(problem, keep_state=True), self, z0, *args)
+
+
+class _Shine(Function):
+    """The equilibrium; the solver's state is kept beside z and the inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, problem: Problem, shine: Shine, z0: Tensor, *args: Tensor) -> Tensor:
+        flat = problem.run(z0, args)
+        ctx.task, ctx.estimate = _task(problem, shine), Estimate.of(flat.state, shine.fallback)
+        ctx.save_for_backward(flat.z, flat.stats.status, *args)
+        return flat.z
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        check_first_order("Shine", differentiable=torch.is_grad_enabled())
+        z, status, *args = ctx.saved_tensors
+        task = dataclasses.replace(ctx.task, approximation=ctx.estimate)
+        return (None, None, None, *pull_once(task, z, status, args, ctx.needs_input_grad[3:], cotangents[0]))
+
+
+def _task(problem: Problem, shine: Shine) -> Differentiable:
+    """Refinement is an exact solve of what the estimate leaves, cut short and not judged."""
+    stop = Stop(rtol=0.0, atol=0.0, max_steps=shine.refine, on_failure="ignore", norm=problem.stop.norm)
+    return Differentiable(problem, GMRES(), stop, when=0.0 if shine.refine else None)
+
+
+@dataclass(frozen=True)
+class Estimate(Approximation):
+    """v -> v - S' core^{-T} (S + Y) v: the transpose of Broyden's step."""
+
+    steps: Tensor  # (batch, k, n)
+    sums: Tensor  # (batch, k, n)
+    core: Tensor  # (batch, k, k)
+    fallback: float | None
+
+    @staticmethod
+    def of(state: Any, fallback: float | None) -> Estimate:
+        if isinstance(state, RestartState):
+            state = state.inner
+        assert isinstance(state, BroydenState)
+        # a sample that stopped early never wrote its last slots: 1 on the diagonal keeps its core invertible
+        empty = (euclidean_norm(state.steps.flatten(0, 1)) == 0).view(state.core.shape[:2])
+        return Estimate(state.steps, state.sums, state.core + torch.diag_embed(empty.to(state.core.dtype)), fallback)
+
+    def __call__(self, product: FlatMap, right: Tensor) -> Tensor:
+        if self.steps.shape[1] == 0:
+            return right
+        weights = solve_small(self.core.transpose(1, 2), products(self.sums, right))
+        u = right - combine(weights, self.steps)
+        if self.fallback is None:
+            return u
+        wild = euclidean_norm(u) > self.fallback * euclidean_norm(right)
+        return torch.where(wild.unsqueeze(1), right, u)

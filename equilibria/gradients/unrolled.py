@@ -1,0 +1,221 @@
+"""Back-propagation through the solver's own steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from equilibria.autocast import no_autocast
+from equilibria.checkpointing import Buffers, Checkpoint, Tensors, check_checkpoint, repeat
+from equilibria.equation import Equation
+from equilibria.gradients.base import Gradient, Problem, quarantine
+from equilibria.maps import Map
+from equilibria.solution import Status, empty_stats
+from equilibria.solvers.base import Iterate, Solver, require
+from equilibria.solvers.fallback import Fallback
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unrolled(Gradient):
+    """The exact gradient of the iterate that was computed, by back-propagation through time (BPTT).
+
+    Any differentiable solver (not those with an inner linear solve). Memory of a run of the cell per step, and the only
+    gradient that reaches the starting point.
+
+    checkpoint  "sqrt" or "recursive": keep some states, run the cell again in backward; O(√steps) or O(log steps) of
+                memory. The solve is run once ahead to learn its length
+    truncate    keep the graph of the last so many steps only; None: of all
+    depth       so many plain steps of the cell, whatever solver and tolerance: an explicit, weight-tied network
+    """
+
+    checkpoint: Checkpoint = None
+    truncate: int | None = None
+    depth: int | None = None
+    follows_start: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_checkpoint(self.checkpoint)
+        require(self.truncate is None or self.truncate >= 1, f"Unrolled's truncate must be at least 1, got {self.truncate}.")
+        require(self.depth is None or self.depth >= 1, f"Unrolled's depth must be at least 1, got {self.depth}.")
+
+    def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
+        problem = dataclasses.replace(problem, known=None)  # known without its graph, which is what is wanted here
+        if self.depth is not None:
+            return _spared(_Explicit(self.depth, self.truncate, self.checkpoint), problem, z0, args)
+        for solver in problem.solver.solvers if isinstance(problem.solver, Fallback) else (problem.solver,):
+            _check_differentiable(solver)
+        if self.checkpoint is None and self.truncate is None:
+            return _spared(_direct, problem, z0, args)
+        return self._replay(problem, z0, args)
+
+    def _replay(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
+        """Solve once for the length of every sample's solve, then take the same steps with a graph."""
+        if isinstance(problem.solver, Fallback) or problem.equation.coupled:
+            raise TypeError(
+                "Unrolled with checkpoint or truncate replays the steps of one solver, sample by sample: not those of a "
+                "Fallback, nor of a cell with batch statistics. Leave both out, or take depth=..., an explicit network."
+            )
+        flat = problem.run(z0.detach(), [arg.detach() for arg in args])
+        if not torch.is_grad_enabled():
+            return flat.z
+        best, good = flat.stats.best, flat.stats.status != Status.NONFINITE
+        z0, args, _ = quarantine(problem.equation, z0, args, z0, good)
+        f = Map(_bind(problem, args))
+        start = problem.solver.init(f, z0)
+        step = _ReplayedStep(problem.solver, f, start, best, self.truncate)
+        _, chosen, *_ = repeat(step, step.first(start), int(best.max()) if best.numel() else 0, self.checkpoint)
+        problem.report.add_evaluations(f.counter.evaluations, len(z0))
+        return torch.where(good.unsqueeze(1), chosen, flat.z)
+
+
+class _ReplayedStep:
+    """A solver's step as a function of tensors alone: (counters, iterate chosen so far, *tensors of the state).
+
+    The counters are the time and those of the state.
+    """
+
+    module: nn.Module | None = None  # an equation keeps its buffers still
+
+    def __init__(self, solver: Solver[Any], f: Map, like: Iterate, best: Tensor, truncate: int | None) -> None:
+        self.solver, self.f, self.like, self.best, self.truncate = solver, f, like, best, truncate
+
+    def first(self, state: Iterate) -> Tensors:
+        return (torch.tensor([0, *_counters(state)]), state.z, *self._cut(_tensors(state), time=0))
+
+    def __call__(self, z: Tensors, buffers: Buffers) -> Tensors:
+        counters, chosen, *tensors = z
+        time, *counted = counters.tolist()
+        with no_autocast(chosen.device):
+            state = self.solver.step(self.f, _rebuild(self.like, iter(tensors), iter(counted)))
+        chosen = torch.where((self.best == time + 1).unsqueeze(1), state.z, chosen)
+        return (torch.tensor([time + 1, *_counters(state)]), chosen, *self._cut(_tensors(state), time + 1))
+
+    def _cut(self, tensors: list[Tensor], time: int) -> list[Tensor]:
+        """The state without the graph of samples that have more than `truncate` evaluations to go."""
+        if self.truncate is None:
+            return tensors
+        early = time < self.best - self.truncate
+        return [_without_graph(tensor, early) for tensor in tensors]
+
+
+def _tensors(state: Any) -> list[Tensor]:
+    """The tensors of a state and of the states it wraps, in the order of their fields."""
+    found: list[Tensor] = []
+    for field in dataclasses.fields(state):
+        value = getattr(state, field.name)
+        found += [value] if isinstance(value, Tensor) else _tensors(value) if isinstance(value, Iterate) else []
+    return found
+
+
+def _counters(state: Any) -> list[int]:
+    """The integers of a state and of the states it wraps, in the order of their fields."""
+    found: list[int] = []
+    for field in dataclasses.fields(state):
+        value = getattr(state, field.name)
+        found += [value] if isinstance(value, int) else _counters(value) if isinstance(value, Iterate) else []
+    return found
+
+
+def _rebuild(like: Any, tensors: Iterator[Tensor], counters: Iterator[int]) -> Any:
+    """A state of the kind of `like` from its tensors and counters."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(like):
+        value = getattr(like, field.name)
+        if isinstance(value, Tensor):
+            values[field.name] = next(tensors)
+        elif isinstance(value, Iterate):
+            values[field.name] = _rebuild(value, tensors, counters)
+        elif isinstance(value, int):
+            values[field.name] = next(counters)
+    return dataclasses.replace(like, **values)
+
+
+def _without_graph(tensor: Tensor, rows: Tensor) -> Tensor:
+    """`tensor` with some rows as constants."""
+    return torch.where(rows.view(-1, *[1] * (tensor.dim() - 1)), tensor.detach(), tensor)
+
+
+def _bind(problem: Problem, args: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda z: problem.equation(z, *args)
+
+
+def _direct(problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
+    return problem.run_map(_bind(problem, args), z0, None).z
+
+
+@dataclass(frozen=True)
+class _Explicit:
+    """depth plain steps; the statistics tell how far from an equilibrium they end."""
+
+    depth: int
+    truncate: int | None
+    checkpoint: Checkpoint
+
+    def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
+        step = _PlainStep(problem.equation, args)
+        followed = self.depth if self.truncate is None else min(self.truncate, self.depth)
+        z: Tensors = (z0,)
+        if followed < self.depth:
+            with torch.no_grad():
+                z = repeat(step, z, self.depth - followed, None)
+        z = repeat(step, z, followed, self.checkpoint)
+        with torch.no_grad():
+            (fz,) = step(z, None)
+        _file(problem, z[0], fz, self.depth)
+        return z[0]
+
+
+@dataclass(frozen=True)
+class _PlainStep:
+    equation: Equation
+    args: Sequence[Tensor]
+    module: nn.Module | None = None
+
+    def __call__(self, z: Tensors, buffers: Buffers) -> Tensors:
+        return (self.equation(z[0], *self.args),)
+
+
+def _spared(run: Callable[..., Tensor], problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
+    """What `run` gives; where a sample turned non-finite, with that sample kept out of everybody's gradient.
+
+    Its steps lie in the graph with weight zero, and 0 * nan is nan: the others are run again without it.
+    """
+    z = run(problem, z0, args)
+    stats = problem.report.stats
+    assert stats is not None
+    if not (torch.is_grad_enabled() and problem.report.nonfinite):
+        return z
+    good = stats.status != Status.NONFINITE
+    start, inputs, _ = quarantine(problem.equation, z0, args, z0, good)
+    again = run(problem, start, inputs) if bool(good.any()) else z
+    problem.report.stats, problem.report.nonfinite = stats, True
+    return torch.where(good.unsqueeze(1), again, z.detach())
+
+
+def _file(problem: Problem, z: Tensor, fz: Tensor, depth: int) -> None:
+    stop, stats = problem.stop, empty_stats(len(z), z.device)
+    length, size = stop.norm((fz - z).detach()), stop.norm(fz.detach())
+    converged, finite = length <= stop.atol + stop.rtol * size, torch.isfinite(length)
+    problem.report.nonfinite = not bool(finite.all())
+    unless = torch.where(finite, Status.MAX_STEPS, Status.NONFINITE)
+    problem.report.stats = dataclasses.replace(
+        stats,
+        status=torch.where(converged, Status.CONVERGED, unless).to(torch.int8),
+        steps=stats.steps + depth,
+        best=stats.best + depth,
+        residual=length / size.clamp_min(torch.finfo(size.dtype).tiny),
+    )
+    problem.report.add_evaluations(depth + 1, len(z))
+
+
+def _check_differentiable(solver: Solver[Any]) -> None:
+    if not solver.differentiable:
+        raise TypeError(
+            f"Unrolled cannot follow the steps of {solver!r}, which solves linear systems in place: take Picard, Anderson, "
+            "Broyden or SteadyState, or the implicit gradient, which does not ask how the equilibrium was found."
+        )

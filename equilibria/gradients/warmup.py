@@ -1,0 +1,42 @@
+"""One gradient first, another one then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import Tensor
+
+from equilibria.gradients.base import Gradient, Problem
+from equilibria.gradients.implicit import Implicit
+from equilibria.gradients.unrolled import Unrolled
+from equilibria.solvers.base import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warmup(Gradient):
+    """`first` for the first `until` training solves of a DEQ, `then` from there on.
+
+    DEQ training recipes pre-train as a short unrolled network before they ask for an equilibrium:
+
+        Warmup(first=Unrolled(depth=10), then=Implicit(), until=3000)
+
+    The DEQ counts its solves in training mode with gradients, in a buffer, so that a resumed run goes on where it was.
+    In eval mode and without gradients it uses what training would use next.
+    """
+
+    first: Gradient = field(default_factory=lambda: Unrolled(depth=10))
+    then: Gradient = field(default_factory=Implicit)
+    until: int = 1000
+    follows_start: ClassVar[bool] = True  # whichever of the two runs detaches what it does not follow
+
+    def __post_init__(self) -> None:
+        for name, part in (("first", self.first), ("then", self.then)):
+            if not isinstance(part, Gradient):
+                raise TypeError(f"Warmup's {name} must be a gradient such as eq.Implicit(), got {part!r}.")
+        require(self.until >= 0, f"Warmup's until must not be negative, got {self.until}.")
+
+    def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
+        gradient = self.first if problem.solves < self.until else self.then
+        return gradient(problem, z0 if gradient.follows_start else z0.detach(), args)

@@ -1,0 +1,160 @@
+"""The equilibrium as the steady state of an ordinary differential equation, integrated per sample."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from equilibria.maps import Map
+from equilibria.norms import rms_norm
+from equilibria.solvers.base import Iterate, Solver, require
+from equilibria.solvers.tableaus import TABLEAUS, Method, Tableau
+
+SAFETY = 0.9
+SHRINK, GROW = 0.2, 10.0  # the next step against this one, at most
+NOTCHES = 16  # in which dt moves, per doubling
+SMALLEST_ERROR = 1e-4  # that the controller remembers
+
+
+@dataclass(frozen=True)
+class Trajectory(Iterate):
+    dt: Tensor  # (batch, 1), the step to try next
+    longest: Tensor  # (batch, 1), that it may grow to; infinite until known
+    error: Tensor  # (batch, 1), of the last step taken, in units of the tolerance
+
+
+@dataclass(frozen=True, kw_only=True)
+class SteadyState(Solver[Trajectory]):
+    """Integrate dz/dt = f(z) - z until it stands still: the continuous DEQ (Pal, Edelman and Rackauckas 2022).
+
+    Explicit Runge-Kutta pairs, with a step size of its own for every sample. A step with the estimated error e is taken
+    if
+
+        rms(e / (atol + rtol max(|z|, |z_new|))) <= 1   and   |e| <= edge dt |f(z) - z|,
+
+    else tried again, shorter. The first condition follows the path. Near the end it lets dt grow past what is stable for
+    the map, and the residual would stay at about a tenth of rtol; the second, with the `edge` that the pair shows at the
+    edge of stability, lets it fall to any tolerance. Finds the equilibria at which the eigenvalues of the Jacobian have real
+    parts below 1, also where plain iteration diverges. Six evaluations a step ("bs3" three, "heun" two), taken or not;
+    `Stats.depth` counts those taken. Ten states of memory ("bs3" seven, "heun" six).
+
+    method      "tsit5", "dopri5" (order 5), "bs3" (3) or "heun" (2)
+    rtol, atol  of the path; the equilibrium is up to `Stop`. Where only that matters, rtol=0.1 saves a third of the
+                evaluations, with "bs3" two thirds, and "heun" hardly does without
+    first_step  dt to try first; None: by Hairer's rule, which costs an evaluation and, from zero, many short steps
+    """
+
+    method: Method = "tsit5"
+    rtol: float = 1e-3
+    atol: float = 1e-6
+    first_step: float | None = 0.5
+
+    def __post_init__(self) -> None:
+        choices = get_args(Method)
+        require(self.method in choices, f"SteadyState's method must be one of {choices}, got {self.method!r}.")
+        require(self.rtol >= 0, f"SteadyState's rtol must not be negative, got {self.rtol}.")
+        require(
+            self.atol > 0,
+            f"SteadyState's atol must be positive, got {self.atol}: entries at zero have no other scale. Take a small one.",
+        )
+        require(
+            self.first_step is None or 0 < self.first_step < math.inf,
+            f"SteadyState's first_step must be positive and finite, got {self.first_step}; None chooses one.",
+        )
+
+    def init(self, f: Map, z0: Tensor) -> Trajectory:
+        fz, rows = f(z0), (z0.shape[0], 1)
+        dt = self._first_step(f, z0, fz - z0) if self.first_step is None else z0.new_full(rows, self.first_step)
+        nobody = torch.zeros(z0.shape[0], dtype=torch.bool, device=z0.device)
+        error, longest = z0.new_full(rows, SMALLEST_ERROR), z0.new_full(rows, torch.inf)
+        return Trajectory(z0, fz, dt, longest, error, rejected=nobody)
+
+    def step(self, f: Map, state: Trajectory) -> Trajectory:
+        tableau = TABLEAUS[self.method]
+        z, fz, slopes = trial(tableau, f, state.z, state.fz, state.dt)
+        with torch.no_grad():  # dt moves on a grid: its derivative is zero
+            error = self._measure(tableau, state, z, fz, slopes)
+            longest = torch.where(torch.isinf(state.longest), _longest(tableau, state.dt, slopes), state.longest)
+            # past the shortest step there is nothing to try: a finite trial is taken, any other ends the sample
+            taken = (error <= 1) | (state.dt <= _shortest(state.dt))
+            dt = state.dt * _change(tableau.order, error, state.error, taken)
+            dt = torch.minimum(dt, longest).clamp(min=_shortest(dt), max=torch.finfo(dt.dtype).max)
+            remembered = torch.where(taken, error.clamp_min(SMALLEST_ERROR), state.error)
+        z, fz = torch.where(taken, z, state.z), torch.where(taken, fz, state.fz)
+        return Trajectory(z, fz, dt, longest, remembered, active=state.active, rejected=~taken.squeeze(1))
+
+    def _measure(self, tableau: Tableau, state: Trajectory, z: Tensor, fz: Tensor, slopes: list[Tensor]) -> Tensor:
+        """The error, (batch, 1) in units of what is allowed; infinite where the trial is not finite."""
+        error = state.dt * _weighted(tableau.error, slopes)
+        scale = self.atol + self.rtol * torch.maximum(state.z.abs(), z.abs())
+        before, after = _rms(state.fz - state.z), _rms(fz - z)
+        measured = torch.maximum(_rms(error / scale), _rms(error) / (tableau.edge * state.dt * before))
+        measured = torch.where(before == 0, 1.0, measured)  # who stands still learns nothing about longer steps
+        return torch.where(torch.isfinite(measured) & torch.isfinite(after), measured, torch.inf)
+
+    def _first_step(self, f: Map, z: Tensor, slope: Tensor) -> Tensor:
+        """(batch, 1): one Euler probe shows how fast the slope changes (Hairer, Nørsett and Wanner 1993, II.4)."""
+        scale = self.atol + self.rtol * z.abs()
+        size, speed = _rms(z / scale), _rms(slope / scale)
+        probe = torch.where((size < 1e-5) | (speed < 1e-5), 1e-6, 0.01 * size / speed)
+        point = z + probe * slope
+        change = _rms((f(point) - point - slope) / scale) / probe
+        largest = torch.maximum(speed, change)
+        dt = (0.01 / largest).pow(1 / TABLEAUS[self.method].order)
+        dt = torch.where(largest <= 1e-15, (1e-3 * probe).clamp_min(1e-6), dt)
+        dt = torch.minimum(100 * probe, dt)
+        return torch.where(torch.isfinite(dt), dt, probe).detach()
+
+
+def trial(tableau: Tableau, f: Map, z: Tensor, fz: Tensor, dt: Tensor | float) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """One step: the new point, f there, and the slopes of all stages."""
+    slopes, point, value = [fz - z], z, fz
+    for row in tableau.rows:
+        point = z + dt * _weighted(row, slopes)
+        value = f(point)
+        slopes.append(value - point)
+    return point, value, slopes
+
+
+def _weighted(weights: tuple[float, ...], slopes: list[Tensor]) -> Tensor:
+    total = weights[0] * slopes[0]
+    for weight, slope in zip(weights[1:], slopes[1:], strict=True):
+        if weight:
+            total = torch.add(total, slope, alpha=weight)
+    return total
+
+
+def _longest(tableau: Tableau, dt: Tensor, slopes: list[Tensor]) -> Tensor:
+    """(batch, 1): stable for twice the rate |(I - J) k| / |k| seen; for 2, the fastest of a contraction, if that is less.
+
+    Nothing on a path shows a mode that has died down to rounding errors. Steps past its stability would raise it from
+    the noise again, and lead to another result at every batch size.
+    """
+    rate = _rms(slopes[1] - slopes[0]) / (tableau.rows[0][0] * dt * _rms(slopes[0]))
+    longest = _on_grid(tableau.stable / (2 * rate).clamp(max=2.0))
+    return torch.where(torch.isfinite(longest), longest, torch.inf)
+
+
+def _change(order: int, error: Tensor, before: Tensor, taken: Tensor) -> Tensor:
+    """The next step over this one, (batch, 1): a proportional-integral controller, proportional after a rejection."""
+    proportional = SAFETY * error.pow(-7 / (10 * order))
+    change = torch.where(taken, proportional * before.pow(2 / (5 * order)), proportional).clamp(SHRINK, GROW)
+    return _on_grid(change)
+
+
+def _on_grid(x: Tensor) -> Tensor:
+    """A rounding error in z, as another batch size makes, must not grow through dt into another path."""
+    return torch.exp2(torch.round(x.log2() * NOTCHES) / NOTCHES)
+
+
+def _shortest(dt: Tensor) -> float:
+    """The time scale of dz/dt = f(z) - z is 1: a step of one rounding error of it leads nowhere."""
+    return torch.finfo(dt.dtype).eps
+
+
+def _rms(x: Tensor) -> Tensor:
+    return rms_norm(x).unsqueeze(1)
