@@ -166,9 +166,7 @@ def _prepared(cell: Any, inputs: Sequence[Any], batched: bool) -> tuple[Any, ...
     bad = torch.zeros(batch, dtype=torch.bool, device=leaves[0].device if leaves else None)
     for leaf in leaves:
         if leaf.shape[0] == batch:
-            bad = (
-                bad | ~torch.isfinite(leaf.detach()).flatten(1).all(dim=1) if leaf.dim() > 1 else bad | ~torch.isfinite(leaf)
-            )
+            bad = bad | ~torch.isfinite(leaf.detach()).reshape(batch, -1).all(dim=1)
     if not bool(bad.any()):
         return prepared(cell, inputs)
 

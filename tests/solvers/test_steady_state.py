@@ -58,7 +58,7 @@ def test_maps_on_which_plain_iteration_oscillates_crawls_or_diverges(method: Met
 
 @pytest.mark.parametrize("rtol", [1e-6, 1e-3, 0.1, 10.0])
 def test_the_tolerance_of_the_path_does_not_limit_the_equilibrium(rtol: float) -> None:
-    """By the error of the path alone, dt grows past stability and the residual stays at a tenth of rtol for ever."""
+    """By the error of the path alone, dt grows past stability and the residual stays near rtol for ever."""
     one, x = torch.eye(16, dtype=torch.float64), inputs(3, 16)
     w = matrix("symmetric", 16, 2.5) - 2.5 * one  # rates from 1 to 6
     flat = solve(lambda z: z @ w.T + x, torch.zeros_like(x), eq.SteadyState(rtol=rtol), TIGHT)
@@ -75,7 +75,7 @@ def test_a_slower_clock_costs_nothing() -> None:
             stop = eq.Stop(rtol=1e-4 * slow, atol=0, max_steps=1000, on_failure="raise")
             return int(solve(lazy, torch.zeros_like(x), eq.SteadyState(), stop).stats.steps.max())
 
-    assert abs(steps(1e-3) - steps(1.0)) <= 5  # to find a dt a thousand times as long
+    assert abs(steps(1e-3) - steps(1.0)) <= 8  # to find a dt a thousand times as long
 
 
 @pytest.mark.parametrize("scale", [1e-8, 1e8])
