@@ -41,6 +41,8 @@ def _spread(stats: Stats, batch: int) -> Stats:
         stats,
         status=stats.status.repeat(batch),
         steps=stats.steps.repeat(batch),
+        rejected=stats.rejected.repeat(batch),
+        best=stats.best.repeat(batch),
         residual=stats.residual.repeat(batch),
         sample_evaluations=stats.sample_evaluations * batch,
         trace=None if stats.trace is None else stats.trace * batch,

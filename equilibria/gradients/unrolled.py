@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from equilibria.maps import Map
 from equilibria.solution import Status, empty_stats
 from equilibria.solvers.base import Iterate, Solver, require
 from equilibria.solvers.fallback import Fallback
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +87,7 @@ class _ReplayedStep:
         self.solver, self.f, self.like, self.best, self.truncate = solver, f, like, best, truncate
 
     def first(self, state: Iterate) -> Tensors:
-        return (torch.tensor([0, *_counters(state)]), state.z, *self._cut(_tensors(state), time=0))
+        return (torch.tensor([0, *_collect(state, int)]), state.z, *self._cut(_collect(state, Tensor), time=0))
 
     def __call__(self, z: Tensors, buffers: Buffers) -> Tensors:
         counters, chosen, *tensors = z
@@ -93,7 +95,7 @@ class _ReplayedStep:
         with no_autocast(chosen.device):
             state = self.solver.step(self.f, _rebuild(self.like, iter(tensors), iter(counted)))
         chosen = torch.where((self.best == time + 1).unsqueeze(1), state.z, chosen)
-        return (torch.tensor([time + 1, *_counters(state)]), chosen, *self._cut(_tensors(state), time + 1))
+        return (torch.tensor([time + 1, *_collect(state, int)]), chosen, *self._cut(_collect(state, Tensor), time + 1))
 
     def _cut(self, tensors: list[Tensor], time: int) -> list[Tensor]:
         """The state without the graph of samples that have more than `truncate` evaluations to go."""
@@ -103,21 +105,12 @@ class _ReplayedStep:
         return [_without_graph(tensor, early) for tensor in tensors]
 
 
-def _tensors(state: Any) -> list[Tensor]:
-    """The tensors of a state and of the states it wraps, in the order of their fields."""
-    found: list[Tensor] = []
+def _collect(state: Any, kind: type[T]) -> list[T]:
+    """The values of a kind in a state and the states it wraps, in the order of their fields."""
+    found: list[T] = []
     for field in dataclasses.fields(state):
         value = getattr(state, field.name)
-        found += [value] if isinstance(value, Tensor) else _tensors(value) if isinstance(value, Iterate) else []
-    return found
-
-
-def _counters(state: Any) -> list[int]:
-    """The integers of a state and of the states it wraps, in the order of their fields."""
-    found: list[int] = []
-    for field in dataclasses.fields(state):
-        value = getattr(state, field.name)
-        found += [value] if isinstance(value, int) else _counters(value) if isinstance(value, Iterate) else []
+        found += [value] if isinstance(value, kind) else _collect(value, kind) if isinstance(value, Iterate) else []
     return found
 
 

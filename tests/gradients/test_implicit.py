@@ -414,6 +414,7 @@ def test_coupled_batches_are_differentiated_as_one_problem() -> None:
     reference = torch.autograd.grad(unrolled(cell, torch.zeros_like(x), x).square().sum(), list(cell.parameters()))
     assert_all_close(ours, reference)
     assert len(set(s.stats.steps.tolist())) == 1
+    assert all(t.shape == (6,) for t in (s.stats.status, s.stats.steps, s.stats.best, s.stats.rejected, s.stats.residual))
 
 
 class Counting(nn.Module):
