@@ -55,8 +55,8 @@ def _checked(f: Owned, smaller: FlatMap, z: Tensor, fz: Tensor, index: Tensor) -
         _warned.add(f.owner)
         warnings.warn(
             "Converged samples keep being evaluated: this cell gives another value for a row without its neighbours. "
-            "Make every tensor that belongs to a sample an input of the cell with the batch first, or accept the cost "
-            "with Stop(compact=False).",
+            "Make every tensor that belongs to a sample an input of the cell with the batch first; take batched=False if "
+            "the state is one problem, not a batch of them; or accept the cost with Stop(compact=False).",
             stacklevel=2,
         )
     return verdict

@@ -48,6 +48,7 @@ class Ledger:
         self.trace: list[tuple[Tensor | None, Tensor]] | None = [] if trace else None
         self.index: Tensor | None = None  # (rows,) places in the batch of the rows carried; None: all
         self.closed: dict[str, Tensor] = {}
+        self.coupled = False  # have rows turned out to depend on each other?
 
     def observe(self, z: Tensor, fz: Tensor, step: int, rejected: Tensor | None = None) -> None:
         """Enter an iterate, where it is the one before (`rejected`) too. Nothing here waits for the device."""

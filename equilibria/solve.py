@@ -88,6 +88,7 @@ class Flat:
     stats: Stats
     taken: int  # steps of the loop, the same on every rank
     state: Any = None  # of the solver, each row as it was when that sample stopped; where it was asked for
+    coupled: bool = False  # did rows turn out to depend on each other? A sample that stopped may then have moved on
 
 
 def solve(
@@ -158,24 +159,27 @@ def _run(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> Flat:
         ledger.observe(state.z, state.fz, step, rejected(state))
         taken = step
     kept = gather(kept, state, ledger.index) if problem.keep_state else None
-    return Flat(*ledger.close(problem.f.counter), taken, kept)
+    return Flat(*ledger.close(problem.f.counter), taken, kept, ledger.coupled)
 
 
 def _compact(f: Map, state: Iterate, ledger: Ledger) -> tuple[Map, Iterate] | None:
     """Map and state on the running rows alone; None where rows depend on each other."""
     index = ledger.running_rows()
     smaller = f.take(index)
+    if smaller is None:
+        return None
     first = ledger.index is None  # of this solve
-    if smaller is None or (first and not rows_stand_alone(f.raw, smaller, state.z, state.fz, index)):
+    if first and not rows_stand_alone(f.raw, smaller, state.z, state.fz, index):
+        ledger.coupled = True
         return None
     ledger.drop_finished(index)
     return smaller, map_tensors(state, lambda tensor: tensor.index_select(0, index))
 
 
 def _verified(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> Flat:
-    """Run; where the solver knows f(z) by recurrence only, believe it after an evaluation, or go on."""
+    """Run; where f(z) is known by recurrence only, or from before other rows moved, believe it after an evaluation."""
     flat = _run(problem, z0, solver)
-    if solver.exact:
+    if solver.exact and not flat.coupled:
         return flat
     for round in range(VERIFICATIONS + 1):
         claimed = flat.stats.converged
