@@ -163,7 +163,9 @@ def _prepared(cell: Any, inputs: Sequence[Any], batched: bool) -> tuple[Any, ...
         return prepared(cell, inputs)
     leaves = [leaf for leaf in pytree.tree_leaves(tuple(inputs)) if _has_rows(leaf)]
     batch = leaves[0].shape[0] if leaves else 0
-    bad = torch.zeros(batch, dtype=torch.bool, device=leaves[0].device if leaves else None)
+    if batch == 0:
+        return prepared(cell, inputs)
+    bad = torch.zeros(batch, dtype=torch.bool, device=leaves[0].device)
     for leaf in leaves:
         if leaf.shape[0] == batch:
             bad = bad | ~torch.isfinite(leaf.detach()).reshape(batch, -1).all(dim=1)
