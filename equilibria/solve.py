@@ -104,9 +104,9 @@ def solve(
 ) -> Flat:
     """The fixed point of `f` from `z0`, (batch, n), each sample to its own tolerance.
 
-    scale      (batch,) what rtol is relative to; |f(z)| where None
-    precision  spacing of the numbers `f` computes with, where coarser than z0's dtype
-    known      f(z0), where the caller has it already
+    scale       (batch,) what rtol is relative to; |f(z)| where None
+    precision   spacing of the numbers `f` computes with, where coarser than z0's dtype
+    known       f(z0), where the caller has it already
     keep_state  return the solver's state too
     """
     check_solver(solver)

@@ -136,3 +136,20 @@ def unrolled(f: Callable[..., Tensor], z: Tensor, *args: Tensor, steps: int = 20
     for _ in range(steps):
         z = f(z, *args)
     return z
+
+
+def stored_bytes(deq: eq.DEQ, x: Tensor) -> int:
+    """What autograd keeps between forward and backward: each storage once, weights aside."""
+    weights = {p.untyped_storage().data_ptr() for p in deq.parameters()}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = storage  # held, or a later tensor could lie at the same address
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        z = deq(x)
+    z.sum().backward()
+    return sum(storage.nbytes() for storage in storages.values())

@@ -15,7 +15,17 @@ from torch.utils import _pytree as pytree
 
 import equilibria as eq
 from equilibria.solvers.fallback import AnySolver
-from tests.problems import LINEAR_SOLVERS, NONLINEAR_SOLVERS, TIGHT, NestedCell, TanhCell, inputs, name, unrolled
+from tests.problems import (
+    LINEAR_SOLVERS,
+    NONLINEAR_SOLVERS,
+    TIGHT,
+    NestedCell,
+    TanhCell,
+    inputs,
+    name,
+    stored_bytes,
+    unrolled,
+)
 
 # solves to 1e-13, amplified by |(I - J)^{-1}| <= 5: what is left are digits of the reference itself
 CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-10}
@@ -437,23 +447,6 @@ def test_backward_runs_the_cell_once() -> None:
     assert s.adjoint is not None and s.adjoint.evaluations > 5
 
 
-def saved_bytes(deq: eq.DEQ, x: Tensor) -> int:
-    """Bytes of tensors that autograd keeps between forward and backward, each storage once, weights aside."""
-    weights = {p.untyped_storage().data_ptr() for p in deq.parameters()}
-    storages: dict[int, int] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        z = deq(x)
-    z.sum().backward()
-    return sum(storages.values())
-
-
 @pytest.mark.parametrize("solver", [eq.Picard(), eq.Anderson(), eq.Broyden(), eq.Newton()], ids=name)
 def test_between_forward_and_backward_only_equilibrium_and_inputs_are_kept(solver: AnySolver) -> None:
     x = inputs(16, 32)
@@ -461,6 +454,6 @@ def test_between_forward_and_backward_only_equilibrium_and_inputs_are_kept(solve
     kept = []
     for steps in (5, 20, 80):
         stop = eq.Stop(rtol=0, atol=0, max_steps=steps, on_failure="ignore")
-        kept.append(saved_bytes(eq.DEQ(TanhCell(32, norm=0.99), solver=solver, stop=stop), x))
+        kept.append(stored_bytes(eq.DEQ(TanhCell(32, norm=0.99), solver=solver, stop=stop), x))
     assert kept[0] == kept[1] == kept[2]
     assert kept[0] <= 2 * state + 16 * 8  # z, x and a status per sample

@@ -14,7 +14,7 @@ from torch.func import functional_call, grad, jacrev, vmap
 import equilibria as eq
 from equilibria.gradients.shine import Estimate
 from equilibria.maps import Map
-from tests.problems import TIGHT, NestedCell, TanhCell, inputs, matrix, name, unrolled
+from tests.problems import TIGHT, NestedCell, TanhCell, inputs, matrix, name, stored_bytes, unrolled
 
 # solves to 1e-13, amplified by |(I - J)^{-1}| <= 10
 CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-10}
@@ -454,19 +454,7 @@ def kept(gradient: eq.Gradient, steps: int) -> int:
     cell, x = TanhCell(32, norm=0.99), inputs(16, 32)
     solver = eq.Broyden(history=3) if isinstance(gradient, eq.Shine) else eq.Picard()
     deq = eq.DEQ(cell, solver=solver, gradient=gradient, stop=eq.Stop(rtol=0, atol=0, max_steps=steps, on_failure="ignore"))
-    weights = {p.untyped_storage().data_ptr() for p in deq.parameters()}
-    alive: dict[int, Any] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            alive[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        z = deq(x)
-    z.sum().backward()
-    return sum(storage.nbytes() for storage in alive.values())
+    return stored_bytes(deq, x)
 
 
 @pytest.mark.parametrize(
