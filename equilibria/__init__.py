@@ -1,5 +1,6 @@
 """equilibria: deep equilibrium models in PyTorch. What is not named here is not API."""
 
+from equilibria import nn
 from equilibria.cells.monotone import MonotoneLinear
 from equilibria.cells.monotone_conv import MonotoneConv2d, MonotoneTiers2d
 from equilibria.cells.splitting import ForwardBackward, PeacemanRachford, Readout, tune_alpha
@@ -76,6 +77,7 @@ __all__ = [
     "euclidean_norm",
     "fixed_point",
     "max_norm",
+    "nn",
     "record",
     "rms_norm",
     "stack",

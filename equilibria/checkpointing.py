@@ -11,7 +11,7 @@ from math import isqrt
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint as replay_in_backward
 
 from equilibria import transforms
@@ -24,9 +24,8 @@ Buffers = dict[str, Tensor] | None  # None: the module's own
 class Step(Protocol):
     """One application, from the tensors of a state to those of the next."""
 
-    @property
-    def module(self) -> nn.Module | None:
-        """Whose buffers may move in a step."""
+    def buffers(self) -> dict[str, Tensor]:
+        """Those that may move in a step, by name."""
 
     def __call__(self, z: Tensors, buffers: Buffers) -> Tensors: ...
 
@@ -81,11 +80,11 @@ def _forgotten(plan: Plan, step: Step, z: Tensors, times: int, buffers: Buffers)
     A replay works on copies of the buffers as they stood at the start: batch norm must not count the batch twice, and
     spectral norm must see the vectors it saw before. Random numbers are those of the first run.
     """
-    before, replaying = _copy(step.module, buffers), False
+    before, replaying = _copy(step.buffers() if buffers is None else buffers), False
 
     def segment(*z: Tensor) -> Tensors:
         nonlocal replaying
-        used = _copy(step.module, before) if replaying else buffers
+        used = _copy(before) if replaying else buffers
         replaying = True
         return plan(step, z, times, used)
 
@@ -93,8 +92,5 @@ def _forgotten(plan: Plan, step: Step, z: Tensors, times: int, buffers: Buffers)
     return out
 
 
-def _copy(module: nn.Module | None, buffers: Buffers) -> Buffers:
-    if module is None:
-        return None
-    named = dict(module.named_buffers()) if buffers is None else buffers
-    return {name: buffer.clone() for name, buffer in named.items()}
+def _copy(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in buffers.items()}

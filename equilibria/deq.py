@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from equilibria import transforms
+from equilibria.autocast import Autocast
 from equilibria.equation import CellEquation
+from equilibria.fixing import FixedCell
 from equilibria.gradients.base import Gradient, Problem
 from equilibria.gradients.implicit import Implicit
 from equilibria.gradients.warmup import Warmup
@@ -133,24 +135,29 @@ def _solve(
     fast: Callable[..., State] | None = None,
     solves: int = 0,
 ) -> Solution:
-    given = _prepared(cell, inputs, batched)
+    fixed = FixedCell(cell)
+    with fixed.in_place():
+        given = _prepared(cell, inputs, batched)
 
     def f(z: State) -> State:
-        return cell(z, *given)
+        return fixed(z, *given)
 
     start = start_of(init, cell, f, inputs, batched=batched)
     layout = Layout.of(start, batched=batched)
-    equation = CellEquation(cell, layout, given, fast)
+    known = _draw_masks(f, start, layout) if fixed.undrawn() else None
+    equation = CellEquation(fixed, layout, given, fast)
     if equation.opaque:
         _check_ranks_agree(stop)
     z0 = layout.pack(start) if gradient.follows_start else layout.pack(start).detach()
-    known, opaque = _look_for_captures(equation, z0)
+    opaque = equation.opaque
+    if fixed.module is None and _differentiating():
+        known, opaque = equation.captures(z0)
     report = Report()
     problem = Problem(equation, solver, stop, report, known=known, opaque=opaque, solves=solves)
     z = gradient(problem, z0, equation.args)
     extra = int(isinstance(init, FirstStep)) + int(known is not None) + int(equation.settle(z.detach()))
     report.add_evaluations(extra, layout.batch)
-    return Solution(layout.unpack(z), start, f, report)
+    return Solution(layout.unpack(z), start, f, report, layout, equation)
 
 
 def _prepared(cell: Any, inputs: Sequence[Any], batched: bool) -> tuple[Any, ...]:
@@ -189,12 +196,14 @@ def _fill_rows(leaf: Any, rows: Tensor, value: float) -> Any:
     return torch.where(rows.view(-1, *[1] * (leaf.dim() - 1)), torch.full_like(leaf, value), leaf)
 
 
-def _look_for_captures(equation: CellEquation, z0: Tensor) -> tuple[Tensor | None, bool]:
-    """F(z0) where it had to be run to find out, and whether the cell depends on tensors out of reach."""
-    if isinstance(equation.cell, nn.Module):
-        return None, equation.opaque
-    differentiating = torch.is_grad_enabled() or transforms.inside_transform() or transforms.inside_dual_level()
-    return equation.captures(z0) if differentiating else (None, False)
+def _draw_masks(f: Callable[[State], State], start: State, layout: Layout) -> Tensor:
+    """F(z0): the first run draws them."""
+    with torch.no_grad():
+        return layout.pack_output(f(start), layout.batch, cast=Autocast.current(layout.device).enabled)
+
+
+def _differentiating() -> bool:
+    return torch.is_grad_enabled() or transforms.inside_transform() or transforms.inside_dual_level()
 
 
 def _check_ranks_agree(stop: Stop) -> None:

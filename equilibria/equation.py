@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from equilibria import stateless, transforms
 from equilibria.autocast import Autocast
+from equilibria.fixing import FixedCell
 from equilibria.maps import FlatMap
 from equilibria.state import Layout, State
 
@@ -86,38 +87,37 @@ class BoundMap:
 class CellEquation(Equation):
     """A cell on nested states as an equation on matrices; args are its tensors: inputs, parameters, buffers.
 
-    A cell's buffers are constant during a solve. Where running the cell moves them (batch norm, spectral norm), every
-    evaluation works on a copy, and `settle` moves the real ones once, at the equilibrium.
+    A cell's buffers are constant during a solve. Where running the cell moves them (batch norm), every evaluation works on
+    a copy, and `settle` moves the real ones once, at the equilibrium.
     """
 
     def __init__(
-        self, cell: Callable[..., State], layout: Layout, inputs: Sequence[Any], fast: Callable[..., State] | None = None
+        self, cell: FixedCell, layout: Layout, inputs: Sequence[Any], fast: Callable[..., State] | None = None
     ) -> None:
         self.cell, self.layout = cell, layout
-        self._fast = cell if fast is None else fast  # the same function, for where nobody differentiates it
+        self._fast = cell.cell if fast is None else fast  # the same function, for where nobody differentiates it
         self._leaves, self._inputs_spec = pytree.tree_flatten(tuple(inputs))
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
-        modules = list(cell.modules()) if isinstance(cell, nn.Module) else []
-        self.opaque = is_sharded(modules)  # does the cell depend on tensors that cannot be made arguments?
-        self._coupled = any(_uses_batch_statistics(module) for module in modules)
-        module = cell if isinstance(cell, nn.Module) and not self.opaque else None
-        parameters = dict(module.named_parameters()) if module is not None else {}
-        buffers = dict(module.named_buffers()) if module is not None else {}
-        self._names = (*parameters, *buffers)
-        self._buffers = tuple(buffers)
+        self.opaque = cell.sharded  # does the cell depend on tensors that cannot be made arguments?
+        self._coupled = any(_uses_batch_statistics(module) for module in cell.modules)
+        own = cell.tensors()
+        self._names = (*own.parameters, *own.weights, *own.masks, *own.buffers)
+        self._buffers = tuple(own.buffers)
         self._inputs = len(tensors)
-        may_move = module is not None and module.training and len(buffers) > 0
+        may_move = cell.training and len(own.buffers) > 0
         self._moving = None if may_move else False  # None: not known before the cell has been run
-        kept = [buffer.clone() if may_move else buffer for buffer in buffers.values()]  # `settle` moves the originals
-        self._own = (*parameters.values(), *kept)
+        kept = [buffer.clone() if may_move else buffer for buffer in own.buffers.values()]  # `settle` moves the originals
+        still = (*own.parameters.values(), *own.weights.values())
+        masks = tuple(own.masks.values())
+        self._own = (*still, *masks, *kept)
         self.args: tuple[Tensor, ...] = (*tensors, *self._own)
         self.autocast = Autocast.current(layout.device)
         self.precision = torch.finfo(self.autocast.dtype).eps if self.autocast.enabled else layout.precision
-        rows = [layout.batched and t.dim() > 0 and t.shape[0] == layout.batch for t in tensors]
-        self.rowwise = (*rows, *[False] * len(self._own))
-        self.owner, self.lasting = _owner(cell), isinstance(cell, nn.Module)
-        self.mode = (getattr(cell, "training", False), self.rowwise)
-        self.silent = not isinstance(cell, nn.Module) and not any(rows)
+        rows = [layout.has_rows(tensor) for tensor in tensors]
+        self.rowwise = (*rows, *[False] * len(still), *map(layout.has_rows, masks), *[False] * len(kept))
+        self.owner, self.lasting = _owner(cell.cell), cell.module is not None
+        self.mode = (cell.training, self.rowwise)
+        self.silent = cell.module is None and not any(rows)
 
     def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
         return self._run(z, args, direct=False)
@@ -129,6 +129,11 @@ class CellEquation(Equation):
     @property
     def coupled(self) -> bool:
         return self._coupled
+
+    @property
+    def restrictable(self) -> bool:
+        # the masks of a sharded cell are no arguments of which rows could be taken
+        return not self.coupled and not (self.opaque and self.cell.dropouts)
 
     def captures(self, z: Tensor) -> tuple[Tensor, bool]:
         """F(z), and whether a plain callable closes over tensors that need gradients."""
@@ -143,13 +148,13 @@ class CellEquation(Equation):
         """Let the cell move its buffers, once per solve; True if it was run."""
         if not self._moving:
             return False
-        with torch.no_grad(), self.autocast.inside():
-            self.cell(self.layout.unpack(z), *self._unflatten(self.args))
+        with torch.no_grad(), self.autocast.inside(), self.cell.in_place():
+            self.cell.cell(self.layout.unpack(z), *self._unflatten(self.args))
         return True
 
     def _run(self, z: Tensor, args: Sequence[Tensor], *, direct: bool) -> Tensor:
         state, inputs = self.layout.unpack(z), self._unflatten(args)
-        with self.autocast.inside():
+        with self.autocast.inside(), self.cell.in_place():
             if direct and self._moving is False:
                 out = self._fast(state, *inputs)
             else:
@@ -161,7 +166,9 @@ class CellEquation(Equation):
         if self._moving is not False:
             named |= {name: named[name].clone() for name in self._buffers}
         versions = [named[name]._version for name in self._buffers]
-        out = _call(self.cell, named, state, inputs)
+        arguments = (state, *inputs)
+        module = self.cell.module
+        out: State = stateless.call(module, named, arguments) if module is not None and named else self.cell.cell(*arguments)
         if self._moving is None:
             self._moving = versions != [named[name]._version for name in self._buffers]
         return out
@@ -193,21 +200,8 @@ OUT_OF_REACH = (
 )
 
 
-def is_sharded(modules: Sequence[nn.Module]) -> bool:
-    """Does FSDP own weights? It then gathers and reduces them around every call, out of functional_call's sight."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return False
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-
-    return any(isinstance(module, (FSDPModule, FullyShardedDataParallel)) for module in modules)
-
-
 def _uses_batch_statistics(module: nn.Module) -> bool:
     return isinstance(module, _NormBase) and (module.training or not module.track_running_stats)
-
-
-def _call(cell: Any, named: dict[str, Tensor], state: State, inputs: Sequence[Any]) -> State:
-    return stateless.call(cell, named, (state, *inputs)) if named else cell(state, *inputs)
 
 
 def _owner(cell: Any) -> Any:

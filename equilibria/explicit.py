@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from equilibria import stateless
 from equilibria.autocast import Autocast
 from equilibria.checkpointing import Buffers, Checkpoint, Tensors, check_checkpoint, repeat
+from equilibria.fixing import FixedCell
 from equilibria.norms import rms_norm
 from equilibria.starts import Init, check_cell, check_init, prepared, start_of
 from equilibria.state import Layout, State
@@ -82,10 +83,12 @@ class WeightTied(nn.Module):
         return Trajectory(tuple(step.state(z) for z in states), step.residuals(states))
 
     def _begin(self, inputs: Sequence[Any], init: State | None) -> tuple[_CellStep, State]:
-        given = prepared(self.cell, inputs) if self.injected else ()
-        start = self._start(given, inputs) if init is None else init
+        cell = FixedCell(self.cell)
+        with cell.in_place():
+            given = prepared(self.cell, inputs) if self.injected else ()
+            start = self._start(given, inputs) if init is None else init
         layout = Layout.of(start, batched=self.batched)
-        return _CellStep(self.cell, given, layout), start
+        return _CellStep(cell, given, layout), start
 
     def _start(self, given: Sequence[Any], inputs: Sequence[Any]) -> State:
         if self.init is None and not self.injected:
@@ -102,17 +105,20 @@ class WeightTied(nn.Module):
 class _CellStep:
     """One application of a cell on the tensors of its state; they keep their dtypes, also under autocast."""
 
-    def __init__(self, cell: Callable[..., State], inputs: Sequence[Any], layout: Layout) -> None:
+    def __init__(self, cell: FixedCell, inputs: Sequence[Any], layout: Layout) -> None:
         self.cell, self.inputs, self.layout = cell, inputs, layout
         self.cast = Autocast.current(layout.device).enabled
-        self.module = cell if isinstance(cell, nn.Module) and _may_move(cell) else None
+
+    def buffers(self) -> dict[str, Tensor]:
+        return self.cell.tensors().buffers if self.cell.training else {}
 
     def __call__(self, z: Tensors, buffers: Buffers) -> Tensors:
         arguments = (self.state(z), *self.inputs)
-        if buffers is None or self.module is None:
-            out = self.cell(*arguments)
-        else:
-            out = stateless.call(self.module, buffers, arguments)
+        with self.cell.in_place():
+            if buffers and self.cell.module is not None:
+                out = stateless.call(self.cell.module, buffers, arguments)
+            else:
+                out = self.cell.cell(*arguments)
         tensors = self.layout.check_output(out, self.layout.batch, cast=self.cast)
         return tuple(tensor.to(leaf.dtype) for tensor, leaf in zip(tensors, self.layout.leaves, strict=True))
 
@@ -128,11 +134,6 @@ class _CellStep:
             packed = torch.stack([self.layout.pack(self.state(z)) for z in states])  # (depth + 1, batch, n)
             length, size = _rows(packed[1:] - packed[:-1]), _rows(packed[1:])
             return length / size.clamp_min(torch.finfo(size.dtype).tiny)
-
-
-def _may_move(module: nn.Module) -> bool:
-    """Can running it change its buffers?"""
-    return next(module.buffers(), None) is not None and any(part.training for part in module.modules())
 
 
 def _rows(x: Tensor) -> Tensor:

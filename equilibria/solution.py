@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from equilibria.state import State
+from equilibria.state import Layout, State
 
 
 class Status(IntEnum):
@@ -115,7 +116,7 @@ class Solution:
 
     z      the equilibrium; gradients flow through it
     z0     where the solver started; differentiable where `init` is, the solver itself treats it as a constant
-    f      the map with the inputs bound, state -> state
+    f      the map with the inputs bound, state -> state; the same function for every call, masks and all
     stats  the forward solve; `adjoint` is that of the backward solve, once `backward()` has run
     """
 
@@ -123,6 +124,8 @@ class Solution:
     z0: State
     f: Callable[[State], State] = field(repr=False)
     report: Report = field(repr=False)
+    layout: Layout = field(repr=False)  # how z is packed to (batch, n)
+    equation: Any = field(repr=False)  # z = equation(z, *equation.args) on packed states
 
     @property
     def stats(self) -> Stats:

@@ -62,6 +62,10 @@ class Layout:
         """The coarsest spacing of the numbers of this state: no residual gets much below it."""
         return max(torch.finfo(leaf.dtype).eps for leaf in self.leaves)
 
+    def has_rows(self, tensor: Tensor) -> bool:
+        """Does it look as if it had a row per sample?"""
+        return self.batched and tensor.dim() > 0 and tensor.shape[0] == self.batch
+
     def pack(self, state: State) -> Tensor:
         """The state as a matrix, (batch, n)."""
         return self._join(pytree.tree_leaves(state))

@@ -9,8 +9,8 @@ import equilibria
 
 PACKAGE = Path(equilibria.__file__).parent
 LAYERS = [
-    {"norms", "transforms", "autocast", "state", "stateless", "cells.circular", "cells.monotone"},
-    {"maps", "solution", "checkpointing", "cells.monotone_conv", "cells.splitting"},
+    {"norms", "transforms", "autocast", "state", "stateless", "nn", "cells.circular", "cells.monotone"},
+    {"fixing", "maps", "solution", "checkpointing", "cells.monotone_conv", "cells.splitting"},
     {"compaction"},
     {"solvers.base", "solvers.tableaus"},
     {"solvers.picard", "solvers.anderson", "solvers.line_search", "solvers.krylov", "solvers.restart", "solvers.fallback"},
@@ -27,7 +27,7 @@ LAYERS = [
     {"gradients.escalate", "gradients.warmup"},
     {"starts", "recording"},
     {"deq", "explicit"},
-    {"theory"},
+    {"theory", "constraints", "diagnostics", "penalties"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from equilibria.autocast import no_autocast
 from equilibria.checkpointing import Buffers, Checkpoint, Tensors, check_checkpoint, repeat
@@ -81,10 +81,11 @@ class _ReplayedStep:
     The counters are the time and those of the state.
     """
 
-    module: nn.Module | None = None  # an equation keeps its buffers still
-
     def __init__(self, solver: Solver[Any], f: Map, like: Iterate, best: Tensor, truncate: int | None) -> None:
         self.solver, self.f, self.like, self.best, self.truncate = solver, f, like, best, truncate
+
+    def buffers(self) -> dict[str, Tensor]:
+        return {}  # an equation keeps them still
 
     def first(self, state: Iterate) -> Tensors:
         return (torch.tensor([0, *_collect(state, int)]), state.z, *self._cut(_collect(state, Tensor), time=0))
@@ -167,7 +168,9 @@ class _Explicit:
 class _PlainStep:
     equation: Equation
     args: Sequence[Tensor]
-    module: nn.Module | None = None
+
+    def buffers(self) -> dict[str, Tensor]:
+        return {}
 
     def __call__(self, z: Tensors, buffers: Buffers) -> Tensors:
         return (self.equation(z[0], *self.args),)

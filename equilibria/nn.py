@@ -1,0 +1,66 @@
+"""Modules for use inside a cell."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class VariationalDropout(nn.Module):
+    """Dropout whose mask is drawn once per solve, so that the cell stays one function and has an equilibrium.
+
+    A DEQ (and a `WeightTied` network) draws new masks for every forward by itself and keeps them for all evaluations, the
+    backward ones too. Elsewhere every call draws its own, as `nn.Dropout`. What is kept is scaled by 1 / (1 - p); in eval
+    mode nothing is dropped. One module is for one place of a cell: called twice in an evaluation, it gives the same mask.
+
+    p          the share that is dropped
+    shared     dimensions along which entries are dropped together, the mask having size 1 there: (1,) for sequences
+               (batch, time, channel), (2, 3) for whole channels of images, (2,) for whole tokens; (): none
+    generator  of the masks; None: torch's own
+    """
+
+    def __init__(self, p: float = 0.5, shared: tuple[int, ...] = (), generator: torch.Generator | None = None) -> None:
+        super().__init__()
+        if not 0 <= p <= 1:
+            raise ValueError(f"VariationalDropout's p is the share that is dropped and must lie in [0, 1], got {p}.")
+        self.p = p
+        self.shared = tuple(shared)
+        self.generator = generator
+        self.held = False  # is a solve going on, for which the mask is to be kept?
+        self.mask: Tensor | None
+        self.register_buffer("mask", None, persistent=False)
+
+    @property
+    def active(self) -> bool:
+        """Does it drop anything at present?"""
+        return self.training and self.p > 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.active:
+            return x
+        mask = self._draw(x) if self.mask is None else self.mask
+        if self.held:
+            self.mask = mask
+        return x * self._fitting(mask, x)
+
+    def _draw(self, x: Tensor) -> Tensor:
+        size = self._size(x)
+        kept = torch.rand(size, device=x.device, generator=self.generator) >= self.p
+        return kept.to(x.dtype) / (1 - self.p) if self.p < 1 else torch.zeros(size, dtype=x.dtype, device=x.device)
+
+    def _size(self, x: Tensor) -> tuple[int, ...]:
+        if any(not -x.dim() <= dim < x.dim() for dim in self.shared):
+            raise ValueError(f"VariationalDropout(shared={self.shared}) got a tensor of shape {tuple(x.shape)} only.")
+        shared = {dim % x.dim() for dim in self.shared}
+        return tuple(1 if dim in shared else size for dim, size in enumerate(x.shape))
+
+    def _fitting(self, mask: Tensor, x: Tensor) -> Tensor:
+        if mask.shape != self._size(x):
+            raise ValueError(
+                f"VariationalDropout drew a mask of shape {tuple(mask.shape)} in this solve and now got a tensor of shape "
+                f"{tuple(x.shape)}: give every place in the cell a module of its own."
+            )
+        return mask.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}" + (f", shared={self.shared}" if self.shared else "")
