@@ -1,9 +1,11 @@
 """equilibria: deep equilibrium models in PyTorch. What is not named here is not API."""
 
 from equilibria import nn
+from equilibria.agreement import Agreement, gradient_agreement
 from equilibria.cells.monotone import MonotoneLinear
 from equilibria.cells.monotone_conv import MonotoneConv2d, MonotoneTiers2d
 from equilibria.cells.splitting import ForwardBackward, PeacemanRachford, Readout, tune_alpha
+from equilibria.constraints import SpectralNorm, contract_, lipschitz_ratio, project_, project_rows, spectral_norm
 from equilibria.deq import DEQ, fixed_point
 from equilibria.explicit import Trajectory, WeightTied
 from equilibria.gradients.base import Gradient
@@ -15,6 +17,16 @@ from equilibria.gradients.shine import Shine
 from equilibria.gradients.unrolled import Unrolled
 from equilibria.gradients.warmup import Warmup
 from equilibria.norms import euclidean_norm, max_norm, rms_norm
+from equilibria.penalties import (
+    ConstantWeights,
+    ExponentialWeights,
+    LinearWeights,
+    PenaltySchedule,
+    correction_penalty,
+    jacobian_penalty,
+    jitter,
+    skip_penalty,
+)
 from equilibria.recording import record
 from equilibria.solution import ConvergenceError, ConvergenceWarning, Handover, Solution, Stats, Status
 from equilibria.solve import Stop
@@ -27,6 +39,14 @@ from equilibria.solvers.newton import Newton
 from equilibria.solvers.picard import Picard
 from equilibria.solvers.restart import Restart
 from equilibria.solvers.steady_state import SteadyState
+from equilibria.spectrum import (
+    LargestSingularValue,
+    SpectralRadius,
+    dense_jacobian,
+    jacobian_spectrum,
+    largest_singular_value,
+    spectral_radius,
+)
 from equilibria.starts import FirstStep, Zeros
 from equilibria.theory import TiedLayers, stack, weight_tied_form
 
@@ -36,12 +56,15 @@ __all__ = [
     "DEQ",
     "GMRES",
     "JFB",
+    "Agreement",
     "Anderson",
     "BiCGSTAB",
     "Broyden",
+    "ConstantWeights",
     "ConvergenceError",
     "ConvergenceWarning",
     "Escalate",
+    "ExponentialWeights",
     "Fallback",
     "FirstStep",
     "ForwardBackward",
@@ -49,6 +72,8 @@ __all__ = [
     "Handover",
     "Implicit",
     "Iterate",
+    "LargestSingularValue",
+    "LinearWeights",
     "MonotoneConv2d",
     "MonotoneLinear",
     "MonotoneTiers2d",
@@ -56,6 +81,7 @@ __all__ = [
     "Newton",
     "NormalCG",
     "PeacemanRachford",
+    "PenaltySchedule",
     "Picard",
     "Readout",
     "Restart",
@@ -63,6 +89,8 @@ __all__ = [
     "Shine",
     "Solution",
     "Solver",
+    "SpectralNorm",
+    "SpectralRadius",
     "Stats",
     "Status",
     "SteadyState",
@@ -74,12 +102,26 @@ __all__ = [
     "Warmup",
     "WeightTied",
     "Zeros",
+    "contract_",
+    "correction_penalty",
+    "dense_jacobian",
     "euclidean_norm",
     "fixed_point",
+    "gradient_agreement",
+    "jacobian_penalty",
+    "jacobian_spectrum",
+    "jitter",
+    "largest_singular_value",
+    "lipschitz_ratio",
     "max_norm",
     "nn",
+    "project_",
+    "project_rows",
     "record",
     "rms_norm",
+    "skip_penalty",
+    "spectral_norm",
+    "spectral_radius",
     "stack",
     "tune_alpha",
     "weight_tied_form",

@@ -136,13 +136,18 @@ def _solve(
     solves: int = 0,
 ) -> Solution:
     fixed = FixedCell(cell)
+    bad = _nonfinite_samples(inputs, batched) if hasattr(cell, "prepare") or init is not None else None
+    # `prepare` and `init` lie outside of the equation, and 0 * nan is nan in their backward too: they get zeros for samples
+    # that are not finite; the solve gets nan, so that these are found out
+    clean = inputs if bad is None else _fill_rows(tuple(inputs), bad, 0.0)
     with fixed.in_place():
-        given = _prepared(cell, inputs, batched)
+        sound = prepared(cell, clean)
+    given = sound if bad is None else _fill_rows(sound, bad, float("nan"))
 
     def f(z: State) -> State:
         return fixed(z, *given)
 
-    start = start_of(init, cell, f, inputs, batched=batched)
+    start = start_of(init, cell, lambda z: fixed(z, *sound), clean, batched=batched)
     layout = Layout.of(start, batched=batched)
     known = _draw_masks(f, start, layout) if fixed.undrawn() else None
     equation = CellEquation(fixed, layout, given, fast)
@@ -160,40 +165,34 @@ def _solve(
     return Solution(layout.unpack(z), start, f, report, layout, equation)
 
 
-def _prepared(cell: Any, inputs: Sequence[Any], batched: bool) -> tuple[Any, ...]:
-    """What the cell makes of its inputs before the solve, out of the reach of samples that are not finite.
-
-    `prepare` lies outside of the equation, and 0 * nan is nan in its backward too: it gets zeros for such a sample, and
-    the solve gets nan, so that the sample is found out.
-    """
-    if not hasattr(cell, "prepare") or not batched or not torch.is_grad_enabled() or transforms.inside_transform():
-        return prepared(cell, inputs)
+def _nonfinite_samples(inputs: Sequence[Any], batched: bool) -> Tensor | None:
+    """(batch,) bool; None where there are none, or no backward that they could spoil."""
+    if not batched or not torch.is_grad_enabled() or transforms.inside_transform():
+        return None
     leaves = [leaf for leaf in pytree.tree_leaves(tuple(inputs)) if _has_rows(leaf)]
     batch = leaves[0].shape[0] if leaves else 0
     if batch == 0:
-        return prepared(cell, inputs)
+        return None
     bad = torch.zeros(batch, dtype=torch.bool, device=leaves[0].device)
     for leaf in leaves:
         if leaf.shape[0] == batch:
             bad = bad | ~torch.isfinite(leaf.detach()).reshape(batch, -1).all(dim=1)
-    if not bool(bad.any()):
-        return prepared(cell, inputs)
-
-    def fill(tree: Any, value: float) -> Any:
-        return pytree.tree_map(lambda leaf: _fill_rows(leaf, bad, value), tree)
-
-    given: tuple[Any, ...] = fill(prepared(cell, fill(tuple(inputs), 0.0)), float("nan"))
-    return given
+    return bad if bool(bad.any()) else None
 
 
 def _has_rows(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.is_floating_point()
 
 
-def _fill_rows(leaf: Any, rows: Tensor, value: float) -> Any:
-    if not _has_rows(leaf) or leaf.shape[0] != len(rows):
-        return leaf
-    return torch.where(rows.view(-1, *[1] * (leaf.dim() - 1)), torch.full_like(leaf, value), leaf)
+def _fill_rows(tree: Any, rows: Tensor, value: float) -> Any:
+    """The tree with `value` in these rows of its tensors."""
+
+    def fill(leaf: Any) -> Any:
+        if not _has_rows(leaf) or leaf.shape[0] != len(rows):
+            return leaf
+        return torch.where(rows.view(-1, *[1] * (leaf.dim() - 1)), torch.full_like(leaf, value), leaf)
+
+    return pytree.tree_map(fill, tree)
 
 
 def _draw_masks(f: Callable[[State], State], start: State, layout: Layout) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from equilibria import stateless
+from equilibria import stateless, transforms
 from equilibria.nn import VariationalDropout
 from equilibria.state import State
 
@@ -120,7 +120,15 @@ def _computed_weights(modules: Sequence[nn.Module]) -> list[tuple[nn.ModuleDict,
     places = [place for m in modules if isinstance(place := getattr(m, "parametrizations", None), nn.ModuleDict)]
     parts = [(place, name, part) for place in places for name, part in place.items()]
     kinds = (ParametrizationList, HeldWeight)
-    return [(place, name, HeldWeight(part())) for place, name, part in parts if isinstance(part, kinds)]
+    return [(place, name, HeldWeight(_value(part))) for place, name, part in parts if isinstance(part, kinds)]
+
+
+def _value(parametrization: nn.Module) -> Tensor:
+    if transforms.inside_transform():  # torch.func refuses to move the vectors of a spectral norm in place
+        buffers = {name: buffer.clone() for name, buffer in parametrization.named_buffers()}
+        value: Tensor = stateless.call(parametrization, buffers, ())
+        return value
+    return parametrization()
 
 
 def is_sharded(modules: Sequence[nn.Module]) -> bool:

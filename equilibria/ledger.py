@@ -31,6 +31,7 @@ class Ledger:
         patience: int | None,
         precision: float,
         trace: bool,
+        keep_every: int | None,
     ) -> None:
         batch, device = z0.shape[0], z0.device
         self.rtol, self.atol, self.norm, self.scale, self.patience = rtol, atol, norm, scale, patience
@@ -46,6 +47,8 @@ class Ledger:
         self.milestone = self.excess
         self.waiting = torch.zeros_like(self.steps)
         self.trace: list[tuple[Tensor | None, Tensor]] | None = [] if trace else None
+        self.keep_every = keep_every
+        self.iterates: list[tuple[int, Tensor | None, Tensor, Tensor]] = []
         self.index: Tensor | None = None  # (rows,) places in the batch of the rows carried; None: all
         self.closed: dict[str, Tensor] = {}
         self.coupled = False  # have rows turned out to depend on each other?
@@ -73,6 +76,8 @@ class Ledger:
         self._watch_progress(running & ~done & finite)
         if self.trace is not None:
             self.trace.append((self.index, residual))
+        if self.keep_every is not None and step > 0 and step % self.keep_every == 0:
+            self.iterates.append((step, self.index, running & finite, z.detach()))
 
     def _watch_progress(self, running: Tensor) -> None:
         """Stalled: out of patience, or down where only rounding moves the residual."""
@@ -131,7 +136,13 @@ class Ledger:
             sample_evaluations=counter.rows,
             products=counter.products,
             trace=self._traces(),
+            iterates=self._iterates(),
         )
+
+    def _iterates(self) -> tuple[Tensor, ...]:
+        """(batch, n) each, but for the last step's, which is the answer."""
+        answer, last = self.closed["z"], int(self.closed["steps"].max()) if len(self.closed["steps"]) else 0
+        return tuple(_placed(answer, index, rows, z) for step, index, rows, z in self.iterates if step < last)
 
     def _traces(self) -> tuple[Tensor, ...] | None:
         """One row per sample, cut where that sample stopped."""
@@ -145,3 +156,10 @@ class Ledger:
             else:
                 whole[step].index_copy_(0, index, residual)
         return tuple(whole[: int(steps) + 1, sample].clone() for sample, steps in enumerate(self.closed["steps"]))
+
+
+def _placed(answer: Tensor, index: Tensor | None, rows: Tensor, z: Tensor) -> Tensor:
+    """(batch, n), z in its place where a row was still on its way, else the answer."""
+    if index is None:
+        return torch.where(rows.unsqueeze(1), z, answer)
+    return answer.index_copy(0, index, torch.where(rows.unsqueeze(1), z, answer.index_select(0, index)))

@@ -63,6 +63,7 @@ class Stats:
     sample_evaluations: int  # rows it was run on, summed: what compaction saves
     products: int = 0  # Jacobian products among (forward mode) or beside (reverse mode) the evaluations
     trace: tuple[Tensor, ...] | None = None  # per sample (steps + 1,), the residual of every iterate
+    iterates: tuple[Tensor, ...] = ()  # (batch, n) each, those on the way that `Stop.keep_every` asked for
     handovers: tuple[Handover, ...] = ()
 
     @property
@@ -135,6 +136,11 @@ class Solution:
     @property
     def adjoint(self) -> Stats | None:
         return self.report.adjoint
+
+    @property
+    def iterates(self) -> tuple[State, ...]:
+        """The states on the way that `Stop(keep_every=...)` asked for, without derivatives."""
+        return tuple(map(self.layout.unpack, self.stats.iterates))
 
 
 def empty_stats(batch: int, device: torch.device) -> Stats:

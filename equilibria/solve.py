@@ -41,6 +41,8 @@ class Stop:
     patience       give a sample up as stalled after so many steps in which its residual did not fall by a tenth
     compact        go on without the samples that are done, where rows do not depend on each other
     trace          keep the residual of every iterate in Stats.trace
+    keep_every     keep every so many-th iterate on the way in Solution.iterates; a sample that is done stands there with its
+                   answer
     process_group  ranks that must take the same number of steps, because running the cell is a collective (sharded
                    weights): a ProcessGroup, or "world"
     """
@@ -54,6 +56,7 @@ class Stop:
     patience: int | None = None
     compact: bool = True
     trace: bool = False
+    keep_every: int | None = None
     process_group: ProcessGroup | Literal["world"] | None = None
 
     def __post_init__(self) -> None:
@@ -63,6 +66,7 @@ class Stop:
         require(self.max_steps >= 0, f"max_steps must not be negative, got {self.max_steps}.")
         require(self.check_every >= 1, f"check_every must be at least 1, got {self.check_every}.")
         require(self.patience is None or self.patience >= 1, f"patience must be at least 1 or None, got {self.patience}.")
+        require(self.keep_every is None or self.keep_every >= 1, f"keep_every must be at least 1, got {self.keep_every}.")
         choices = ("ignore", "warn", "raise")
         require(self.on_failure in choices, f"on_failure must be one of {choices}, got {self.on_failure!r}.")
 
@@ -128,7 +132,7 @@ class _Problem:
 
     def ledger(self, z0: Tensor) -> Ledger:
         s = self.stop
-        return Ledger(z0, s.rtol, s.atol, s.norm, self.scale, s.patience, self.precision, s.trace)
+        return Ledger(z0, s.rtol, s.atol, s.norm, self.scale, s.patience, self.precision, s.trace, s.keep_every)
 
     def with_stop(self, **changes: Any) -> _Problem:
         return dataclasses.replace(self, stop=dataclasses.replace(self.stop, **changes))
@@ -205,7 +209,7 @@ def _confirm(problem: _Problem, claimed: Flat) -> Flat:
     status = torch.where(seen.converged, seen.status, unless)
     before = claimed.stats
     stats = dataclasses.replace(seen, status=status, steps=before.steps, rejected=before.rejected, best=before.best)
-    stats = dataclasses.replace(stats, trace=before.trace)
+    stats = dataclasses.replace(stats, trace=before.trace, iterates=before.iterates)
     return dataclasses.replace(claimed, stats=stats)
 
 
@@ -243,6 +247,7 @@ def _merge(first: Flat, then: Flat) -> Flat:
         best=torch.where(better, a.steps + b.best, a.best),
         residual=torch.where(better, b.residual, a.residual),
         trace=trace,
+        iterates=a.iterates + b.iterates,
     )
     return Flat(torch.where(better.unsqueeze(1), then.z, first.z), stats, first.taken + then.taken)
 

@@ -46,4 +46,5 @@ def _spread(stats: Stats, batch: int) -> Stats:
         residual=stats.residual.repeat(batch),
         sample_evaluations=stats.sample_evaluations * batch,
         trace=None if stats.trace is None else stats.trace * batch,
+        iterates=tuple(z.reshape(batch, -1) for z in stats.iterates),
     )

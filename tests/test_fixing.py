@@ -138,6 +138,16 @@ def test_the_vectors_of_spectral_norm_move_once_per_forward() -> None:
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("norm", [spectral_norm, eq.spectral_norm])
+def test_norms_pass_torch_func_in_training_mode(norm: Any) -> None:
+    cell = Cell()
+    norm(cell.linear)
+    deq, x = eq.DEQ(cell, stop=TIGHT), data()
+    found = torch.func.grad(lambda u: deq(u).square().sum())(x)
+    tangent = torch.func.jvp(lambda u: deq(u).square().sum(), (x,), (x,))[1]
+    torch.testing.assert_close((found * x).sum(), tangent, rtol=GRADIENT_TOLERANCE, atol=GRADIENT_TOLERANCE)
+
+
 def test_the_cell_is_left_as_it_was() -> None:
     cell = Cell(eq.nn.VariationalDropout(0.5))
     weight_norm(cell.linear)

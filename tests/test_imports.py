@@ -27,7 +27,7 @@ LAYERS = [
     {"gradients.escalate", "gradients.warmup"},
     {"starts", "recording"},
     {"deq", "explicit"},
-    {"theory", "constraints", "diagnostics", "penalties"},
+    {"theory", "constraints", "spectrum", "agreement", "penalties"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 

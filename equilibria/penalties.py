@@ -1,0 +1,213 @@
+"""Penalties: scalars to add to a loss that keep equilibria easy to find; and when to add them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from equilibria import transforms
+from equilibria.explicit import Trajectory
+from equilibria.gradients.base import quarantine
+from equilibria.solution import Solution, Status
+from equilibria.solve import Stop
+from equilibria.solvers.base import require
+from equilibria.state import State
+
+
+def jacobian_penalty(s: Solution, probes: int = 1, generator: torch.Generator | None = None) -> Tensor:
+    """Hutchinson's estimate of |J|_F^2 / n at the equilibrium, averaged over the batch (Bai, Koltun and Kolter 2021).
+
+    J = df/dz, n the size of a sample's state. z is a constant here: the gradient reaches parameters and inputs through J
+    alone, not through dz. Costs a run of the cell, a product per probe, and a second derivative of the cell in backward.
+
+    probes     random vectors: the relative error of the estimate falls as (probes * batch)^(-1/2)
+    generator  of these vectors; None: torch's own
+    """
+    require(probes >= 1, f"jacobian_penalty needs at least one of its probes, got {probes}.")
+    good = s.stats.status != Status.NONFINITE
+    z, args, _ = quarantine(s.equation, *_point(s), good)
+    pull = _pull(lambda t: s.equation(t, *args), z)
+    total = z.new_zeros(())
+    for _ in range(probes):
+        probe = torch.randn(z.shape, dtype=z.dtype, device=z.device, generator=generator)
+        total = total + torch.where(good.unsqueeze(1), pull(probe), 0).square().sum()
+    return total / (probes * z.shape[1] * good.sum().clamp_min(1))
+
+
+def skip_penalty(s: Solution) -> Tensor:
+    """The mean |z - z0|, summed over the tensors of a nested state: how far the solver had to go (Pal and others 2022).
+
+    With a learned `init` a Skip DEQ V1, which predicts its equilibrium; with `init=FirstStep()` V2, whose first step shall
+    be as good as the last. The gradient flows to both ends: to z by the layer's gradient, to z0 as to any other tensor.
+    """
+    good = s.stats.status != Status.NONFINITE
+    distances = [_mean_distance(a, b, good, s.layout.batched) for a, b in zip(*map(_leaves, (s.z, s.z0)), strict=True)]
+    return torch.stack(distances).sum()
+
+
+@dataclass(frozen=True)
+class ExponentialWeights:
+    """base^(n - 1 - k) for the k-th of n states."""
+
+    base: float = 0.8
+
+    def __call__(self, n: int, k: int) -> float:
+        return self.base ** (n - 1 - k)
+
+
+@dataclass(frozen=True)
+class LinearWeights:
+    """1 - slope (n - 1 - k) / n + offset for the k-th of n states."""
+
+    slope: float = 0.9
+    offset: float = 0.0
+
+    def __call__(self, n: int, k: int) -> float:
+        return 1 - self.slope * (n - 1 - k) / n + self.offset
+
+
+@dataclass(frozen=True)
+class ConstantWeights:
+    """The same for every state."""
+
+    value: float = 1.0
+
+    def __call__(self, n: int, k: int) -> float:
+        return self.value
+
+
+Weights = Callable[[int, int], float]
+
+
+def correction_penalty(
+    s: Solution | Trajectory | Sequence[State],
+    loss: Callable[[Any], Tensor],
+    weights: Weights = ExponentialWeights(),
+    *,
+    steps: int = 1,
+    damping: float = 1.0,
+) -> Tensor:
+    """The loss on states along the way too, sum_k weights(n, k) loss(h_k): supervision that bends the path to the answer.
+
+    s        a Solution of `Stop(keep_every=...)`: each iterate kept is taken `steps` damped steps further with their graph
+             (a phantom gradient of its own), and the equilibrium itself comes last. Or a `Trajectory` without its start, or
+             states that carry their own gradients. One state alone gives its loss
+    loss     state -> scalar
+    weights  of the k-th of n states, k from 0; ExponentialWeights, LinearWeights, ConstantWeights or weights(n, k)
+    """
+    states = _states(s, steps, damping)
+    require(len(states) > 0, "correction_penalty needs at least one state.")
+    terms = [weights(len(states), k) * loss(state) for k, state in enumerate(states)]
+    return torch.stack(terms).sum()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PenaltySchedule:
+    """The weight of a penalty at a training step: 0 where it is left out, else it grows by `increment` now and then.
+
+        weight = schedule(step)
+        if weight:
+            loss = loss + weight * eq.jacobian_penalty(s)
+
+    The draw is a function of seed and step, the same on every rank and after resuming.
+
+    weight         to begin with
+    frequency      the share of steps in which the penalty is applied
+    increment      added every `every` steps, counted from the end of pre-training
+    pretraining    steps before the schedule begins, with a weight of `pretraining_weight`
+    until          the step from which on there is no penalty; None: never
+    """
+
+    weight: float = 1.0
+    frequency: float = 1.0
+    increment: float = 0.0
+    every: int = 1
+    pretraining: int = 0
+    pretraining_weight: float = 0.0
+    until: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require(0 <= self.frequency <= 1, f"frequency is a share of the steps, in [0, 1], got {self.frequency}.")
+        require(self.every >= 1, f"every must be at least 1 step, got {self.every}.")
+
+    def __call__(self, step: int) -> float:
+        if (self.until is not None and step >= self.until) or _uniform(self.seed, step) >= self.frequency:
+            return 0.0
+        if step < self.pretraining:
+            return self.pretraining_weight
+        return self.weight + self.increment * ((step - self.pretraining) // self.every)
+
+
+def jitter(stop: Stop, step: int, below: int = 2, above: int = 0, seed: int = 0) -> Stop:
+    """`stop` with max_steps drawn from {max_steps - below, ..., max_steps + above}, a function of seed and step.
+
+    A solver cut off at a length that varies keeps a model from relying on one length.
+    """
+    drawn = int(_uniform(seed, step) * (below + above + 1)) - below
+    return dataclasses.replace(stop, max_steps=max(stop.max_steps + drawn, 1))
+
+
+def _uniform(seed: int, step: int) -> float:
+    """In [0, 1)."""
+    return Random(f"{seed} {step}").random()
+
+
+def _point(s: Solution) -> tuple[Tensor, Sequence[Tensor], Tensor]:
+    z = s.layout.pack(s.z).detach()
+    return z, s.equation.args, z
+
+
+def _pull(f: Callable[[Tensor], Tensor], z: Tensor) -> Callable[[Tensor], Tensor]:
+    """t -> J't at z, differentiable in what f depends on."""
+    if transforms.inside_transform():
+        pull = transforms.vjp(f, z)
+        return lambda t: pull(t)[0]
+    recording = torch.is_grad_enabled()
+    with torch.enable_grad():
+        leaf = z.detach().requires_grad_()
+        out = f(leaf)
+    if not out.requires_grad:
+        return torch.zeros_like
+
+    def product(t: Tensor) -> Tensor:
+        options = {"create_graph": recording, "retain_graph": True, "materialize_grads": True}
+        return torch.autograd.grad(out, leaf, t, **options)[0]
+
+    return product
+
+
+def _leaves(state: State) -> list[Tensor]:
+    return pytree.tree_leaves(state)
+
+
+def _mean_distance(a: Tensor, b: Tensor, good: Tensor, batched: bool) -> Tensor:
+    """Over the samples that are finite; the others neither count nor get a gradient."""
+    rows = good.view(-1, *[1] * (a.dim() - 1)) if batched else good.all()
+    count = torch.where(rows, torch.ones_like(a, dtype=good.dtype), False).sum().clamp_min(1)
+    a, b = (torch.where(rows, end, torch.zeros_like(end)) for end in (a, b))
+    return (a - b).abs().sum() / count
+
+
+def _states(s: Solution | Trajectory | Sequence[State], steps: int, damping: float) -> Sequence[State]:
+    if isinstance(s, Trajectory):
+        return s.states[1:]
+    if not isinstance(s, Solution):
+        return s
+    return [*(s.layout.unpack(_head(s, z, steps, damping)) for z in s.stats.iterates), s.z]
+
+
+def _head(s: Solution, z: Tensor, steps: int, damping: float) -> Tensor:
+    """An iterate taken further with a graph, but for samples that are not finite."""
+    good = s.stats.status != Status.NONFINITE
+    h, args, _ = quarantine(s.equation, z, s.equation.args, z, good)
+    for _ in range(steps):
+        h = torch.lerp(h, s.equation(h, *args), damping)
+    return torch.where(good.unsqueeze(1), h, z)
