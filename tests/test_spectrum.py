@@ -27,8 +27,6 @@ FINE: dict[str, Any] = {"steps": 3000, "tolerance": 1e-9}
 FOUND: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-9}
 # the same sums in another order
 REORDERED: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
-# both solves to 1e-13 or better, amplified by |(I - J)^{-1}| <= 5 once for the equilibrium and once for the adjoint
-SOLVED = 1e-10
 LOOSE = eq.Stop(rtol=1e-3, atol=0.0, on_failure="ignore")
 SEED = 11
 
@@ -55,18 +53,6 @@ class BatchNormCell(nn.Module):
     def forward(self, z: Tensor, x: Tensor) -> Tensor:
         out: Tensor = self.norm(self.inner(z, x)) * 0.3
         return out
-
-
-class NoisyCell(TanhCell):
-    """Every solve starts with a mask from torch's random numbers and one from a generator of its own."""
-
-    def __init__(self, n: int) -> None:
-        super().__init__(n)
-        self.generator = generator(5)
-
-    def prepare(self, x: Tensor) -> Tensor:
-        mask = torch.bernoulli(torch.full_like(x, 0.5))
-        return x * mask + torch.randn(x.shape, dtype=x.dtype, generator=self.generator)
 
 
 def similar(blocks: list[Tensor], seed: int = 0) -> Tensor:
