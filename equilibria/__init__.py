@@ -6,7 +6,7 @@ from equilibria.cells.monotone import MonotoneLinear
 from equilibria.cells.monotone_conv import MonotoneConv2d, MonotoneTiers2d
 from equilibria.cells.splitting import ForwardBackward, PeacemanRachford, Readout, tune_alpha
 from equilibria.constraints import SpectralNorm, contract_, lipschitz_ratio, project_, project_rows, spectral_norm
-from equilibria.deq import DEQ, fixed_point
+from equilibria.deq import DEQ, fixed_point, visit
 from equilibria.explicit import Trajectory, WeightTied
 from equilibria.gradients.base import Gradient
 from equilibria.gradients.escalate import Escalate
@@ -28,6 +28,7 @@ from equilibria.penalties import (
     skip_penalty,
 )
 from equilibria.recording import record
+from equilibria.remember import Remember
 from equilibria.solution import ConvergenceError, ConvergenceWarning, Handover, Solution, Stats, Status
 from equilibria.solve import Stop
 from equilibria.solvers.anderson import Anderson
@@ -84,6 +85,7 @@ __all__ = [
     "PenaltySchedule",
     "Picard",
     "Readout",
+    "Remember",
     "Restart",
     "Reversible",
     "Shine",
@@ -124,5 +126,6 @@ __all__ = [
     "spectral_radius",
     "stack",
     "tune_alpha",
+    "visit",
     "weight_tied_form",
 ]

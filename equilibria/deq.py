@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -17,11 +18,12 @@ from equilibria.gradients.base import Gradient, Problem
 from equilibria.gradients.implicit import Implicit
 from equilibria.gradients.warmup import Warmup
 from equilibria.recording import note
+from equilibria.remember import Keys
 from equilibria.solution import Report, Solution
 from equilibria.solve import Stop, check_solver
 from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.fallback import AnySolver
-from equilibria.starts import FirstStep, Init, check_cell, check_init, prepared, start_of
+from equilibria.starts import Init, check_cell, check_init, first_steps, memory_of, prepared, start_of
 from equilibria.state import Layout, State
 
 
@@ -30,8 +32,8 @@ class DEQ(nn.Module):
 
     cell       nn.Module or callable, cell(z, *inputs) -> z of the same structure, batch first. If it has
                `prepare(*inputs)`, that is called once per solve and its result (a tuple: several) replaces the inputs
-    init       where to start: None (zeros like the first input), Zeros(*shape), FirstStep(), or a callable or module
-               init(*inputs) -> z0
+    init       where to start: None (zeros like the first input), Zeros(*shape), FirstStep(), Remember(), or a callable or
+               module init(*inputs) -> z0
     solver     which iterate comes next
     stop       when a sample is done
     gradient   how derivatives flow
@@ -77,6 +79,9 @@ class DEQ(nn.Module):
         fast = self._compiled_cell() if self._compiles else None
         solves = self._count_solve()
         solution = _solve(self.cell, start, inputs, self.solver, stop, self.gradient, self.batched, fast, solves)
+        memory = memory_of(self.init)
+        if memory is not None:
+            memory.store(solution)
         note(self, solution)
         return solution
 
@@ -103,6 +108,17 @@ class DEQ(nn.Module):
         parts = {name: getattr(self, name) for name in ("solver", "stop", "gradient", "eval_stop")}
         lines = [f"({name}): {value!r}" for name, value in parts.items() if value is not None]
         return "\n".join(lines)
+
+
+@contextmanager
+def visit(model: nn.Module, keys: Keys) -> Iterator[None]:
+    """Tell every layer of `model` that starts from memory (`init=Remember()`) which samples come: one key per row."""
+    layers = [module for module in model.modules() if isinstance(module, DEQ)]
+    memories = {id(memory): memory for layer in layers if (memory := memory_of(layer.init)) is not None}
+    with ExitStack() as stack:
+        for memory in memories.values():
+            stack.enter_context(memory.visit(keys))
+        yield
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -160,7 +176,7 @@ def _solve(
     report = Report()
     problem = Problem(equation, solver, stop, report, known=known, opaque=opaque, solves=solves)
     z = gradient(problem, z0, equation.args)
-    extra = int(isinstance(init, FirstStep)) + int(known is not None) + int(equation.settle(z.detach()))
+    extra = first_steps(init) + int(known is not None) + int(equation.settle(z.detach()))
     report.add_evaluations(extra, layout.batch)
     return Solution(layout.unpack(z), start, f, report, layout, equation)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from equilibria.remember import Remember
 from equilibria.state import State
 
 
@@ -33,7 +34,7 @@ class FirstStep:
     start: Any = None
 
 
-Init = None | Zeros | FirstStep | Callable[..., State]
+Init = None | Zeros | FirstStep | Remember | Callable[..., State]
 
 
 def check_cell(cell: Any) -> None:
@@ -42,10 +43,27 @@ def check_cell(cell: Any) -> None:
 
 
 def check_init(init: Any) -> None:
-    if init is not None and not callable(init) and not hasattr(init, "__dataclass_fields__"):
+    if init is not None and not callable(init) and not isinstance(init, (Zeros, FirstStep, Remember)):
         raise TypeError(
-            f"init must be None, eq.Zeros(*shape), eq.FirstStep() or a callable init(*inputs) -> z0, got {init!r}."
+            "init must be None, eq.Zeros(*shape), eq.FirstStep(), eq.Remember() or a callable init(*inputs) -> z0, "
+            f"got {init!r}."
         )
+    if isinstance(init, (FirstStep, Remember)):
+        check_init(init.start)
+
+
+def memory_of(init: Init) -> Remember | None:
+    """The memory that an `init` starts from, if any."""
+    if isinstance(init, FirstStep):
+        return memory_of(init.start)
+    return init if isinstance(init, Remember) else None
+
+
+def first_steps(init: Init) -> int:
+    """Runs of the cell it takes to start."""
+    if isinstance(init, FirstStep):
+        return 1 + first_steps(init.start)
+    return first_steps(init.start) if isinstance(init, Remember) else 0
 
 
 def prepared(cell: Any, inputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -65,6 +83,8 @@ def start_of(init: Init, cell: Any, f: Callable[[State], State], inputs: Sequenc
         return _zeros(init.shape, cell, inputs, batched)
     if isinstance(init, FirstStep):
         return f(start_of(init.start, cell, f, inputs, batched=batched))
+    if isinstance(init, Remember):
+        return init.recall(start_of(init.start, cell, f, inputs, batched=batched), batched)
     return init(*inputs)
 
 

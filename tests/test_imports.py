@@ -25,7 +25,8 @@ LAYERS = [
     {"gradients.attach"},
     {"gradients.implicit", "gradients.phantom", "gradients.unrolled", "gradients.shine", "gradients.reversible"},
     {"gradients.escalate", "gradients.warmup"},
-    {"starts", "recording"},
+    {"remember", "recording"},
+    {"starts"},
     {"deq", "explicit"},
     {"theory", "constraints", "spectrum", "agreement", "penalties"},
 ]

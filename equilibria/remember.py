@@ -1,0 +1,176 @@
+"""Warm starts keyed by sample: a visit begins where the last one to the same sample ended."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equilibria import transforms
+from equilibria.solution import Solution
+from equilibria.solvers.base import require
+from equilibria.state import Layout, State
+
+Keys = Sequence[Hashable] | Tensor
+
+
+class Remember:
+    """An `init` that starts every sample from its last equilibrium, wherever in a batch it comes up again.
+
+        deq = eq.DEQ(cell, init=eq.Remember(capacity=50_000))
+        for index, x in loader:  # shuffled or not
+            with deq.init.visit(index):
+                z = deq(x)
+
+    Inside of a model, `eq.visit(model, keys)` does this for all its layers. Samples that were never seen, and solves without
+    a visit, begin at `start`. Only samples that converged are remembered; one that failed is forgotten, so that no bad
+    start is used twice. What is remembered is no part of a state_dict: after loading a checkpoint the memory is empty.
+
+    start     where samples begin that are not remembered: any other `init`
+    capacity  samples kept at most, per shape of state; those not visited for longest are forgotten first
+    max_age   forget what was stored more than so many solves ago, as weights have moved on since; None: never
+    device    where to keep them, "cpu" for instance to spare a GPU's memory; None: where the state is
+    """
+
+    def __init__(
+        self,
+        start: Any = None,
+        capacity: int = 65_536,
+        max_age: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        require(capacity >= 1, f"Remember's capacity must be at least one sample, got {capacity}.")
+        require(max_age is None or max_age >= 1, f"Remember's max_age must be at least one solve, got {max_age}.")
+        self.start, self.capacity, self.max_age, self.device = start, capacity, max_age, device
+        self.hits = 0  # samples that were started from memory
+        self.misses = 0  # samples of a visit that were not
+        self._banks: dict[Hashable, _Bank] = {}
+        self._keys: list[Hashable] | None = None
+        self._solves = 0
+
+    def __len__(self) -> int:
+        return sum(len(bank.slots) for bank in self._banks.values())
+
+    def __repr__(self) -> str:
+        return f"Remember(start={self.start!r}, capacity={self.capacity}, max_age={self.max_age}, device={self.device!r})"
+
+    @contextmanager
+    def visit(self, keys: Keys) -> Iterator[None]:
+        """Solves inside are of these samples, one key per row: integers, strings or a tensor of integers."""
+        before, self._keys = self._keys, _as_list(keys)
+        try:
+            yield
+        finally:
+            self._keys = before
+
+    def forget(self) -> None:
+        """Everything; after loading other weights, say."""
+        self._banks.clear()
+
+    def recall(self, start: State, batched: bool) -> State:
+        """`start` with the rows of remembered samples in place of its own; a constant there."""
+        if not self._visited(batched):
+            return start
+        layout = Layout.of(start, batched=True)
+        keys = self._checked_keys(layout.batch)
+        bank = self._banks.get(_signature(layout))
+        oldest = 0 if self.max_age is None else self._solves - self.max_age
+        rows, slots = bank.find(keys, oldest) if bank is not None else ([], [])
+        self.hits, self.misses = self.hits + len(rows), self.misses + len(keys) - len(rows)
+        if bank is None or not rows:
+            return start
+        found = bank.values[slots].to(layout.device, layout.dtype)
+        index = torch.tensor(rows, device=layout.device)
+        return layout.unpack(layout.pack(start).index_copy(0, index, found))
+
+    def store(self, s: Solution) -> None:
+        """Keep the answers of the samples visited."""
+        if not self._visited(s.layout.batched):
+            return
+        self._solves += 1
+        keys, signature = self._checked_keys(s.layout.batch), _signature(s.layout)
+        z = s.layout.pack(s.z).detach()
+        z = z if self.device is None else z.to(self.device)
+        bank = self._banks.setdefault(signature, _Bank(self.capacity, z))
+        bank.put(keys, s.stats.converged.tolist(), z, self._solves)
+
+    def _visited(self, batched: bool) -> bool:
+        if self._keys is not None and not batched:
+            raise ValueError("Remember keys the samples of a batch, and batched=False makes the state one whole problem.")
+        return self._keys is not None and not transforms.inside_transform()
+
+    def _checked_keys(self, batch: int) -> list[Hashable]:
+        assert self._keys is not None
+        if len(self._keys) != batch:
+            raise ValueError(
+                f"Remember was told {len(self._keys)} keys for a batch of {batch}: visit(keys) takes one key per sample."
+            )
+        return self._keys
+
+
+class _Bank:
+    """States of one shape, a row each; the key visited longest ago comes first."""
+
+    def __init__(self, capacity: int, like: Tensor) -> None:
+        self.capacity = capacity
+        self.values = like.new_empty(min(capacity, max(len(like), 1)), like.shape[1])
+        self.slots: OrderedDict[Hashable, int] = OrderedDict()
+        self.stored: dict[Hashable, int] = {}  # the solve it comes from
+        self.free: list[int] = list(range(len(self.values)))
+
+    def find(self, keys: Sequence[Hashable], oldest: int) -> tuple[list[int], list[int]]:
+        """Rows of the batch that are remembered, and where."""
+        rows = [row for row, key in enumerate(keys) if key in self.slots and self.stored[key] >= oldest]
+        for row in rows:
+            self.slots.move_to_end(keys[row])
+        return rows, [self.slots[keys[row]] for row in rows]
+
+    def put(self, keys: Sequence[Hashable], good: Sequence[bool], z: Tensor, now: int) -> None:
+        latest = {key: row for row, key in enumerate(keys)}  # a key that comes twice: its last row
+        for key in [key for key, row in latest.items() if not good[row]]:
+            self._drop(key)
+        rows = [row for row in latest.values() if good[row]][-self.capacity :]
+        slots = [self._slot(keys[row], now) for row in rows]
+        if rows:
+            self.values[slots] = z[rows].to(self.values)
+
+    def _slot(self, key: Hashable, now: int) -> int:
+        if key not in self.slots:
+            self.slots[key] = self._free_slot()
+        self.slots.move_to_end(key)
+        self.stored[key] = now
+        return self.slots[key]
+
+    def _free_slot(self) -> int:
+        if not self.free and len(self.values) < self.capacity:
+            size = len(self.values)
+            more = min(size, self.capacity - size)
+            self.values = torch.cat([self.values, self.values.new_empty(more, self.values.shape[1])])
+            self.free = list(range(size, size + more))
+        if not self.free:
+            self._drop(next(iter(self.slots)))
+        return self.free.pop()
+
+    def _drop(self, key: Hashable) -> None:
+        if key in self.slots:
+            self.free.append(self.slots.pop(key))
+            del self.stored[key]
+
+
+def _signature(layout: Layout) -> Hashable:
+    return str(layout.structure), tuple((leaf.shape, leaf.dtype) for leaf in layout.leaves)
+
+
+def _as_list(keys: Keys) -> list[Hashable]:
+    if not isinstance(keys, Tensor):
+        return list(keys)
+    if keys.dim() != 1 or keys.is_floating_point():
+        raise ValueError(
+            f"Keys are one integer per sample: got a tensor of shape {tuple(keys.shape)} and {keys.dtype}; "
+            "pass the indices of the samples in their data set."
+        )
+    return keys.tolist()
