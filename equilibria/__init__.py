@@ -7,6 +7,8 @@ from equilibria.cells.monotone_conv import MonotoneConv2d, MonotoneTiers2d
 from equilibria.cells.splitting import ForwardBackward, PeacemanRachford, Readout, tune_alpha
 from equilibria.constraints import SpectralNorm, contract_, lipschitz_ratio, project_, project_rows, spectral_norm
 from equilibria.deq import DEQ, fixed_point, visit
+from equilibria.diagnosis.doctor import Diagnosis, LayerDiagnosis, diagnose
+from equilibria.diagnosis.findings import Finding, Severity
 from equilibria.explicit import Trajectory, WeightTied
 from equilibria.gradients.base import Gradient
 from equilibria.gradients.escalate import Escalate
@@ -27,6 +29,7 @@ from equilibria.penalties import (
     jitter,
     skip_penalty,
 )
+from equilibria.plots import plot_spectrum, plot_steps, plot_trace
 from equilibria.recording import record
 from equilibria.remember import Remember
 from equilibria.solution import ConvergenceError, ConvergenceWarning, Handover, Solution, Stats, Status
@@ -64,9 +67,11 @@ __all__ = [
     "ConstantWeights",
     "ConvergenceError",
     "ConvergenceWarning",
+    "Diagnosis",
     "Escalate",
     "ExponentialWeights",
     "Fallback",
+    "Finding",
     "FirstStep",
     "ForwardBackward",
     "Gradient",
@@ -74,6 +79,7 @@ __all__ = [
     "Implicit",
     "Iterate",
     "LargestSingularValue",
+    "LayerDiagnosis",
     "LinearWeights",
     "MonotoneConv2d",
     "MonotoneLinear",
@@ -88,6 +94,7 @@ __all__ = [
     "Remember",
     "Restart",
     "Reversible",
+    "Severity",
     "Shine",
     "Solution",
     "Solver",
@@ -107,6 +114,7 @@ __all__ = [
     "contract_",
     "correction_penalty",
     "dense_jacobian",
+    "diagnose",
     "euclidean_norm",
     "fixed_point",
     "gradient_agreement",
@@ -117,6 +125,9 @@ __all__ = [
     "lipschitz_ratio",
     "max_norm",
     "nn",
+    "plot_spectrum",
+    "plot_steps",
+    "plot_trace",
     "project_",
     "project_rows",
     "record",

@@ -17,6 +17,7 @@ from equilibria import transforms
 from equilibria.deq import DEQ
 from equilibria.gradients.base import Gradient
 from equilibria.gradients.implicit import Implicit
+from equilibria.measuring import untouched
 from equilibria.solution import ConvergenceWarning, Solution, Status
 from equilibria.solve import Stop
 from equilibria.solvers.base import require
@@ -145,7 +146,7 @@ class _Bench:
     def measure(self, gradient: Gradient, **changes: Any) -> _Measured:
         """Run it as the DEQ would in training, with some settings changed."""
         deq, meter = self.deq, _Meter()
-        with _as_it_was(deq, self.tensors), meter.watch(deq.cell) as cell, torch.enable_grad():
+        with untouched(deq, self.tensors), meter.watch(deq.cell) as cell, torch.enable_grad():
             settings: dict[str, Any] = {"solver": deq.solver, "stop": deq.stop, "gradient": gradient, **changes}
             twin = DEQ(cell, deq.init, batched=deq.batched, **settings)
             if twin.solves is not None and deq.solves is not None:
@@ -226,25 +227,3 @@ class _Watched:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._cell, name)
-
-
-@contextmanager
-def _as_it_was(module: nn.Module, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Inside the block the module has copies of its buffers; random numbers go on after it as if there had been none."""
-    parts = list(module.modules())
-    originals = [dict(part._buffers) for part in parts]
-    copies = {id(buffer): buffer.clone() for buffer in module.buffers()}
-    generators = [value for part in parts for value in vars(part).values() if isinstance(value, torch.Generator)]
-    states = [generator.get_state() for generator in generators]
-    devices = {tensor.device.index for tensor in (*tensors, *module.parameters()) if tensor.is_cuda}
-    for part, own in zip(parts, originals, strict=True):
-        part._buffers.update({name: copies.get(id(buffer)) for name, buffer in own.items()})
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        for part, own in zip(parts, originals, strict=True):
-            part._buffers.clear()
-            part._buffers.update(own)
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)

@@ -99,7 +99,7 @@ class CellEquation(Equation):
         self._leaves, self._inputs_spec = pytree.tree_flatten(tuple(inputs))
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         self.opaque = cell.sharded  # does the cell depend on tensors that cannot be made arguments?
-        self._coupled = any(_uses_batch_statistics(module) for module in cell.modules)
+        self._coupled = any(uses_batch_statistics(module) for module in cell.modules)
         own = cell.tensors()
         self._names = (*own.parameters, *own.weights, *own.masks, *own.buffers)
         self._buffers = tuple(own.buffers)
@@ -200,7 +200,7 @@ OUT_OF_REACH = (
 )
 
 
-def _uses_batch_statistics(module: nn.Module) -> bool:
+def uses_batch_statistics(module: nn.Module) -> bool:
     return isinstance(module, _NormBase) and (module.training or not module.track_running_stats)
 
 

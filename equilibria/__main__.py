@@ -1,0 +1,5 @@
+"""`python -m equilibria`, the command line."""
+
+from equilibria.cli import app
+
+app()

@@ -1,0 +1,114 @@
+"""Measuring a model without leaving a trace: what its equilibrium layers are given, and runs that change nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from equilibria.deq import DEQ
+
+
+@dataclass(frozen=True)
+class Call:
+    """A layer and what it was given."""
+
+    deq: DEQ
+    inputs: tuple[Any, ...]
+
+
+def captured(model: nn.Module, batch: Any) -> dict[str, Call]:
+    """Every DEQ in `model` by name, with the inputs of its first solve in model(batch), cut from their graph.
+
+    `batch` is a tensor, or a tuple or list of the model's arguments. Inputs of real numbers ask for gradients, as they do
+    in training. An inner equilibrium, inside of another one's cell, is left to that one.
+    """
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, DEQ)]
+    if not layers:
+        raise ValueError(f"There is no eq.DEQ in this {type(model).__name__}.")
+    found: dict[str, Call] = {}
+    with untouched(model, batch), torch.no_grad(), _watched(layers, found):
+        model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    inner = {name for name, _ in layers for other, _ in layers if name.startswith(f"{other}.cell." if other else "cell.")}
+    return {name: call for name, call in found.items() if name not in inner}
+
+
+@contextmanager
+def untouched(module: nn.Module, inputs: Any = ()) -> Iterator[None]:
+    """Inside the block the module has copies of its buffers; random numbers go on after it as if there had been none."""
+    parts = list(module.modules())
+    originals = [dict(part._buffers) for part in parts]
+    copies = {id(buffer): buffer.clone() for buffer in module.buffers()}
+    generators = [value for part in parts for value in vars(part).values() if isinstance(value, torch.Generator)]
+    states = [generator.get_state() for generator in generators]
+    for part, own in zip(parts, originals, strict=True):
+        part._buffers.update({name: copies.get(id(buffer)) for name, buffer in own.items()})
+    try:
+        with torch.random.fork_rng(devices=_cuda_devices([*module.parameters(), *pytree.tree_leaves(inputs)])):
+            yield
+    finally:
+        for part, own in zip(parts, originals, strict=True):
+            part._buffers.clear()
+            part._buffers.update(own)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+@contextmanager
+def _watched(layers: Sequence[tuple[str, DEQ]], found: dict[str, Call]) -> Iterator[None]:
+    """`solve` of every layer notes its inputs, whoever calls it; failures are not what is looked for here."""
+    stops = [(deq, deq.stop, deq.eval_stop) for _, deq in layers]
+    for name, deq in layers:
+        deq.solve = _noting(name, deq, found)
+        deq.stop = dataclasses.replace(deq.stop, on_failure="ignore", compact=False)
+        deq.eval_stop = (
+            None if deq.eval_stop is None else dataclasses.replace(deq.eval_stop, on_failure="ignore", compact=False)
+        )
+    try:
+        yield
+    finally:
+        for deq, stop, eval_stop in stops:
+            del deq.solve
+            deq.stop, deq.eval_stop = stop, eval_stop
+
+
+def _noting(name: str, deq: DEQ, found: dict[str, Call]) -> Any:
+    def solve(*inputs: Any, **options: Any) -> Any:
+        if name not in found:
+            found[name] = Call(deq, pytree.tree_map(_leaf, inputs))
+        return type(deq).solve(deq, *inputs, **options)
+
+    return solve
+
+
+def _leaf(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    real = value.is_floating_point() or value.is_complex()
+    return value.detach().clone().requires_grad_(real)
+
+
+def brief(part: Any) -> str:
+    """Settings as one would write them: a dataclass by what differs from its defaults."""
+    if isinstance(part, tuple):
+        return f"({', '.join(map(brief, part))})"
+    if not dataclasses.is_dataclass(part) or isinstance(part, type):
+        return repr(part)
+    shown = [field for field in dataclasses.fields(part) if not _is_default(field, getattr(part, field.name))]
+    text = ", ".join(f"{field.name}={brief(getattr(part, field.name))}" for field in shown)
+    return f"{type(part).__name__}({text})"
+
+
+def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
+    made = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    return bool(made is not dataclasses.MISSING and value == made)
+
+
+def _cuda_devices(leaves: Sequence[Any]) -> list[int]:
+    return sorted({leaf.device.index for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cuda})

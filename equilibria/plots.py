@@ -1,0 +1,93 @@
+"""Pictures of solves; they need matplotlib, which comes with the extra `train`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from equilibria.solution import Solution, Stats
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+INK, MUTED = "#1f2a44", "#8a94a6"
+COLOURS = ("#3b5bdb", "#e8590c", "#2b8a3e", "#9c36b5", "#0c8599")
+
+
+def plot_trace(s: Solution | Stats, axes: Axes | None = None) -> Axes:
+    """The residual of every sample over the steps, the slowest one in bold; of a solve with `Stop(trace=True)`."""
+    stats = s.stats if isinstance(s, Solution) else s
+    if stats.trace is None:
+        raise ValueError("This solve kept no trace of its residuals: ask for it with Stop(trace=True).")
+    axes = new_axes() if axes is None else axes
+    slowest = int(stats.steps.argmax()) if len(stats.steps) else 0
+    for sample, trace in enumerate(stats.trace):
+        bold = sample == slowest
+        axes.plot(trace.tolist(), color=COLOURS[0] if bold else MUTED, lw=2 if bold else 0.7, zorder=3 if bold else 2)
+    return finish(axes, "step", "relative residual", log=True)
+
+
+def plot_steps(s: Solution | Stats, axes: Axes | None = None) -> Axes:
+    """How many samples took how many steps; those that failed in another colour."""
+    stats = s.stats if isinstance(s, Solution) else s
+    axes = new_axes() if axes is None else axes
+    return histogram(axes, stats.steps[stats.converged].tolist(), stats.steps[stats.failed].tolist())
+
+
+def plot_spectrum(eigenvalues: Tensor, axes: Axes | None = None) -> Axes:
+    """The eigenvalues of `jacobian_spectrum` in the complex plane, with the unit circle: inside, plain iteration settles."""
+    axes = new_axes() if axes is None else axes
+    values = eigenvalues.detach().cpu().flatten()
+    circle = torch.linspace(0, 2 * torch.pi, 200)
+    axes.plot(circle.cos().tolist(), circle.sin().tolist(), color=MUTED, lw=1)
+    axes.plot(values.real.tolist(), values.imag.tolist(), ".", color=COLOURS[0], ms=4, alpha=0.6)
+    axes.set_aspect("equal")
+    return finish(axes, "real part", "imaginary part")
+
+
+def histogram(axes: Axes, converged: Sequence[int], failed: Sequence[int]) -> Axes:
+    top = max([*converged, *failed, 1])
+    width = max(1, -(-top // 40))
+    bins = [edge - 0.5 for edge in range(0, top + 2 * width, width)]
+    parts = [part for part in (converged, failed) if len(part)]
+    labels = [name for name, part in (("converged", converged), ("failed", failed)) if len(part)]
+    colours = [colour for colour, part in ((COLOURS[0], converged), (COLOURS[1], failed)) if len(part)]
+    axes.hist(parts, bins=bins, stacked=True, color=colours, label=labels)
+    return finish(axes, "steps", "samples", legend=bool(len(failed)))
+
+
+def new_axes(width: float = 5.2, height: float = 3.4) -> Axes:
+    """A figure of one panel, drawn without a display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure.add_subplot()
+
+
+def finish(axes: Axes, x: str, y: str, *, log: bool = False, legend: bool = False) -> Axes:
+    """Labels, light grid, no frame."""
+    if log:
+        axes.set_yscale("log")
+    axes.set_xlabel(x, color=INK)
+    axes.set_ylabel(y, color=INK)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=INK)
+    if legend:
+        axes.legend(frameon=False)
+    return axes
+
+
+def png(axes: Axes) -> bytes:
+    """The figure of these axes as a picture file."""
+    from io import BytesIO
+
+    figure: Any = axes.figure
+    buffer = BytesIO()
+    figure.savefig(buffer, format="png", dpi=130)
+    return buffer.getvalue()
