@@ -1,0 +1,45 @@
+"""Pictures of solves, drawn without a display."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import equilibria as eq
+from tests.problems import TanhCell, inputs
+
+pytest.importorskip("matplotlib")
+
+TRACED = eq.Stop(rtol=1e-6, atol=0, max_steps=15, trace=True, on_failure="ignore")
+
+
+def solution(stop: eq.Stop = TRACED) -> eq.Solution:
+    return eq.DEQ(TanhCell(5, norm=0.6), solver=eq.Picard(), stop=stop).solve(inputs(7, 5))
+
+
+def test_a_trace_has_a_line_per_sample_on_a_logarithmic_scale() -> None:
+    s = solution()
+    axes = eq.plot_trace(s)
+    assert axes.get_yscale() == "log"
+    assert s.stats.trace is not None
+    lines = [torch.tensor(line.get_ydata()) for line in axes.lines]
+    assert [len(line) for line in lines] == [len(trace) for trace in s.stats.trace]
+    assert eq.plot_trace(s.stats, axes) is axes
+
+
+def test_a_trace_that_was_not_kept_is_asked_for() -> None:
+    with pytest.raises(ValueError, match=r"Stop\(trace=True\)"):
+        eq.plot_trace(solution(eq.Stop()))
+
+
+def test_steps_are_counted_per_sample() -> None:
+    s = solution()
+    axes = eq.plot_steps(s)
+    assert sum(patch.get_height() for patch in axes.patches) == 7  # type: ignore[attr-defined]
+
+
+def test_a_spectrum_is_drawn_with_the_unit_circle() -> None:
+    axes = eq.plot_spectrum(eq.jacobian_spectrum(solution()))
+    circle, points = axes.lines
+    assert len(points.get_xdata()) == 7 * 5  # type: ignore[arg-type]
+    assert max(circle.get_xdata()) == pytest.approx(1)
