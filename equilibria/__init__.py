@@ -7,8 +7,9 @@ from equilibria.cells.monotone_conv import MonotoneConv2d, MonotoneTiers2d
 from equilibria.cells.splitting import ForwardBackward, PeacemanRachford, Readout, tune_alpha
 from equilibria.constraints import SpectralNorm, contract_, lipschitz_ratio, project_, project_rows, spectral_norm
 from equilibria.deq import DEQ, fixed_point, visit
-from equilibria.diagnosis.doctor import Diagnosis, LayerDiagnosis, diagnose
+from equilibria.diagnosis.doctor import Diagnosis, diagnose
 from equilibria.diagnosis.findings import Finding, Severity
+from equilibria.diagnosis.layers import LayerDiagnosis
 from equilibria.explicit import Trajectory, WeightTied
 from equilibria.gradients.base import Gradient
 from equilibria.gradients.escalate import Escalate

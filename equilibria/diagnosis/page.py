@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from equilibria.diagnosis.doctor import Diagnosis, LayerDiagnosis, rows
 from equilibria.diagnosis.examine import Examination
 from equilibria.diagnosis.findings import Severity
+from equilibria.diagnosis.layers import LayerDiagnosis, rows
 from equilibria.plots import COLOURS, INK, MUTED, finish, histogram, new_axes, png
 
 if TYPE_CHECKING:
@@ -27,10 +27,10 @@ TITLES = {
 WORDS = {Severity.ILL: "Ill", Severity.RISK: "At risk", Severity.HINT: "Hint"}
 
 
-def pictures(diagnosis: Diagnosis) -> dict[str, bytes]:
+def pictures(layers: Sequence[LayerDiagnosis]) -> dict[str, bytes]:
     """PNG files by name, `<layer>-<what>`."""
     found = {}
-    for layer in diagnosis.layers:
+    for layer in layers:
         for what, draw in _PICTURES.items():
             axes = new_axes()
             if draw(layer.examination, axes):
@@ -38,16 +38,16 @@ def pictures(diagnosis: Diagnosis) -> dict[str, bytes]:
     return found
 
 
-def page(diagnosis: Diagnosis, drawn: dict[str, bytes]) -> str:
+def page(layers: Sequence[LayerDiagnosis], drawn: dict[str, bytes]) -> str:
     """One document, pictures and style inside."""
-    layers = "\n".join(_section(layer, drawn) for layer in diagnosis.layers)
-    verdict = "healthy" if diagnosis.healthy else "needs attention"
-    count = len(diagnosis.layers)
+    sections = "\n".join(_section(layer, drawn) for layer in layers)
+    verdict = "healthy" if all(layer.healthy for layer in layers) else "needs attention"
+    count = len(layers)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>Diagnosis: {verdict}</title><style>{_style()}</style></head><body><main>\n"
-        f"<h1>Diagnosis of {count} equilibrium layer{'s' if count > 1 else ''}</h1>\n{layers}\n</main></body></html>\n"
+        f"<h1>Diagnosis of {count} equilibrium layer{'s' if count > 1 else ''}</h1>\n{sections}\n</main></body></html>\n"
     )
 
 
