@@ -33,6 +33,7 @@ from equilibria.penalties import (
 from equilibria.plots import plot_spectrum, plot_steps, plot_trace
 from equilibria.recording import record
 from equilibria.remember import Remember
+from equilibria.settings import Candidates, Measurement, Setting, Tuning, Tunings
 from equilibria.solution import ConvergenceError, ConvergenceWarning, Handover, Solution, Stats, Status
 from equilibria.solve import Stop
 from equilibria.solvers.anderson import Anderson
@@ -54,6 +55,7 @@ from equilibria.spectrum import (
 )
 from equilibria.starts import FirstStep, Zeros
 from equilibria.theory import TiedLayers, stack, weight_tied_form
+from equilibria.tuning import tune
 
 __version__ = "0.1.0"
 
@@ -65,6 +67,7 @@ __all__ = [
     "Anderson",
     "BiCGSTAB",
     "Broyden",
+    "Candidates",
     "ConstantWeights",
     "ConvergenceError",
     "ConvergenceWarning",
@@ -82,6 +85,7 @@ __all__ = [
     "LargestSingularValue",
     "LayerDiagnosis",
     "LinearWeights",
+    "Measurement",
     "MonotoneConv2d",
     "MonotoneLinear",
     "MonotoneTiers2d",
@@ -95,6 +99,7 @@ __all__ = [
     "Remember",
     "Restart",
     "Reversible",
+    "Setting",
     "Severity",
     "Shine",
     "Solution",
@@ -107,6 +112,8 @@ __all__ = [
     "Stop",
     "TiedLayers",
     "Trajectory",
+    "Tuning",
+    "Tunings",
     "Unrolled",
     "UnrolledPhantom",
     "Warmup",
@@ -137,6 +144,7 @@ __all__ = [
     "spectral_norm",
     "spectral_radius",
     "stack",
+    "tune",
     "tune_alpha",
     "visit",
     "weight_tied_form",

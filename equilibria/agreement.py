@@ -71,12 +71,12 @@ def gradient_agreement(
     for _, gradient in named:
         if not isinstance(gradient, Gradient):
             raise TypeError(f"Gradients to compare are objects such as eq.JFB(), got {gradient!r}.")
-    bench = _Bench(deq, inputs if isinstance(inputs, tuple) else (inputs,), loss or _RandomFunctional(generator))
+    bench = Bench(deq, inputs if isinstance(inputs, tuple) else (inputs,), loss or RandomFunctional(generator))
     exact = bench.exact()
     return [_compare(bench, name, gradient, exact) for name, gradient in named]
 
 
-def _compare(bench: _Bench, name: str, gradient: Gradient, exact: Tensor) -> Agreement:
+def _compare(bench: Bench, name: str, gradient: Gradient, exact: Tensor) -> Agreement:
     try:
         measured = bench.measure(gradient)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -102,7 +102,7 @@ class _Measured:
     seconds: float
 
 
-class _Bench:
+class Bench:
     """A DEQ with inputs and a loss, on which gradients are run."""
 
     def __init__(self, deq: DEQ, inputs: tuple[Any, ...], loss: Callable[[State], Tensor]) -> None:
@@ -167,7 +167,7 @@ class _Bench:
         return time.perf_counter()
 
 
-class _RandomFunctional:
+class RandomFunctional:
     """z -> <v, z>, with v drawn for the first z and kept for the others."""
 
     def __init__(self, generator: torch.Generator | None) -> None:

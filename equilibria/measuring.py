@@ -99,7 +99,7 @@ def brief(part: Any) -> str:
     if isinstance(part, tuple):
         return f"({', '.join(map(brief, part))})"
     if not dataclasses.is_dataclass(part) or isinstance(part, type):
-        return repr(part)
+        return getattr(part, "__name__", repr(part))
     shown = [field for field in dataclasses.fields(part) if not _is_default(field, getattr(part, field.name))]
     text = ", ".join(f"{field.name}={brief(getattr(part, field.name))}" for field in shown)
     return f"{type(part).__name__}({text})"
