@@ -143,11 +143,12 @@ def _run(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> Flat:
     f, stop = problem.f, problem.stop
     state = solver.init(f, z0)
     ledger = problem.ledger(z0)
-    ledger.observe(state.z, state.fz, step=0)
+    often = stop.check_every == 1
+    ledger.observe(state, step=0, look=often)
     compact = stop.compact and stop.process_group is None
     kept, taken = None, 0
     for step in range(1, stop.max_steps + 1):
-        if step % stop.check_every == 0 or step == 1:
+        if often or step % stop.check_every == 0 or step == 1:
             running = ledger.running()  # the read-back
             if not (f.any_rank(running > 0) if f.any_rank else running):
                 break
@@ -160,7 +161,7 @@ def _run(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> Flat:
             if stopped:
                 state = ledger.freeze(state)
         state = solver.step(f, state)
-        ledger.observe(state.z, state.fz, step, rejected(state))
+        ledger.observe(state, step, look=often, rejected=rejected(state))
         taken = step
     kept = gather(kept, state, ledger.index) if problem.keep_state else None
     return Flat(*ledger.close(problem.f.counter), taken, kept, ledger.coupled)
@@ -203,7 +204,7 @@ def _confirm(problem: _Problem, claimed: Flat) -> Flat:
     fz = problem.f(claimed.z)
     problem.f.remember(claimed.z, fz)
     ledger = problem.ledger(claimed.z)
-    ledger.observe(claimed.z, fz, step=0)
+    ledger.observe(Iterate(claimed.z, fz), step=0, look=False)
     _, seen = ledger.close(problem.f.counter)
     unless = torch.where(claimed.stats.converged, Status.STALLED, claimed.stats.status)
     status = torch.where(seen.converged, seen.status, unless)

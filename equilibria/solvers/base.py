@@ -6,6 +6,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -25,6 +26,11 @@ class Iterate:
     fz: Tensor  # (batch, n), f(z) is always known: the residual costs nothing
     active: Tensor | None = dataclasses.field(default=None, kw_only=True)  # (batch,) rows still running; None: all
     rejected: Tensor | None = dataclasses.field(default=None, kw_only=True)  # (batch,) rows whose step was thrown away
+
+    @cached_property
+    def residual(self) -> Tensor:
+        """(batch, n), f(z) - z."""
+        return self.fz - self.z
 
 
 S = TypeVar("S", bound=Iterate)
@@ -86,7 +92,15 @@ def rejected(state: Iterate) -> Tensor | None:
     return next((rows for rows in map(rejected, wrapped) if rows is not None), None)
 
 
-def put(buffer: Tensor, slot: int, value: Tensor, active: Tensor | None) -> Tensor:
+def put_difference(buffer: Tensor, slot: int, a: Tensor, b: Tensor) -> Tensor:
+    """`put` a - b, without a copy on the way."""
+    if torch.is_grad_enabled() and (buffer.requires_grad or a.requires_grad or b.requires_grad):
+        return put(buffer, slot, a - b)
+    torch.sub(a.detach(), b.detach(), out=buffer[:, slot])
+    return buffer
+
+
+def put(buffer: Tensor, slot: int, value: Tensor, active: Tensor | None = None) -> Tensor:
     """`buffer` (batch, slots, ...) with `value` in one slot of the active rows.
 
     In place, because a copy of the history would cost more than the step; not where autograd needs the old one.
@@ -130,7 +144,8 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 
 def products(rows: Tensor, x: Tensor) -> Tensor:
     """Inner products of each sample's k vectors (batch, k, n) with its x (batch, n): (batch, k)."""
-    return torch.bmm(rows, x.unsqueeze(2)).squeeze(2)
+    # this way round it is twice as fast on a CPU
+    return torch.bmm(x.unsqueeze(1), rows.transpose(1, 2)).squeeze(1)
 
 
 def combine(weights: Tensor, rows: Tensor) -> Tensor:

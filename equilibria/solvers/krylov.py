@@ -118,7 +118,7 @@ class GMRES(Solver[GMRESState]):
 @dataclass(frozen=True)
 class BiCGSTABState(Iterate):
     base: Tensor  # (batch, n), where the derivative is taken
-    residual: Tensor  # (batch, n), b - A z
+    remaining: Tensor  # (batch, n), b - A z
     shadow: Tensor  # (batch, n), the fixed left vector
     direction: Tensor  # (batch, n)
     image: Tensor  # (batch, n), A direction
@@ -142,17 +142,17 @@ class BiCGSTAB(Solver[BiCGSTABState]):
 
     def step(self, f: Map, state: BiCGSTABState) -> BiCGSTABState:
         jacobian = f.jacobian(state.base)
-        rho = dot(state.shadow, state.residual)
+        rho = dot(state.shadow, state.remaining)
         beta = divide(rho, state.rho) * divide(state.alpha, state.omega)
-        direction = state.residual + beta * (state.direction - state.omega * state.image)
+        direction = state.remaining + beta * (state.direction - state.omega * state.image)
         # the left vector has become orthogonal to the residual: begin anew, or every coefficient is noise
-        broken = rho.abs() <= torch.finfo(rho.dtype).eps * dot(state.residual, state.residual)
-        shadow = torch.where(broken, state.residual, state.shadow)
-        direction = torch.where(broken, state.residual, direction)
-        rho = torch.where(broken, dot(state.residual, state.residual), rho)
+        broken = rho.abs() <= torch.finfo(rho.dtype).eps * dot(state.remaining, state.remaining)
+        shadow = torch.where(broken, state.remaining, state.shadow)
+        direction = torch.where(broken, state.remaining, direction)
+        rho = torch.where(broken, dot(state.remaining, state.remaining), rho)
         image = direction - jacobian.product(direction)
         alpha = divide(rho, dot(shadow, image))
-        half = state.residual - alpha * image
+        half = state.remaining - alpha * image
         image_half = half - jacobian.product(half)
         omega = divide(dot(image_half, half), dot(image_half, image_half))
         z = state.z + alpha * direction + omega * half
@@ -165,7 +165,7 @@ class BiCGSTAB(Solver[BiCGSTABState]):
 @dataclass(frozen=True)
 class NormalCGState(Iterate):
     base: Tensor  # (batch, n), where the derivative is taken
-    residual: Tensor  # (batch, n), b - A z
+    remaining: Tensor  # (batch, n), b - A z
     gradient: Tensor  # (batch, n), A' residual - shift z
     direction: Tensor  # (batch, n)
 
@@ -199,7 +199,7 @@ class NormalCG(Solver[NormalCGState]):
         image = direction - jacobian.product(direction)
         alpha = divide(size, dot(image, image) + self.shift * dot(direction, direction))
         z = state.z + alpha * direction
-        residual = state.residual - alpha * image
+        residual = state.remaining - alpha * image
         gradient = residual - jacobian.transposed(residual) - self.shift * z
         direction = gradient + divide(dot(gradient, gradient), size) * direction
         return NormalCGState(z, z + residual, state.base, residual, gradient, direction, active=state.active)
