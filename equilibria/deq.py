@@ -158,7 +158,7 @@ def _solve(
     clean = inputs if bad is None else _fill_rows(tuple(inputs), bad, 0.0)
     with fixed.in_place():
         sound = prepared(cell, clean)
-    given = sound if bad is None else _fill_rows(sound, bad, float("nan"))
+    given = inputs if not hasattr(cell, "prepare") else sound if bad is None else _fill_rows(sound, bad, float("nan"))
 
     def f(z: State) -> State:
         return fixed(z, *given)

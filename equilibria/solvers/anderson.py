@@ -8,7 +8,18 @@ import torch
 from torch import Tensor
 
 from equilibria.maps import Map
-from equilibria.solvers.base import Iterate, Solver, combine, memory, products, put, put_difference, require, room, solve_small
+from equilibria.solvers.base import (
+    Iterate,
+    Solver,
+    combine,
+    memory,
+    products,
+    put,
+    put_difference,
+    require,
+    room,
+    solve_small,
+)
 
 GROWTH = 5.0  # a residual this many times the shortest one: the history describes another place
 
@@ -80,8 +91,8 @@ class Anderson(Solver[AndersonState]):
         limits = torch.finfo(gram.dtype)
         scale = gram.diagonal(dim1=1, dim2=2).clamp_min(limits.tiny).rsqrt() * trusted
         ridge = 10 * limits.eps if self.ridge is None else self.ridge
-        eye = ridge * torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
-        matrix = torch.addcmul(eye, gram, scale.unsqueeze(1) * scale.unsqueeze(2))
+        matrix = gram * (scale.unsqueeze(1) * scale.unsqueeze(2))
+        matrix.diagonal(dim1=1, dim2=2).add_(ridge)
         return scale * solve_small(matrix, scale * right)
 
     def _insert(self, state: AndersonState, new: Iterate) -> AndersonState:
@@ -96,7 +107,8 @@ class Anderson(Solver[AndersonState]):
         length = _length(new.residual)
         usual = length <= GROWTH * state.shortest  # not where it is nan
         shortest = torch.where(usual, torch.minimum(length, state.shortest), length)
-        trusted = put(room(state.trusted, slot, limit) * usual, slot, torch.ones_like(length[:, 0]))
+        trusted = room(state.trusted, slot, limit) * usual
+        trusted[:, slot] = 1
         return AndersonState(new.z, new.fz, residuals, values, gram, trusted, shortest, state.count + 1, active=state.active)
 
     def _limit(self, z: Tensor) -> int:

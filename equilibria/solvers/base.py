@@ -92,11 +92,16 @@ def rejected(state: Iterate) -> Tensor | None:
     return next((rows for rows in map(rejected, wrapped) if rows is not None), None)
 
 
+def without_graph(x: Tensor) -> Tensor:
+    """x.detach(), which is not free, where there is something to detach."""
+    return x.detach() if x.requires_grad else x
+
+
 def put_difference(buffer: Tensor, slot: int, a: Tensor, b: Tensor) -> Tensor:
     """`put` a - b, without a copy on the way."""
     if torch.is_grad_enabled() and (buffer.requires_grad or a.requires_grad or b.requires_grad):
         return put(buffer, slot, a - b)
-    torch.sub(a.detach(), b.detach(), out=buffer[:, slot])
+    torch.sub(without_graph(a), without_graph(b), out=buffer[:, slot])
     return buffer
 
 
@@ -160,12 +165,13 @@ def solve_small(matrix: Tensor, right: Tensor) -> Tensor:
     sample would stop all the others.
     """
     solution = torch.linalg.solve_ex(matrix, right.unsqueeze(2))[0].squeeze(2)
+    if not solution.requires_grad:
+        return torch.nan_to_num_(solution, nan=0.0, posinf=0.0, neginf=0.0)
+    # a solution that is not used would still send 0 * nan into the gradient
     usable = torch.isfinite(solution).all(dim=1, keepdim=True)
-    if solution.requires_grad:  # a solution that is not used would still send 0 * nan into the gradient
-        eye = torch.eye(matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
-        safe = torch.where(usable.unsqueeze(2), matrix, eye), torch.where(usable, right, torch.zeros_like(right))
-        return torch.linalg.solve_ex(safe[0], safe[1].unsqueeze(2))[0].squeeze(2)
-    return torch.where(usable, solution, torch.zeros_like(solution))
+    eye = torch.eye(matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
+    safe = torch.where(usable.unsqueeze(2), matrix, eye), torch.where(usable, right, torch.zeros_like(right))
+    return torch.linalg.solve_ex(safe[0], safe[1].unsqueeze(2))[0].squeeze(2)
 
 
 def divide(a: Tensor, b: Tensor) -> Tensor:

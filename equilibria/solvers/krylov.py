@@ -18,22 +18,37 @@ from equilibria.solvers.base import Iterate, Solver, combine, divide, dot, memor
 
 
 @dataclass(frozen=True)
-class GMRESState(Iterate):
-    """An Arnoldi basis with the QR factors of its Hessenberg matrix, grown by one column a step."""
+class _Carried(Iterate):
+    """The residual is carried by recurrence, f(z) follows from it."""
 
-    base: Tensor  # (batch, n), where this cycle began
-    length: Tensor  # (batch, 1), of the residual there
-    basis: Tensor  # (batch, slots, n)
-    rotation: Tensor  # (batch, slots, slots), Q' of H = Q R
-    upper: Tensor  # (batch, slots, slots), R
-    count: int  # columns in this cycle
+    base: Tensor  # (batch, n), where the derivative is taken
+    remaining: Tensor  # (batch, n), b - A z
+
+    @property
+    def residual(self) -> Tensor:
+        return self.remaining
+
+
+@dataclass(frozen=True)
+class GMRESState(_Carried):
+    """Directions p with orthonormal images q = A p, one pair more a step."""
+
+    directions: Tensor  # (batch, slots, n), p
+    images: Tensor  # (batch, slots, n), q
+    length: Tensor  # (batch, 1), of the residual
+    before: Tensor  # (batch, 1), of the residual a step earlier
+    count: int  # pairs in this cycle
+
+
+STAGNATION = 0.9  # a step that leaves more of the residual than this: the residual alone is no good direction
 
 
 @dataclass(frozen=True, kw_only=True)
 class GMRES(Solver[GMRESState]):
     """The least residual over the Krylov space of A (Saad and Schultz 1986); one product a step.
 
-    Memory restart + 4 states.
+    In the form of Jiranek and Rozloznik (2010), which needs no Hessenberg matrix: the space grows by the residual, and
+    where that has hardly shrunk by the last image as well, so that it always grows. Memory 2 restart + 5 states.
 
     restart  size of the space after which a new one is begun at the current iterate; None: 20, and for states of
              up to 64 numbers their dimension
@@ -53,72 +68,50 @@ class GMRES(Solver[GMRESState]):
         limit = memory(self.restart, state.z.shape[1], small=state.z.shape[1], large=20)
         if state.count == limit:
             state = replace(self._begin(state.z, f(state.z)), active=state.active)
-        k = state.count
-        state = self._grow(state, limit)
-        pivot, subdiagonal = self._extend(f.jacobian(state.base), state)
-        self._rotate(state, pivot, subdiagonal)
-        first = state.length * state.rotation[:, :, 0]  # Q' (length e_1)
-        upper = state.upper[:, : k + 1, : k + 1]
-        weights = torch.linalg.solve_triangular(upper, first[:, : k + 1, None], upper=True).squeeze(2)
-        z = state.base + combine(weights, state.basis[:, : k + 1])
-        leftover = first[:, k + 1, None] * state.rotation[:, k + 1, : k + 2]
-        fz = z + combine(leftover, state.basis[:, : k + 2])
-        return replace(state, z=z, fz=fz, count=k + 1)
+        directions, images = (room(part, state.count, limit) for part in (state.directions, state.images))
+        p, q = self._extend(f.jacobian(state.base), state, directions, images)
+        share = (q.unsqueeze(1) @ state.remaining.unsqueeze(2)).squeeze(2)  # (batch, 1)
+        z, remaining = torch.addcmul(state.z, share, p), torch.addcmul(state.remaining, share, q, value=-1)
+        length = torch.linalg.vector_norm(remaining, dim=1, keepdim=True)
+        return GMRESState(
+            z,
+            z + remaining,
+            state.base,
+            remaining,
+            directions,
+            images,
+            length,
+            state.length,
+            state.count + 1,
+            active=state.active,
+        )
 
     def _begin(self, z: Tensor, fz: Tensor) -> GMRESState:
-        residual = fz - z
-        length = torch.linalg.vector_norm(residual, dim=1, keepdim=True)
-        batch = z.shape[0]
-        basis = divide(residual, length).unsqueeze(1)
-        rotation = residual.new_ones(batch, 1, 1)
-        return GMRESState(z, fz, z, length, basis, rotation, residual.new_zeros(batch, 1, 1), count=0)
+        remaining = fz - z
+        length = torch.linalg.vector_norm(remaining, dim=1, keepdim=True)
+        nothing = z.new_empty(z.shape[0], 0, z.shape[1])
+        return GMRESState(z, fz, z, remaining, nothing, nothing, length, length, count=0)
 
-    def _grow(self, state: GMRESState, limit: int) -> GMRESState:
-        """Room for one more vector; the rotation of what is not there yet is the identity."""
-        slot, old = state.count + 1, state.basis.shape[1]
-        if slot < old:
-            return state
-        rotation = room(state.rotation, slot, limit + 1, dims=(1, 2))
-        rotation.diagonal(dim1=1, dim2=2)[:, old:] = 1
-        basis, upper = room(state.basis, slot, limit + 1), room(state.upper, slot, limit + 1, dims=(1, 2))
-        return replace(state, basis=basis, rotation=rotation, upper=upper)
-
-    def _extend(self, jacobian: Jacobian, state: GMRESState) -> tuple[Tensor, Tensor]:
-        """Put A v_k, made orthogonal to the basis, into it; the new column of H, rotated, and its subdiagonal."""
-        k = state.count
-        basis, last = state.basis[:, : k + 1], state.basis[:, k]
-        vector = last - jacobian.product(last)
-        size = torch.linalg.vector_norm(vector, dim=1, keepdim=True)
-        column = products(basis, vector)
-        vector = vector - combine(column, basis)
-        again = products(basis, vector)  # twice is enough (Giraud and others 2005): orthogonal to rounding
-        vector, column = vector - combine(again, basis), column + again
-        subdiagonal = torch.linalg.vector_norm(vector, dim=1, keepdim=True)
-        # what is left of a vector inside the space is rounding: the space is complete and nothing is to be added
-        complete = subdiagonal <= 10 * torch.finfo(vector.dtype).eps * size
-        subdiagonal = torch.where(complete, torch.zeros_like(subdiagonal), subdiagonal)
-        state.basis[:, k + 1] = divide(vector, subdiagonal)
-        return products(state.rotation[:, : k + 1, : k + 1], column), subdiagonal
-
-    def _rotate(self, state: GMRESState, column: Tensor, subdiagonal: Tensor) -> None:
-        """One more Givens rotation makes the extended Hessenberg matrix upper triangular again."""
-        k = state.count
-        pivot = column[:, k, None]
-        diagonal = torch.hypot(pivot, subdiagonal)
-        empty = diagonal == 0
-        cosine = torch.where(empty, torch.ones_like(diagonal), divide(pivot, diagonal))
-        sine = divide(subdiagonal, diagonal)
-        upper_row, lower_row = state.rotation[:, k].clone(), state.rotation[:, k + 1].clone()
-        state.rotation[:, k] = cosine * upper_row + sine * lower_row
-        state.rotation[:, k + 1] = cosine * lower_row - sine * upper_row
-        state.upper[:, :k, k] = column[:, :k]
-        state.upper[:, k, k] = torch.where(empty, torch.ones_like(diagonal), diagonal).squeeze(1)
+    def _extend(self, jacobian: Jacobian, state: GMRESState, directions: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
+        """A new pair, in its slot."""
+        k, p = state.count, state.remaining
+        if k:
+            stagnant = state.length * (state.length > STAGNATION * state.before)
+            p = torch.addcmul(p, stagnant, images[:, k - 1])
+        q = p - jacobian.product(p)
+        size = torch.linalg.vector_norm(q, dim=1, keepdim=True)
+        if k:
+            weights = products(images[:, :k], q)
+            p, q = p - combine(weights, directions[:, :k]), q - combine(weights, images[:, :k])
+        length = torch.linalg.vector_norm(q, dim=1, keepdim=True)
+        # what is left of an image inside the space is rounding: the space is complete and nothing is to be added
+        complete = length <= 10 * torch.finfo(q.dtype).eps * size
+        scale = length.reciprocal().masked_fill_(complete, 0.0)
+        return torch.mul(p, scale, out=directions[:, k]), torch.mul(q, scale, out=images[:, k])
 
 
 @dataclass(frozen=True)
-class BiCGSTABState(Iterate):
-    base: Tensor  # (batch, n), where the derivative is taken
-    remaining: Tensor  # (batch, n), b - A z
+class BiCGSTABState(_Carried):
     shadow: Tensor  # (batch, n), the fixed left vector
     direction: Tensor  # (batch, n)
     image: Tensor  # (batch, n), A direction
@@ -163,9 +156,7 @@ class BiCGSTAB(Solver[BiCGSTABState]):
 
 
 @dataclass(frozen=True)
-class NormalCGState(Iterate):
-    base: Tensor  # (batch, n), where the derivative is taken
-    remaining: Tensor  # (batch, n), b - A z
+class NormalCGState(_Carried):
     gradient: Tensor  # (batch, n), A' residual - shift z
     direction: Tensor  # (batch, n)
 
