@@ -2,7 +2,7 @@
 
 They solve z = M z + b, that is A z = b with A = I - M. As adjoint solvers they get M by its products; on a plain map
 they take its derivative at the starting point, which is exact where the map is affine. They carry f(z) by
-recurrence (f(z) = z + r with r = b - A z); the loop verifies the answer with one evaluation.
+recurrence (f(z) = z + r with r = b - A z); the answer is verified with one evaluation.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class GMRES(Solver[GMRESState]):
     In the form of Jiranek and Rozloznik (2010), which needs no Hessenberg matrix: the space grows by the residual, and
     where that has hardly shrunk by the last image as well, so that it always grows. Memory 2 restart + 5 states.
 
-    restart  size of the space after which a new one is begun at the current iterate; None: 20, and for states of
-             up to 64 numbers their dimension
+    restart  directions kept. Beyond them the oldest one is dropped, in place of beginning anew: near a symmetric A that loses
+             nothing. None: 8, and for states of up to 64 numbers their dimension
     """
 
     restart: int | None = None
@@ -65,12 +65,11 @@ class GMRES(Solver[GMRESState]):
         return self._begin(z0, f(z0))
 
     def step(self, f: Map, state: GMRESState) -> GMRESState:
-        limit = memory(self.restart, state.z.shape[1], small=state.z.shape[1], large=20)
-        if state.count == limit:
-            state = replace(self._begin(state.z, f(state.z)), active=state.active)
-        directions, images = (room(part, state.count, limit) for part in (state.directions, state.images))
-        p, q = self._extend(f.jacobian(state.base), state, directions, images)
-        share = (q.unsqueeze(1) @ state.remaining.unsqueeze(2)).squeeze(2)  # (batch, 1)
+        limit = memory(self.restart, state.z.shape[1], small=state.z.shape[1], large=8)
+        slot = state.count % limit
+        directions, images = (room(part, slot, limit) for part in (state.directions, state.images))
+        p, q = self._extend(f.jacobian(state.base), state, directions, images, slot)
+        share = torch.bmm(q.unsqueeze(1), state.remaining.unsqueeze(2)).squeeze(2)  # (batch, 1)
         z, remaining = torch.addcmul(state.z, share, p), torch.addcmul(state.remaining, share, q, value=-1)
         length = torch.linalg.vector_norm(remaining, dim=1, keepdim=True)
         return GMRESState(
@@ -92,12 +91,14 @@ class GMRES(Solver[GMRESState]):
         nothing = z.new_empty(z.shape[0], 0, z.shape[1])
         return GMRESState(z, fz, z, remaining, nothing, nothing, length, length, count=0)
 
-    def _extend(self, jacobian: Jacobian, state: GMRESState, directions: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
+    def _extend(
+        self, jacobian: Jacobian, state: GMRESState, directions: Tensor, images: Tensor, slot: int
+    ) -> tuple[Tensor, Tensor]:
         """A new pair, in its slot."""
-        k, p = state.count, state.remaining
+        k, p = min(state.count, images.shape[1]), state.remaining
         if k:
             stagnant = state.length * (state.length > STAGNATION * state.before)
-            p = torch.addcmul(p, stagnant, images[:, k - 1])
+            p = torch.addcmul(p, stagnant, images[:, slot - 1])
         q = p - jacobian.product(p)
         size = torch.linalg.vector_norm(q, dim=1, keepdim=True)
         if k:
@@ -107,7 +108,7 @@ class GMRES(Solver[GMRESState]):
         # what is left of an image inside the space is rounding: the space is complete and nothing is to be added
         complete = length <= 10 * torch.finfo(q.dtype).eps * size
         scale = length.reciprocal().masked_fill_(complete, 0.0)
-        return torch.mul(p, scale, out=directions[:, k]), torch.mul(q, scale, out=images[:, k])
+        return torch.mul(p, scale, out=directions[:, slot]), torch.mul(q, scale, out=images[:, slot])
 
 
 @dataclass(frozen=True)
