@@ -64,7 +64,7 @@ class Differentiable:
         """The solution u = J'u + v of an adjoint system, exact or by the formula; first order."""
         adjoint, right = self.adjoint().problem, system.offset
         if self.approximation is None:  # whoever asked pulls it back through the cell next, which verifies it
-            adjoint = dataclasses.replace(adjoint, verify=adjoint.equation.coupled)
+            adjoint = dataclasses.replace(adjoint, verify=adjoint.equation.coupled, known=right)
             return adjoint.run_map(system, torch.zeros_like(right), right).z
         u = self.approximation(system.product, right)
         if self.when is None:
@@ -82,7 +82,8 @@ class Differentiable:
     def rest(self, system: Affine, left: Tensor) -> Tensor:
         """What is missing from a cotangent that leaves a residual of `left`."""
         remainder = Affine(system.product, system.transposed, left)
-        return self.adjoint().problem.run_map(remainder, torch.zeros_like(left), system.offset).z
+        adjoint = dataclasses.replace(self.adjoint().problem, known=left)  # J'0 + left
+        return adjoint.run_map(remainder, torch.zeros_like(left), system.offset).z
 
 
 class FixedPoint(Function):
@@ -91,7 +92,8 @@ class FixedPoint(Function):
     @staticmethod
     def forward(task: Differentiable, z0: Tensor, *args: Tensor) -> tuple[Tensor, Tensor]:
         flat = task.problem.run(z0, [transforms.primal(arg) for arg in args])
-        return flat.z, flat.stats.status
+        z = flat.z.clone() if flat.z is z0 else flat.z  # autograd does not take back what it has given
+        return z, flat.stats.status
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
