@@ -13,7 +13,8 @@ from equilibria.solvers.base import (
     Solver,
     combine,
     memory,
-    products,
+    minus,
+    products_of_two,
     put,
     put_difference,
     require,
@@ -31,6 +32,7 @@ class AndersonState(Iterate):
     residuals: Tensor  # (batch, slots, n), differences of f(z) - z
     values: Tensor  # (batch, slots, n), differences of f(z)
     gram: Tensor  # (batch, slots, slots), inner products of `residuals`
+    right: Tensor  # (batch, slots), inner products of `residuals` with the present f(z) - z
     trusted: Tensor  # (batch, slots), 1 for the differences since the sample last began anew, 0 for others
     shortest: Tensor  # (batch, 1), residual since then
     count: int  # differences seen so far
@@ -47,7 +49,7 @@ class Anderson(Solver[AndersonState]):
     A sample whose residual grows past five times its shortest forgets its history and begins anew with a plain step.
     One evaluation a step; 2 history + 2 states of memory.
 
-    history  differences kept; None: 6, and for states of up to 64 numbers all
+    history  differences kept; None: 6, for states of up to 64 numbers all, of more than 1024 numbers 5
     damping  how much of the mixed residual is added
     ridge    relative to the length of the differences, so that the same setting serves at residual 1 and at 1e-8;
              None takes what the dtype needs for a stable solve
@@ -67,24 +69,23 @@ class Anderson(Solver[AndersonState]):
 
     def init(self, f: Map, z0: Tensor) -> AndersonState:
         batch, n = z0.shape
-        nothing, gram, trusted = z0.new_empty(batch, 0, n), z0.new_empty(batch, 0, 0), z0.new_empty(batch, 0)
+        nothing, gram, none = z0.new_empty(batch, 0, n), z0.new_empty(batch, 0, 0), z0.new_empty(batch, 0)
         start = Iterate(z0, f(z0))
-        return AndersonState(z0, start.fz, nothing, nothing, gram, trusted, _length(start.residual), count=0)
+        return AndersonState(z0, start.fz, nothing, nothing, gram, none, none, _length(start.residual), count=0)
 
     def step(self, f: Map, state: AndersonState) -> AndersonState:
         z = self._next(state)
         return self._insert(state, Iterate(z, f(z)))
 
     def _next(self, state: AndersonState) -> Tensor:
-        k = min(state.count, self._limit(state.z))
+        k = state.right.shape[1]
         if k == 0:
             return state.fz if self.damping == 1 else torch.lerp(state.z, state.fz, self.damping)
-        residuals = state.residuals[:, :k]
-        weights = self._weights(state.gram[:, :k, :k], state.trusted[:, :k], products(residuals, state.residual))
-        value = state.fz - combine(weights, state.values[:, :k])
+        weights = self._weights(state.gram[:, :k, :k], state.trusted[:, :k], state.right)
+        value = minus(state.fz, combine(weights, state.values[:, :k]))
         if self.damping == 1:
             return value
-        return value - (1 - self.damping) * (state.residual - combine(weights, residuals))
+        return value - (1 - self.damping) * (state.residual - combine(weights, state.residuals[:, :k]))
 
     def _weights(self, gram: Tensor, trusted: Tensor, right: Tensor) -> Tensor:
         """Of every difference, (batch, k): the system is scaled so that each has length 1, or 0 if it is not trusted."""
@@ -98,21 +99,22 @@ class Anderson(Solver[AndersonState]):
     def _insert(self, state: AndersonState, new: Iterate) -> AndersonState:
         limit = self._limit(new.z)
         slot = state.count % limit
-        residuals = put_difference(room(state.residuals, slot, limit), slot, new.residual, state.residual)
-        values = put_difference(room(state.values, slot, limit), slot, new.fz, state.fz)
-        k = min(state.count + 1, limit)
-        row = products(residuals[:, :k], residuals[:, slot])
-        gram = room(state.gram, slot, limit, dims=(1, 2))
-        gram = _with_row(gram, slot, row)
+        residuals = put_difference(room(state.residuals, slot, limit, blank=False), slot, new.residual, state.residual)
+        values = put_difference(room(state.values, slot, limit, blank=False), slot, new.fz, state.fz)
+        past = residuals[:, : min(state.count + 1, limit)]
+        row, right = products_of_two(past, residuals[:, slot], new.residual)
+        gram = _with_row(room(state.gram, slot, limit, dims=(1, 2)), slot, row)
         length = _length(new.residual)
         usual = length <= GROWTH * state.shortest  # not where it is nan
         shortest = torch.where(usual, torch.minimum(length, state.shortest), length)
         trusted = room(state.trusted, slot, limit) * usual
         trusted[:, slot] = 1
-        return AndersonState(new.z, new.fz, residuals, values, gram, trusted, shortest, state.count + 1, active=state.active)
+        return AndersonState(
+            new.z, new.fz, residuals, values, gram, right, trusted, shortest, state.count + 1, active=state.active
+        )
 
     def _limit(self, z: Tensor) -> int:
-        return memory(self.history, z.shape[1], small=z.shape[1], large=6)
+        return memory(self.history, z.shape[1], small=z.shape[1], medium=6, large=5)
 
 
 def _with_row(gram: Tensor, slot: int, row: Tensor) -> Tensor:

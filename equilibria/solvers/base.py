@@ -119,25 +119,31 @@ def put(buffer: Tensor, slot: int, value: Tensor, active: Tensor | None = None) 
 
 
 SMALL_STATE = 64  # up to this many numbers per sample, full memory costs little and ends an affine problem in n steps
+MEDIUM_STATE = 1024  # beyond, reading the vectors kept costs as much as a cheap cell
 FIRST_SLOTS = 8
 
 
-def memory(setting: int | None, n: int, *, small: int, large: int) -> int:
-    """How many vectors a solver may keep: as set, or by default `small` for a small state and `large` for others."""
+def memory(setting: int | None, n: int, *, small: int, medium: int, large: int) -> int:
+    """How many vectors a solver may keep: as set, or by default what pays for the size of a state."""
     if setting is not None:
         return setting
-    return max(small, 1) if n <= SMALL_STATE else large
+    if n <= SMALL_STATE:
+        return max(small, 1)
+    return medium if n <= MEDIUM_STATE else large
 
 
-def room(buffer: Tensor, slot: int, limit: int, dims: tuple[int, ...] = (1,)) -> Tensor:
-    """`buffer` with a place for `slot` along `dims`, doubled when full: a short solve never pays for a long memory."""
+def room(buffer: Tensor, slot: int, limit: int, dims: tuple[int, ...] = (1,), *, blank: bool = True) -> Tensor:
+    """`buffer` with a place for `slot` along `dims`, doubled when full: a short solve never pays for a long memory.
+
+    New places hold zeros; whatever was in memory, where they need not be `blank`.
+    """
     size = buffer.shape[1]
     if slot < size:
         return buffer
     larger = list(buffer.shape)
     for dim in dims:
         larger[dim] = min(max(2 * size, FIRST_SLOTS), limit)
-    grown = buffer.new_zeros(larger)
+    grown = buffer.new_zeros(larger) if blank else buffer.new_empty(larger)
     grown[tuple(slice(0, extent) for extent in buffer.shape)] = buffer
     return grown
 
@@ -153,9 +159,20 @@ def products(rows: Tensor, x: Tensor) -> Tensor:
     return torch.bmm(x.unsqueeze(1), rows.transpose(1, 2)).squeeze(1)
 
 
+def products_of_two(rows: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """`products` of the same vectors with x and with y: they are read once."""
+    both = torch.bmm(torch.stack((x, y), dim=1), rows.transpose(1, 2))
+    return both[:, 0], both[:, 1]
+
+
 def combine(weights: Tensor, rows: Tensor) -> Tensor:
     """Each sample's k vectors (batch, k, n) added up with weights (batch, k): (batch, n)."""
     return torch.bmm(weights.unsqueeze(1), rows).squeeze(1)
+
+
+def minus(a: Tensor, b: Tensor) -> Tensor:
+    """a - b, written over b where autograd allows: b is nobody else's."""
+    return a - b if a.requires_grad or b.requires_grad else torch.sub(a, b, out=b)
 
 
 def solve_small(matrix: Tensor, right: Tensor) -> Tensor:

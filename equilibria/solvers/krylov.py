@@ -7,14 +7,14 @@ recurrence (f(z) = z + r with r = b - A z); the answer is verified with one eval
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from equilibria.maps import Jacobian, Map
-from equilibria.solvers.base import Iterate, Solver, combine, divide, dot, memory, products, require, room
+from equilibria.solvers.base import Iterate, Solver, combine, divide, dot, memory, minus, products, require, room
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,9 @@ class GMRES(Solver[GMRESState]):
     In the form of Jiranek and Rozloznik (2010), which needs no Hessenberg matrix: the space grows by the residual, and
     where that has hardly shrunk by the last image as well, so that it always grows. Memory 2 restart + 5 states.
 
-    restart  directions kept. Beyond them the oldest one is dropped, in place of beginning anew: near a symmetric A that loses
-             nothing. None: 8, and for states of up to 64 numbers their dimension
+    restart  directions kept. Beyond them the oldest one is dropped, in place of beginning anew: near a symmetric A that
+             loses nothing. None: 8, for states of up to 64 numbers their
+             dimension, of more than 1024 numbers 5
     """
 
     restart: int | None = None
@@ -65,11 +66,11 @@ class GMRES(Solver[GMRESState]):
         return self._begin(z0, f(z0))
 
     def step(self, f: Map, state: GMRESState) -> GMRESState:
-        limit = memory(self.restart, state.z.shape[1], small=state.z.shape[1], large=8)
+        limit = memory(self.restart, state.z.shape[1], small=state.z.shape[1], medium=8, large=5)
         slot = state.count % limit
-        directions, images = (room(part, slot, limit) for part in (state.directions, state.images))
+        directions, images = (room(part, slot, limit, blank=False) for part in (state.directions, state.images))
         p, q = self._extend(f.jacobian(state.base), state, directions, images, slot)
-        share = torch.bmm(q.unsqueeze(1), state.remaining.unsqueeze(2)).squeeze(2)  # (batch, 1)
+        share = dot(q, state.remaining)
         z, remaining = torch.addcmul(state.z, share, p), torch.addcmul(state.remaining, share, q, value=-1)
         length = torch.linalg.vector_norm(remaining, dim=1, keepdim=True)
         return GMRESState(
@@ -103,7 +104,8 @@ class GMRES(Solver[GMRESState]):
         size = torch.linalg.vector_norm(q, dim=1, keepdim=True)
         if k:
             weights = products(images[:, :k], q)
-            p, q = p - combine(weights, directions[:, :k]), q - combine(weights, images[:, :k])
+            p = minus(p, combine(weights, directions[:, :k]))
+            q = minus(q, combine(weights, images[:, :k]))
         length = torch.linalg.vector_norm(q, dim=1, keepdim=True)
         # what is left of an image inside the space is rounding: the space is complete and nothing is to be added
         complete = length <= 10 * torch.finfo(q.dtype).eps * size
