@@ -12,6 +12,7 @@ from equilibria.solvers.base import (
     Iterate,
     Solver,
     combine,
+    differentiated,
     memory,
     minus,
     products_of_two,
@@ -120,7 +121,7 @@ class Anderson(Solver[AndersonState]):
 def _with_row(gram: Tensor, slot: int, row: Tensor) -> Tensor:
     """A symmetric matrix with `row` (batch, k) as the row and the column of a slot."""
     k = row.shape[1]
-    if torch.is_grad_enabled() and (gram.requires_grad or row.requires_grad):
+    if differentiated(gram, row):
         row = torch.nn.functional.pad(row, (0, gram.shape[1] - k))
         return put(put(gram, slot, row).transpose(1, 2), slot, row).transpose(1, 2)
     gram[:, slot, :k] = row

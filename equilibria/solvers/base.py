@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from equilibria import transforms
 from equilibria.maps import Map
 
 
@@ -92,6 +93,13 @@ def rejected(state: Iterate) -> Tensor | None:
     return next((rows for rows in map(rejected, wrapped) if rows is not None), None)
 
 
+def differentiated(*tensors: Tensor) -> bool:
+    """Does anybody follow what is computed from these, in reverse or in forward mode? Then nothing may be written over."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return True
+    return transforms.inside_transform() or transforms.inside_dual_level()
+
+
 def without_graph(x: Tensor) -> Tensor:
     """x.detach(), which is not free, where there is something to detach."""
     return x.detach() if x.requires_grad else x
@@ -99,7 +107,7 @@ def without_graph(x: Tensor) -> Tensor:
 
 def put_difference(buffer: Tensor, slot: int, a: Tensor, b: Tensor) -> Tensor:
     """`put` a - b, without a copy on the way."""
-    if torch.is_grad_enabled() and (buffer.requires_grad or a.requires_grad or b.requires_grad):
+    if differentiated(buffer, a, b):
         return put(buffer, slot, a - b)
     torch.sub(without_graph(a), without_graph(b), out=buffer[:, slot])
     return buffer
@@ -112,7 +120,7 @@ def put(buffer: Tensor, slot: int, value: Tensor, active: Tensor | None = None) 
     """
     if active is not None:
         value = torch.where(active.view(-1, *[1] * (value.dim() - 1)), value, buffer[:, slot])
-    if torch.is_grad_enabled() and (buffer.requires_grad or value.requires_grad):
+    if differentiated(buffer, value):
         return torch.cat([buffer[:, :slot], value.unsqueeze(1), buffer[:, slot + 1 :]], dim=1)
     buffer[:, slot] = value
     return buffer
@@ -172,7 +180,7 @@ def combine(weights: Tensor, rows: Tensor) -> Tensor:
 
 def minus(a: Tensor, b: Tensor) -> Tensor:
     """a - b, written over b where autograd allows: b is nobody else's."""
-    return a - b if a.requires_grad or b.requires_grad else torch.sub(a, b, out=b)
+    return a - b if differentiated(a, b) else torch.sub(without_graph(a), without_graph(b), out=b)
 
 
 def solve_small(matrix: Tensor, right: Tensor) -> Tensor:
@@ -182,7 +190,7 @@ def solve_small(matrix: Tensor, right: Tensor) -> Tensor:
     sample would stop all the others.
     """
     solution = torch.linalg.solve_ex(matrix, right.unsqueeze(2))[0].squeeze(2)
-    if not solution.requires_grad:
+    if not differentiated(solution):
         return torch.nan_to_num_(solution, nan=0.0, posinf=0.0, neginf=0.0)
     # a solution that is not used would still send 0 * nan into the gradient
     usable = torch.isfinite(solution).all(dim=1, keepdim=True)
