@@ -113,6 +113,7 @@ class CellEquation(Equation):
         self.args: tuple[Tensor, ...] = (*tensors, *self._own)
         self.autocast = Autocast.current(layout.device)
         self.precision = torch.finfo(self.autocast.dtype).eps if self.autocast.enabled else layout.precision
+        self._needs_context = self.autocast.enabled or cell.holds
         rows = [layout.has_rows(tensor) for tensor in tensors]
         self.rowwise = (*rows, *[False] * len(still), *map(layout.has_rows, masks), *[False] * len(kept))
         self.owner, self.lasting = _owner(cell.cell), cell.module is not None
@@ -120,7 +121,7 @@ class CellEquation(Equation):
         self.silent = cell.module is None and not any(rows)
 
     def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
-        return self._run(z, args, direct=False)
+        return self._run(z, args, self._unflatten(args), direct=False)
 
     def bind(self, args: Sequence[Tensor]) -> FlatMap:
         own = all(a is b for a, b in zip(args[self._inputs :], self._own, strict=True))
@@ -138,7 +139,8 @@ class CellEquation(Equation):
     def captures(self, z: Tensor) -> tuple[Tensor, bool]:
         """F(z), and whether a plain callable closes over tensors that need gradients."""
         with torch.enable_grad():
-            out = self._run(z, [transforms.primal(arg).detach() for arg in self.args], direct=True)
+            args = [transforms.primal(arg).detach() for arg in self.args]
+            out = self._run(z, args, self._unflatten(args), direct=True)
         mapped = transforms.is_mapped(out) and not any(transforms.is_mapped(arg) for arg in (z, *self.args))
         if mapped or transforms.tangent(out) is not None:
             raise RuntimeError(OUT_OF_REACH)
@@ -152,13 +154,12 @@ class CellEquation(Equation):
             self.cell.cell(self.layout.unpack(z), *self._unflatten(self.args))
         return True
 
-    def _run(self, z: Tensor, args: Sequence[Tensor], *, direct: bool) -> Tensor:
-        state, inputs = self.layout.unpack(z), self._unflatten(args)
+    def _run(self, z: Tensor, args: Sequence[Tensor], inputs: Sequence[Any], *, direct: bool) -> Tensor:
+        state, direct = self.layout.unpack(z), direct and self._moving is False
+        if direct and not self._needs_context:  # the innermost of all loops: a context manager would be felt
+            return self.layout.pack_output(self._fast(state, *inputs), z.shape[0])
         with self.autocast.inside(), self.cell.in_place():
-            if direct and self._moving is False:
-                out = self._fast(state, *inputs)
-            else:
-                out = self._run_functional(state, inputs, args[self._inputs :])
+            out = self._fast(state, *inputs) if direct else self._run_functional(state, inputs, args[self._inputs :])
         return self.layout.pack_output(out, z.shape[0], cast=self.autocast.enabled)
 
     def _run_functional(self, state: State, inputs: Sequence[Any], tensors: Sequence[Tensor]) -> State:
@@ -188,9 +189,10 @@ class _CellMap(BoundMap):
     def __init__(self, equation: CellEquation, args: Sequence[Tensor], *, direct: bool) -> None:
         super().__init__(equation, args)
         self.direct = direct
+        self.inputs = equation._unflatten(args)
 
     def __call__(self, z: Tensor) -> Tensor:
-        return self.equation._run(z, self.args, direct=self.direct)
+        return self.equation._run(z, self.args, self.inputs, direct=self.direct)
 
 
 OUT_OF_REACH = (

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from equilibria.autocast import no_autocast
 from equilibria.compaction import rows_stand_alone, worth_dropping
-from equilibria.ledger import Ledger
+from equilibria.ledger import FLOOR, Ledger
 from equilibria.maps import Counter, FlatMap, Map
 from equilibria.norms import Norm, rms_norm
 from equilibria.solution import Handover, Stats, Status
@@ -105,6 +105,7 @@ def solve(
     precision: float | None = None,
     known: Tensor | None = None,
     keep_state: bool = False,
+    verify: bool = True,
 ) -> Flat:
     """The fixed point of `f` from `z0`, (batch, n), each sample to its own tolerance.
 
@@ -112,12 +113,13 @@ def solve(
     precision   spacing of the numbers `f` computes with, where coarser than z0's dtype
     known       f(z0), where the caller has it already
     keep_state  return the solver's state too
+    verify      evaluate `f` once more where a solver knows f(z) by recurrence only; False: the caller will
     """
     check_solver(solver)
     f = Map(f, Counter(), stop.any_rank())
     if known is not None:
         f.remember(z0, known)
-    problem = _Problem(f, stop, scale, precision or torch.finfo(z0.dtype).eps, keep_state)
+    problem = _Problem(f, stop, scale, precision or torch.finfo(z0.dtype).eps, keep_state, verify)
     with no_autocast(z0.device):
         return _chain(problem, z0, solver) if isinstance(solver, Fallback) else _verified(problem, z0, solver)
 
@@ -129,6 +131,7 @@ class _Problem:
     scale: Tensor | None
     precision: float
     keep_state: bool
+    verify: bool
 
     def ledger(self, z0: Tensor) -> Ledger:
         s = self.stop
@@ -143,11 +146,12 @@ def _run(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> Flat:
     f, stop = problem.f, problem.stop
     state = solver.init(f, z0)
     ledger = problem.ledger(z0)
-    ledger.observe(state.z, state.fz, step=0)
+    often = stop.check_every == 1
+    ledger.observe(state, step=0, look=often)
     compact = stop.compact and stop.process_group is None
     kept, taken = None, 0
     for step in range(1, stop.max_steps + 1):
-        if step % stop.check_every == 0 or step == 1:
+        if often or step % stop.check_every == 0 or step == 1:
             running = ledger.running()  # the read-back
             if not (f.any_rank(running > 0) if f.any_rank else running):
                 break
@@ -160,7 +164,7 @@ def _run(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> Flat:
             if stopped:
                 state = ledger.freeze(state)
         state = solver.step(f, state)
-        ledger.observe(state.z, state.fz, step, rejected(state))
+        ledger.observe(state, step, look=often, rejected=rejected(state))
         taken = step
     kept = gather(kept, state, ledger.index) if problem.keep_state else None
     return Flat(*ledger.close(problem.f.counter), taken, kept, ledger.coupled)
@@ -183,7 +187,7 @@ def _compact(f: Map, state: Iterate, ledger: Ledger) -> tuple[Map, Iterate] | No
 def _verified(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> Flat:
     """Run; where f(z) is known by recurrence only, or from before other rows moved, believe it after an evaluation."""
     flat = _run(problem, z0, solver)
-    if solver.exact and not flat.coupled:
+    if (solver.exact or not problem.verify) and not flat.coupled:
         return flat
     for round in range(VERIFICATIONS + 1):
         claimed = flat.stats.converged
@@ -203,10 +207,11 @@ def _confirm(problem: _Problem, claimed: Flat) -> Flat:
     fz = problem.f(claimed.z)
     problem.f.remember(claimed.z, fz)
     ledger = problem.ledger(claimed.z)
-    ledger.observe(claimed.z, fz, step=0)
+    ledger.observe(Iterate(claimed.z, fz), step=0, look=False)
     _, seen = ledger.close(problem.f.counter)
     unless = torch.where(claimed.stats.converged, Status.STALLED, claimed.stats.status)
-    status = torch.where(seen.converged, seen.status, unless)
+    holds = seen.converged | (claimed.stats.converged & (seen.residual <= problem.stop.rtol + FLOOR * problem.precision))
+    status = torch.where(holds, Status.CONVERGED, unless).to(torch.int8)
     before = claimed.stats
     stats = dataclasses.replace(seen, status=status, steps=before.steps, rejected=before.rejected, best=before.best)
     stats = dataclasses.replace(stats, trace=before.trace, iterates=before.iterates)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -66,12 +67,23 @@ class Layout:
         """Does it look as if it had a row per sample?"""
         return self.batched and tensor.dim() > 0 and tensor.shape[0] == self.batch
 
+    @cached_property
+    def _plain(self) -> Leaf | None:
+        """The one leaf of a state that is a tensor and needs no cast: most are, and then nothing is worth a tree."""
+        leaf = self.leaves[0]
+        same = self.structure.is_leaf() and len(self.leaves) == 1 and leaf.dtype == self.dtype
+        return leaf if same and self.batched else None
+
     def pack(self, state: State) -> Tensor:
         """The state as a matrix, (batch, n)."""
         return self._join(pytree.tree_leaves(state))
 
     def pack_output(self, output: State, rows: int, *, cast: bool = False) -> Tensor:
         """What a cell returned as a matrix, (rows, n)."""
+        leaf = self._plain
+        if leaf is not None and isinstance(output, Tensor) and output.dtype == leaf.dtype:
+            if output.shape == (rows, *leaf.shape):
+                return output if output.dim() == 2 else output.reshape(rows, leaf.columns)
         return self._join(self.check_output(output, rows, cast=cast))
 
     def check_output(self, output: State, rows: int, *, cast: bool = False) -> list[Tensor]:
@@ -91,6 +103,8 @@ class Layout:
 
     def unpack(self, matrix: Tensor) -> State:
         """The nested state that a matrix of any number of rows stands for."""
+        if self._plain is not None:
+            return matrix if len(self._plain.shape) == 1 else matrix.reshape(matrix.shape[0], *self._plain.shape)
         if len(self.leaves) == 1:
             parts: tuple[Tensor, ...] = (matrix,)
         else:

@@ -44,6 +44,7 @@ class Problem:
     opaque: bool = False
     keep_state: bool = False  # of the solver, in the Flat
     solves: int = 0  # how many times the layer was solved in training before
+    verify: bool = True  # look at the answer of a solver that carries its residual by recurrence
 
     def run(self, z0: Tensor, args: Sequence[Tensor]) -> Flat:
         """Solve without a graph; statistics are filed, the failure policy applied."""
@@ -69,7 +70,15 @@ class Problem:
             return solve_whole(f, z0, self.solver, self.stop, right=right, precision=precision, known=self.known)
         scale = None if right is None else self.stop.norm(right)
         return solve(
-            f, z0, self.solver, self.stop, scale=scale, precision=precision, known=self.known, keep_state=self.keep_state
+            f,
+            z0,
+            self.solver,
+            self.stop,
+            scale=scale,
+            precision=precision,
+            known=self.known,
+            keep_state=self.keep_state,
+            verify=self.verify,
         )
 
 

@@ -123,6 +123,10 @@ class Linearisation:
             grads[i] = grad
         return grads, torch.zeros_like(u) if product is None else product
 
+    def forget(self) -> None:
+        """The graph, which a pull has used up: what comes next runs the cell again."""
+        self._graph = None
+
     def _run(self) -> tuple[Tensor, Tensor]:
         if self._graph is None:
             with torch.enable_grad():

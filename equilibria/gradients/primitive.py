@@ -17,9 +17,11 @@ from equilibria.gradients.approximations import Approximation
 from equilibria.gradients.base import Problem, quarantine, unit
 from equilibria.gradients.folded import Fold, FoldedEquation
 from equilibria.gradients.linear import AdjointEquation, Linearisation, TangentEquation
+from equilibria.ledger import FLOOR
 from equilibria.maps import Affine
 from equilibria.solution import Status, empty_stats
 from equilibria.solve import Stop
+from equilibria.solvers.base import Solver
 from equilibria.solvers.fallback import AnySolver
 
 
@@ -61,22 +63,27 @@ class Differentiable:
     def cotangent(self, system: Affine) -> Tensor:
         """The solution u = J'u + v of an adjoint system, exact or by the formula; first order."""
         adjoint, right = self.adjoint().problem, system.offset
-        if self.approximation is None:
+        if self.approximation is None:  # whoever asked pulls it back through the cell next, which verifies it
+            adjoint = dataclasses.replace(adjoint, verify=adjoint.equation.coupled, known=right)
             return adjoint.run_map(system, torch.zeros_like(right), right).z
         u = self.approximation(system.product, right)
         if self.when is None:
             return u
-        return u + self._correction(adjoint, system, u)
+        return u + self._correction(system, u)
 
-    def _correction(self, adjoint: Problem, system: Affine, u: Tensor) -> Tensor:
+    def _correction(self, system: Affine, u: Tensor) -> Tensor:
         """The exact remainder of the samples for which the formula does not do: d = J'd + (v + J'u - u)."""
         assert self.when is not None
         left = system(u) - u
         norm = self.stop.norm
         enough = norm(left) <= self.when * norm(system.offset)
-        left = torch.where(enough.unsqueeze(1), torch.zeros_like(left), left)
+        return self.rest(system, torch.where(enough.unsqueeze(1), torch.zeros_like(left), left))
+
+    def rest(self, system: Affine, left: Tensor) -> Tensor:
+        """What is missing from a cotangent that leaves a residual of `left`."""
         remainder = Affine(system.product, system.transposed, left)
-        return adjoint.run_map(remainder, torch.zeros_like(u), system.offset).z
+        adjoint = dataclasses.replace(self.adjoint().problem, known=left)  # J'0 + left
+        return adjoint.run_map(remainder, torch.zeros_like(left), system.offset).z
 
 
 class FixedPoint(Function):
@@ -85,7 +92,8 @@ class FixedPoint(Function):
     @staticmethod
     def forward(task: Differentiable, z0: Tensor, *args: Tensor) -> tuple[Tensor, Tensor]:
         flat = task.problem.run(z0, [transforms.primal(arg) for arg in args])
-        return flat.z, flat.stats.status
+        z = flat.z.clone() if flat.z is z0 else flat.z  # autograd does not take back what it has given
+        return z, flat.stats.status
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -135,15 +143,32 @@ def pull_once(
         at = Linearisation(equation, z, args, needs)
         size = unit(equation, v)
         right = v / size
-        u = task.cotangent(adjoint.bind_at(at, right))
+        system = adjoint.bind_at(at, right)
+        u = task.cotangent(system)
         grads, product = at.pull(u * size)
         finite = torch.isfinite(product).all(dim=1)
         if bool(finite.all()):
+            left = product / size + right - u
             if task.approximation is not None:
-                file_residual(task, product / size + right - u, right)
+                file_residual(task, left, right)
+            elif not _confirmed(task, left, right):
+                at.forget()
+                return at.pull((u + task.rest(system, left)) * size)[0]
             return grads
         # a derivative of this sample is not finite: it would poison the sum over the batch even with weight zero
         good, some_bad = good & finite, True
+
+
+def _confirmed(task: Differentiable, left: Tensor, right: Tensor) -> bool:
+    """Is the adjoint as well solved as it was said to be? The residual that was seen is filed."""
+    stats, norm = task.problem.report.adjoint, task.stop.norm
+    assert stats is not None
+    if isinstance(task.solver, Solver) and task.solver.exact:
+        return True
+    residual = norm(left) / norm(right).clamp_min(torch.finfo(right.dtype).tiny)
+    task.problem.report.adjoint = dataclasses.replace(stats, residual=residual)
+    wrong = stats.converged & ~(residual <= task.stop.rtol + FLOOR * task.problem.equation.precision)
+    return not bool(wrong.any())
 
 
 def _pull_any_order(

@@ -8,21 +8,35 @@ import torch
 from torch import Tensor
 
 from equilibria.maps import Map
-from equilibria.solvers.base import Iterate, Solver, combine, divide, memory, products, put, require, room, solve_small
+from equilibria.solvers.base import (
+    Iterate,
+    Solver,
+    combine,
+    differentiated,
+    memory,
+    minus,
+    products_of_two,
+    put,
+    put_difference,
+    require,
+    room,
+    solve_small,
+)
 
 GROWTH = 5.0  # a residual this many times the shortest one: the history describes another place
 
 
 @dataclass(frozen=True)
 class AndersonState(Iterate):
-    """With the last differences of residuals and of iterates, scaled so that each residual difference has length 1."""
+    """With the last differences of residuals and of values, in a ring."""
 
-    residuals: Tensor  # (batch, slots, n)
-    iterates: Tensor  # (batch, slots, n)
+    residuals: Tensor  # (batch, slots, n), differences of f(z) - z
+    values: Tensor  # (batch, slots, n), differences of f(z)
     gram: Tensor  # (batch, slots, slots), inner products of `residuals`
+    right: Tensor  # (batch, slots), inner products of `residuals` with the present f(z) - z
     trusted: Tensor  # (batch, slots), 1 for the differences since the sample last began anew, 0 for others
     shortest: Tensor  # (batch, 1), residual since then
-    count: int  # differences seen so far; they lie in a ring
+    count: int  # differences seen so far
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +50,7 @@ class Anderson(Solver[AndersonState]):
     A sample whose residual grows past five times its shortest forgets its history and begins anew with a plain step.
     One evaluation a step; 2 history + 2 states of memory.
 
-    history  differences kept; None: 6, and for states of up to 64 numbers all
+    history  differences kept; None: 6, for states of up to 64 numbers all, of more than 1024 numbers 5
     damping  how much of the mixed residual is added
     ridge    relative to the length of the differences, so that the same setting serves at residual 1 and at 1e-8;
              None takes what the dtype needs for a stable solve
@@ -56,48 +70,63 @@ class Anderson(Solver[AndersonState]):
 
     def init(self, f: Map, z0: Tensor) -> AndersonState:
         batch, n = z0.shape
-        fz, nothing = f(z0), z0.new_zeros(batch, 0, n)
-        gram, trusted = z0.new_zeros(batch, 0, 0), z0.new_zeros(batch, 0)
-        return AndersonState(z0, fz, nothing, nothing, gram, trusted, _length(fz - z0), count=0)
+        nothing, gram, none = z0.new_empty(batch, 0, n), z0.new_empty(batch, 0, 0), z0.new_empty(batch, 0)
+        start = Iterate(z0, f(z0))
+        return AndersonState(z0, start.fz, nothing, nothing, gram, none, none, _length(start.residual), count=0)
 
     def step(self, f: Map, state: AndersonState) -> AndersonState:
-        residual = state.fz - state.z
-        z = state.z + self.damping * residual
-        if state.count:
-            z = z - self._correction(state, residual)
-        fz = f(z)
-        return self._insert(state, z, fz, residual)
+        z = self._next(state)
+        return self._insert(state, Iterate(z, f(z)))
 
-    def _correction(self, state: AndersonState, residual: Tensor) -> Tensor:
-        k = min(state.count, self._limit(residual))
-        residuals, trusted = state.residuals[:, :k], state.trusted[:, :k]
-        ridge = 10 * torch.finfo(residual.dtype).eps if self.ridge is None else self.ridge
-        # what is not trusted is cut out of the system: zero beside the diagonal and on the right
-        gram = state.gram[:, :k, :k] * (trusted.unsqueeze(1) * trusted.unsqueeze(2))
-        gram = gram + torch.diag_embed(1 - trusted + ridge)
-        weights = solve_small(gram, trusted * products(residuals, residual))
-        return combine(weights, state.iterates[:, :k]) + self.damping * combine(weights, residuals)
+    def _next(self, state: AndersonState) -> Tensor:
+        k = state.right.shape[1]
+        if k == 0:
+            return state.fz if self.damping == 1 else torch.lerp(state.z, state.fz, self.damping)
+        weights = self._weights(state.gram[:, :k, :k], state.trusted[:, :k], state.right)
+        value = minus(state.fz, combine(weights, state.values[:, :k]))
+        if self.damping == 1:
+            return value
+        return value - (1 - self.damping) * (state.residual - combine(weights, state.residuals[:, :k]))
 
-    def _insert(self, state: AndersonState, z: Tensor, fz: Tensor, before: Tensor) -> AndersonState:
-        limit, active = self._limit(z), state.active
+    def _weights(self, gram: Tensor, trusted: Tensor, right: Tensor) -> Tensor:
+        """Of every difference, (batch, k): the system is scaled so that each has length 1, or 0 if it is not trusted."""
+        limits = torch.finfo(gram.dtype)
+        scale = gram.diagonal(dim1=1, dim2=2).clamp_min(limits.tiny).rsqrt() * trusted
+        ridge = 10 * limits.eps if self.ridge is None else self.ridge
+        matrix = gram * (scale.unsqueeze(1) * scale.unsqueeze(2))
+        matrix.diagonal(dim1=1, dim2=2).add_(ridge)
+        return scale * solve_small(matrix, scale * right)
+
+    def _insert(self, state: AndersonState, new: Iterate) -> AndersonState:
+        limit = self._limit(new.z)
         slot = state.count % limit
-        residual = fz - z
-        length, difference = _length(residual), residual - before
-        size = _length(difference)
-        residuals = put(room(state.residuals, slot, limit), slot, divide(difference, size), active)
-        iterates = put(room(state.iterates, slot, limit), slot, divide(z - state.z, size), active)
-        row = products(residuals, residuals[:, slot])
-        gram = put(room(state.gram, slot, limit, dims=(1, 2)), slot, row, active)
-        gram = put(gram.transpose(1, 2), slot, row, active).transpose(1, 2)
-        trusted = room(state.trusted, slot, limit)
-        plain = ~trusted.any(dim=1, keepdim=True)  # growth in a plain step is the map's own and worth knowing
-        anew = ~(length <= GROWTH * state.shortest)  # also where it is nan
-        trusted = put(trusted * ~anew, slot, (plain | ~anew).squeeze(1).to(trusted.dtype), active)
-        shortest = torch.where(anew, length, torch.minimum(length, state.shortest))
-        return AndersonState(z, fz, residuals, iterates, gram, trusted, shortest, state.count + 1, active=active)
+        residuals = put_difference(room(state.residuals, slot, limit, blank=False), slot, new.residual, state.residual)
+        values = put_difference(room(state.values, slot, limit, blank=False), slot, new.fz, state.fz)
+        past = residuals[:, : min(state.count + 1, limit)]
+        row, right = products_of_two(past, residuals[:, slot], new.residual)
+        gram = _with_row(room(state.gram, slot, limit, dims=(1, 2)), slot, row)
+        length = _length(new.residual)
+        usual = length <= GROWTH * state.shortest  # not where it is nan
+        shortest = torch.where(usual, torch.minimum(length, state.shortest), length)
+        trusted = room(state.trusted, slot, limit) * usual
+        trusted[:, slot] = 1
+        return AndersonState(
+            new.z, new.fz, residuals, values, gram, right, trusted, shortest, state.count + 1, active=state.active
+        )
 
     def _limit(self, z: Tensor) -> int:
-        return memory(self.history, z.shape[1], small=z.shape[1], large=6)
+        return memory(self.history, z.shape[1], small=z.shape[1], medium=6, large=5)
+
+
+def _with_row(gram: Tensor, slot: int, row: Tensor) -> Tensor:
+    """A symmetric matrix with `row` (batch, k) as the row and the column of a slot."""
+    k = row.shape[1]
+    if differentiated(gram, row):
+        row = torch.nn.functional.pad(row, (0, gram.shape[1] - k))
+        return put(put(gram, slot, row).transpose(1, 2), slot, row).transpose(1, 2)
+    gram[:, slot, :k] = row
+    gram[:, :k, slot] = row
+    return gram
 
 
 def _length(x: Tensor) -> Tensor:

@@ -6,11 +6,13 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from equilibria import transforms
 from equilibria.maps import Map
 
 
@@ -25,6 +27,11 @@ class Iterate:
     fz: Tensor  # (batch, n), f(z) is always known: the residual costs nothing
     active: Tensor | None = dataclasses.field(default=None, kw_only=True)  # (batch,) rows still running; None: all
     rejected: Tensor | None = dataclasses.field(default=None, kw_only=True)  # (batch,) rows whose step was thrown away
+
+    @cached_property
+    def residual(self) -> Tensor:
+        """(batch, n), f(z) - z."""
+        return self.fz - self.z
 
 
 S = TypeVar("S", bound=Iterate)
@@ -86,39 +93,65 @@ def rejected(state: Iterate) -> Tensor | None:
     return next((rows for rows in map(rejected, wrapped) if rows is not None), None)
 
 
-def put(buffer: Tensor, slot: int, value: Tensor, active: Tensor | None) -> Tensor:
+def differentiated(*tensors: Tensor) -> bool:
+    """Does anybody follow what is computed from these, in reverse or in forward mode? Then nothing may be written over."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return True
+    return transforms.inside_transform() or transforms.inside_dual_level()
+
+
+def without_graph(x: Tensor) -> Tensor:
+    """x.detach(), which is not free, where there is something to detach."""
+    return x.detach() if x.requires_grad else x
+
+
+def put_difference(buffer: Tensor, slot: int, a: Tensor, b: Tensor) -> Tensor:
+    """`put` a - b, without a copy on the way."""
+    if differentiated(buffer, a, b):
+        return put(buffer, slot, a - b)
+    torch.sub(without_graph(a), without_graph(b), out=buffer[:, slot])
+    return buffer
+
+
+def put(buffer: Tensor, slot: int, value: Tensor, active: Tensor | None = None) -> Tensor:
     """`buffer` (batch, slots, ...) with `value` in one slot of the active rows.
 
     In place, because a copy of the history would cost more than the step; not where autograd needs the old one.
     """
     if active is not None:
         value = torch.where(active.view(-1, *[1] * (value.dim() - 1)), value, buffer[:, slot])
-    if torch.is_grad_enabled() and (buffer.requires_grad or value.requires_grad):
+    if differentiated(buffer, value):
         return torch.cat([buffer[:, :slot], value.unsqueeze(1), buffer[:, slot + 1 :]], dim=1)
     buffer[:, slot] = value
     return buffer
 
 
 SMALL_STATE = 64  # up to this many numbers per sample, full memory costs little and ends an affine problem in n steps
+MEDIUM_STATE = 1024  # beyond, reading the vectors kept costs as much as a cheap cell
 FIRST_SLOTS = 8
 
 
-def memory(setting: int | None, n: int, *, small: int, large: int) -> int:
-    """How many vectors a solver may keep: as set, or by default `small` for a small state and `large` for others."""
+def memory(setting: int | None, n: int, *, small: int, medium: int, large: int) -> int:
+    """How many vectors a solver may keep: as set, or by default what pays for the size of a state."""
     if setting is not None:
         return setting
-    return max(small, 1) if n <= SMALL_STATE else large
+    if n <= SMALL_STATE:
+        return max(small, 1)
+    return medium if n <= MEDIUM_STATE else large
 
 
-def room(buffer: Tensor, slot: int, limit: int, dims: tuple[int, ...] = (1,)) -> Tensor:
-    """`buffer` with a place for `slot` along `dims`, doubled when full: a short solve never pays for a long memory."""
+def room(buffer: Tensor, slot: int, limit: int, dims: tuple[int, ...] = (1,), *, blank: bool = True) -> Tensor:
+    """`buffer` with a place for `slot` along `dims`, doubled when full: a short solve never pays for a long memory.
+
+    New places hold zeros; whatever was in memory, where they need not be `blank`.
+    """
     size = buffer.shape[1]
     if slot < size:
         return buffer
     larger = list(buffer.shape)
     for dim in dims:
         larger[dim] = min(max(2 * size, FIRST_SLOTS), limit)
-    grown = buffer.new_zeros(larger)
+    grown = buffer.new_zeros(larger) if blank else buffer.new_empty(larger)
     grown[tuple(slice(0, extent) for extent in buffer.shape)] = buffer
     return grown
 
@@ -130,12 +163,24 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 
 def products(rows: Tensor, x: Tensor) -> Tensor:
     """Inner products of each sample's k vectors (batch, k, n) with its x (batch, n): (batch, k)."""
-    return torch.bmm(rows, x.unsqueeze(2)).squeeze(2)
+    # this way round it is twice as fast on a CPU
+    return torch.bmm(x.unsqueeze(1), rows.transpose(1, 2)).squeeze(1)
+
+
+def products_of_two(rows: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """`products` of the same vectors with x and with y: they are read once."""
+    both = torch.bmm(torch.stack((x, y), dim=1), rows.transpose(1, 2))
+    return both[:, 0], both[:, 1]
 
 
 def combine(weights: Tensor, rows: Tensor) -> Tensor:
     """Each sample's k vectors (batch, k, n) added up with weights (batch, k): (batch, n)."""
     return torch.bmm(weights.unsqueeze(1), rows).squeeze(1)
+
+
+def minus(a: Tensor, b: Tensor) -> Tensor:
+    """a - b, written over b where autograd allows: b is nobody else's."""
+    return a - b if differentiated(a, b) else torch.sub(without_graph(a), without_graph(b), out=b)
 
 
 def solve_small(matrix: Tensor, right: Tensor) -> Tensor:
@@ -145,12 +190,13 @@ def solve_small(matrix: Tensor, right: Tensor) -> Tensor:
     sample would stop all the others.
     """
     solution = torch.linalg.solve_ex(matrix, right.unsqueeze(2))[0].squeeze(2)
+    if not differentiated(solution):
+        return torch.nan_to_num_(solution, nan=0.0, posinf=0.0, neginf=0.0)
+    # a solution that is not used would still send 0 * nan into the gradient
     usable = torch.isfinite(solution).all(dim=1, keepdim=True)
-    if solution.requires_grad:  # a solution that is not used would still send 0 * nan into the gradient
-        eye = torch.eye(matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
-        safe = torch.where(usable.unsqueeze(2), matrix, eye), torch.where(usable, right, torch.zeros_like(right))
-        return torch.linalg.solve_ex(safe[0], safe[1].unsqueeze(2))[0].squeeze(2)
-    return torch.where(usable, solution, torch.zeros_like(solution))
+    eye = torch.eye(matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
+    safe = torch.where(usable.unsqueeze(2), matrix, eye), torch.where(usable, right, torch.zeros_like(right))
+    return torch.linalg.solve_ex(safe[0], safe[1].unsqueeze(2))[0].squeeze(2)
 
 
 def divide(a: Tensor, b: Tensor) -> Tensor:

@@ -92,4 +92,4 @@ class Broyden(Solver[BroydenState]):
         return BroydenState(z, fz, steps, sums, core, state.count + 1, active=state.active)
 
     def _limit(self, z: Tensor) -> int:
-        return memory(self.history, z.shape[1], small=2 * z.shape[1], large=20)
+        return memory(self.history, z.shape[1], small=2 * z.shape[1], medium=20, large=20)

@@ -70,7 +70,7 @@ class Newton(Solver[NewtonState]):
             if not f.any(active):
                 break
             inner = self.linear.step(system, inner)
-            error = torch.linalg.vector_norm(inner.fz - inner.z, dim=1)
+            error = torch.linalg.vector_norm(inner.residual, dim=1)
             usable = active & torch.isfinite(error)
             delta = torch.where(usable.unsqueeze(1), inner.z, delta)
             active = usable & (error > state.forcing * before)
