@@ -50,7 +50,7 @@ class Ledger:
         self.status: Tensor | None = None  # None: every row is running
         self.residual: Tensor
         self.steps: Tensor
-        self.best: Tensor  # the step whose iterate is kept
+        self.best: Tensor | None = None  # the step whose iterate is kept; None: the last one
         self.rejected: Tensor
         self.counted: int | None = None  # rows running after the last entry, where that is known
         self.watchful = patience is not None or rtol < self.floor  # is progress to be followed?
@@ -74,25 +74,37 @@ class Ledger:
             self._keep(state.z.detach(), step)
 
     def _glance(self, z: Tensor, length: Tensor, size: Tensor, step: int) -> bool:
-        """Has every row come closer, and none arrived? Then the last iterate is the best, and that is all there is."""
+        """Has no row arrived? Then there is no more to write down than which iterate is the best: mostly the last one."""
         if not self.rows:
             return False
         tolerance = self.rtol * size if self.atol == 0 else torch.add(self.atol, size, alpha=self.rtol)
         excess = length / tolerance
         growth = excess if self.excess is None else excess / self.excess
         worst, short = torch.stack((growth.amax(), (excess > 1).sum(dtype=excess.dtype))).tolist()
-        limit = float("inf") if self.excess is None else 1.0
-        if not (worst < limit and short == self.rows):  # nan compares false
+        if not (worst < float("inf") and short == self.rows):  # nan compares false
             self.counted = None if worst == float("inf") else int(short)  # nan is not short of its tolerance: it has stopped
             return False
-        self.z, self.excess, self.length, self.size, self.step = z, excess, length, size, step
+        if self.excess is None or worst < 1:
+            self.z, self.excess, self.length, self.size, self.best = z, excess, length, size, None
+        else:
+            self._keep_best(z, excess, length, size, step)
+        self.step = step
         return True
+
+    def _keep_best(self, z: Tensor, excess: Tensor, length: Tensor, size: Tensor, step: int) -> None:
+        """Some rows are no better than before."""
+        assert self.excess is not None
+        better = excess < self.excess
+        self.best = torch.where(better, step, self.step if self.best is None else self.best)
+        self.z = torch.where(better.unsqueeze(1), z, self.z)
+        self.excess = torch.where(better, excess, self.excess)
+        self.length, self.size = torch.where(better, length, self.length), torch.where(better, size, self.size)
 
     def _enter(self, z: Tensor, length: Tensor, size: Tensor, step: int, rejected: Tensor | None) -> None:
         """Row by row, without asking."""
         if self.status is None:
             self._open()
-        assert self.status is not None and self.excess is not None
+        assert self.status is not None and self.excess is not None and self.best is not None
         residual = length / size.clamp_min(torch.finfo(size.dtype).tiny)
         tolerance = self.atol + self.rtol * size
         excess = length / torch.maximum(tolerance, 1e-6 * torch.finfo(size.dtype).eps * size).clamp_min(1e-30)
@@ -116,7 +128,7 @@ class Ledger:
         batch, device = self.rows, self.z.device
         self.status = torch.full((batch,), RUNNING, dtype=torch.int8, device=device)
         self.steps = torch.full((batch,), self.step, dtype=torch.int64, device=device)
-        self.best = self.steps
+        self.best = self.steps if self.best is None else self.best
         self.rejected = torch.zeros_like(self.steps)
         self.waiting = self.rejected
         if self.excess is None:

@@ -8,32 +8,17 @@ import torch
 from torch import Tensor
 
 from equilibria.maps import Map
-from equilibria.solvers.base import (
-    Iterate,
-    Solver,
-    combine,
-    differentiated,
-    memory,
-    minus,
-    products_of_two,
-    put,
-    put_difference,
-    require,
-    room,
-    solve_small,
-)
+from equilibria.solvers.base import Iterate, Solver, combine, differentiated, memory, minus, products, put, require, room
 
 GROWTH = 5.0  # a residual this many times the shortest one: the history describes another place
 
 
 @dataclass(frozen=True)
 class AndersonState(Iterate):
-    """With the last differences of residuals and of values, in a ring."""
+    """With differences of residuals, made orthonormal, and the differences of values that go with them, in a ring."""
 
-    residuals: Tensor  # (batch, slots, n), differences of f(z) - z
-    values: Tensor  # (batch, slots, n), differences of f(z)
-    gram: Tensor  # (batch, slots, slots), inner products of `residuals`
-    right: Tensor  # (batch, slots), inner products of `residuals` with the present f(z) - z
+    residuals: Tensor  # (batch, slots, n)
+    values: Tensor  # (batch, slots, n)
     trusted: Tensor  # (batch, slots), 1 for the differences since the sample last began anew, 0 for others
     shortest: Tensor  # (batch, 1), residual since then
     count: int  # differences seen so far
@@ -43,17 +28,19 @@ class AndersonState(Iterate):
 class Anderson(Solver[AndersonState]):
     """Mix the last steps so that the linearised residual is least (Anderson 1965; Walker and Ni 2011).
 
-    With residuals g = f(z) - z and differences dg, dz over the last `history` steps,
+    With residuals g = f(z) - z and differences dg, df of residuals and values over the last `history` steps,
 
-        weights = argmin |g - dg' weights|^2 + ridge |weights|^2,   z <- z + damping g - (dz + damping dg)' weights
+        weights = argmin |g - dg' weights|^2,   z <- f(z) - df' weights
 
-    A sample whose residual grows past five times its shortest forgets its history and begins anew with a plain step.
-    One evaluation a step; 2 history + 2 states of memory.
+    The differences are made orthonormal one after the other, which solves the least squares by inner products alone. A new
+    one is made orthogonal to those kept (Tang and others 2024, truncated Gram-Schmidt): where the Jacobian is close to
+    symmetric those dropped were orthogonal to it anyway, and a history of two does as well as the whole. A sample whose
+    residual grows past five times its shortest forgets its history. One evaluation a step; 2 history + 3 states of memory.
 
-    history  differences kept; None: 6, for states of up to 64 numbers all, of more than 1024 numbers 5
+    history  differences kept; None: 8, for states of up to 64 numbers all, of more than 1024 numbers 4
     damping  how much of the mixed residual is added
-    ridge    relative to the length of the differences, so that the same setting serves at residual 1 and at 1e-8;
-             None takes what the dtype needs for a stable solve
+    ridge    a difference that lies within the others but for this share of its length is left out; None: what the dtype
+             can tell from rounding
     """
 
     history: int | None = None
@@ -70,63 +57,53 @@ class Anderson(Solver[AndersonState]):
 
     def init(self, f: Map, z0: Tensor) -> AndersonState:
         batch, n = z0.shape
-        nothing, gram, none = z0.new_empty(batch, 0, n), z0.new_empty(batch, 0, 0), z0.new_empty(batch, 0)
-        start = Iterate(z0, f(z0))
-        return AndersonState(z0, start.fz, nothing, nothing, gram, none, none, _length(start.residual), count=0)
+        start, nothing = Iterate(z0, f(z0)), z0.new_empty(batch, 0, n)
+        return AndersonState(z0, start.fz, nothing, nothing, z0.new_empty(batch, 0), _length(start.residual), count=0)
 
     def step(self, f: Map, state: AndersonState) -> AndersonState:
         z = self._next(state)
         return self._insert(state, Iterate(z, f(z)))
 
     def _next(self, state: AndersonState) -> Tensor:
-        k = state.right.shape[1]
+        k = min(state.count, self._limit(state.z))
         if k == 0:
             return state.fz if self.damping == 1 else torch.lerp(state.z, state.fz, self.damping)
-        weights = self._weights(state.gram[:, :k, :k], state.trusted[:, :k], state.right)
+        residuals = state.residuals[:, :k]
+        weights = products(residuals, state.residual) * state.trusted[:, :k]
         value = minus(state.fz, combine(weights, state.values[:, :k]))
         if self.damping == 1:
             return value
-        return value - (1 - self.damping) * (state.residual - combine(weights, state.residuals[:, :k]))
-
-    def _weights(self, gram: Tensor, trusted: Tensor, right: Tensor) -> Tensor:
-        """Of every difference, (batch, k): the system is scaled so that each has length 1, or 0 if it is not trusted."""
-        limits = torch.finfo(gram.dtype)
-        scale = gram.diagonal(dim1=1, dim2=2).clamp_min(limits.tiny).rsqrt() * trusted
-        ridge = 10 * limits.eps if self.ridge is None else self.ridge
-        matrix = gram * (scale.unsqueeze(1) * scale.unsqueeze(2))
-        matrix.diagonal(dim1=1, dim2=2).add_(ridge)
-        return scale * solve_small(matrix, scale * right)
+        return value - (1 - self.damping) * minus(state.residual, combine(weights, residuals))
 
     def _insert(self, state: AndersonState, new: Iterate) -> AndersonState:
         limit = self._limit(new.z)
-        slot = state.count % limit
-        residuals = put_difference(room(state.residuals, slot, limit, blank=False), slot, new.residual, state.residual)
-        values = put_difference(room(state.values, slot, limit, blank=False), slot, new.fz, state.fz)
-        past = residuals[:, : min(state.count + 1, limit)]
-        row, right = products_of_two(past, residuals[:, slot], new.residual)
-        gram = _with_row(room(state.gram, slot, limit, dims=(1, 2)), slot, row)
+        slot, k = state.count % limit, min(state.count, limit)
         length = _length(new.residual)
         usual = length <= GROWTH * state.shortest  # not where it is nan
         shortest = torch.where(usual, torch.minimum(length, state.shortest), length)
         trusted = room(state.trusted, slot, limit) * usual
-        trusted[:, slot] = 1
-        return AndersonState(
-            new.z, new.fz, residuals, values, gram, right, trusted, shortest, state.count + 1, active=state.active
-        )
+        residuals, values = (room(part, slot, limit, blank=False) for part in (state.residuals, state.values))
+        residual, value = new.residual - state.residual, new.fz - state.fz
+        size = _length(residual)
+        if k:
+            weights = products(residuals[:, :k], residual) * trusted[:, :k]
+            residual = minus(residual, combine(weights, residuals[:, :k]))
+            value = minus(value, combine(weights, values[:, :k]))
+        left = _length(residual)
+        # what is left of a difference inside the space of the others is rounding, and says nothing
+        empty = left <= self._threshold(left.dtype) * size
+        scale = left.masked_fill(empty, 1.0).reciprocal().masked_fill(empty, 0.0)  # no 1 / 0 for a derivative to meet
+        residuals = put(residuals, slot, residual * scale)
+        values = put(values, slot, value * scale)
+        trusted = trusted.clone() if differentiated(residual, value) else trusted
+        trusted[:, slot].fill_(1)
+        return AndersonState(new.z, new.fz, residuals, values, trusted, shortest, state.count + 1, active=state.active)
+
+    def _threshold(self, dtype: torch.dtype) -> float:
+        return torch.finfo(dtype).eps ** 0.5 if self.ridge is None else self.ridge
 
     def _limit(self, z: Tensor) -> int:
-        return memory(self.history, z.shape[1], small=z.shape[1], medium=6, large=5)
-
-
-def _with_row(gram: Tensor, slot: int, row: Tensor) -> Tensor:
-    """A symmetric matrix with `row` (batch, k) as the row and the column of a slot."""
-    k = row.shape[1]
-    if differentiated(gram, row):
-        row = torch.nn.functional.pad(row, (0, gram.shape[1] - k))
-        return put(put(gram, slot, row).transpose(1, 2), slot, row).transpose(1, 2)
-    gram[:, slot, :k] = row
-    gram[:, :k, slot] = row
-    return gram
+        return memory(self.history, z.shape[1], small=z.shape[1], medium=8, large=4)
 
 
 def _length(x: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class GMRES(Solver[GMRESState]):
 
     restart  directions kept. Beyond them the oldest one is dropped, in place of beginning anew: near a symmetric A that
              loses nothing. None: 8, for states of up to 64 numbers their
-             dimension, of more than 1024 numbers 5
+             dimension, of more than 1024 numbers 4
     """
 
     restart: int | None = None
@@ -66,7 +66,7 @@ class GMRES(Solver[GMRESState]):
         return self._begin(z0, f(z0))
 
     def step(self, f: Map, state: GMRESState) -> GMRESState:
-        limit = memory(self.restart, state.z.shape[1], small=state.z.shape[1], medium=8, large=5)
+        limit = memory(self.restart, state.z.shape[1], small=state.z.shape[1], medium=8, large=4)
         slot = state.count % limit
         directions, images = (room(part, slot, limit, blank=False) for part in (state.directions, state.images))
         p, q = self._extend(f.jacobian(state.base), state, directions, images, slot)
