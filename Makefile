@@ -24,8 +24,8 @@ lint: .venv/installed-train .venv/installed-dev ## Lint, check format and types
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-bench: .venv/installed-dev ## Measure the solvers next to TorchDEQ
-	$(BIN)/python benchmarks/solvers.py
+bench: .venv/installed-train .venv/installed-dev ## Measure training steps next to TorchDEQ, two minutes
+	OMP_NUM_THREADS=1 $(BIN)/equilibria bench --quick
 
 docs: .venv/installed-docs ## Build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

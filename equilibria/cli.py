@@ -14,6 +14,7 @@ except ModuleNotFoundError as error:
     raise SystemExit("The command line needs the extra `train`: pip install 'equilibria[train]'.") from error
 
 import equilibria
+from equilibria.bench.command import main as run_bench
 from equilibria.diagnosis.doctor import diagnose as run_diagnosis
 from equilibria.diagnosis.illnesses import EXAMPLES
 
@@ -49,6 +50,12 @@ def diagnose(
     found = run_diagnosis(model, batch)
     typer.echo(str(found))
     typer.echo(f"\npage, plots and numbers: {found.save(output)}")
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def bench(context: typer.Context) -> None:
+    """Training steps next to TorchDEQ's at equal achieved accuracy; `equilibria bench --help` lists the options."""
+    raise typer.Exit(run_bench(context.args))
 
 
 def _example(name: str) -> tuple[Any, Any]:

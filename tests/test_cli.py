@@ -87,5 +87,11 @@ def test_wrong_targets_are_explained(
     assert complaint in text
 
 
+def test_bench_takes_its_own_options() -> None:
+    code, text = run("bench", "--help")
+    assert code == 0
+    assert "--quick" in text
+
+
 def test_version() -> None:
     assert run("--version") == (0, f"{eq.__version__}\n")

@@ -24,6 +24,8 @@ def run(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
         ("digits.py", ["--epochs", "2"], "implicit gradient"),
         ("phantom_precision.py", ["--size", "16", "--batch", "4"], "damping 0.5"),
         ("memory.py", ["--width", "16", "--batch", "32"], "last/first"),
+        ("stability.py", ["--epochs", "1"], "spectral norm"),
+        ("jacobian_regularization.py", ["--epochs", "1", "--runs", "1"], "steps to 1e-3"),
     ],
 )
 def test_example(

@@ -10,7 +10,8 @@ from torch import Tensor
 from equilibria.maps import Map
 from equilibria.solvers.base import Iterate, Solver, combine, differentiated, memory, minus, products, put, require, room
 
-GROWTH = 5.0  # a residual this many times the shortest one: the history describes another place
+GROWTH = 5.0  # a residual this many times the shortest one: the history describes another place,
+PATIENCE = 3  # and so it does after so many steps in which none was shorter
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class AndersonState(Iterate):
     values: Tensor  # (batch, slots, n)
     trusted: Tensor  # (batch, slots), 1 for the differences since the sample last began anew, 0 for others
     shortest: Tensor  # (batch, 1), residual since then
+    waited: Tensor  # (batch, 1), steps since it was found
     count: int  # differences seen so far
 
 
@@ -35,7 +37,8 @@ class Anderson(Solver[AndersonState]):
     The differences are made orthonormal one after the other, which solves the least squares by inner products alone. A new
     one is made orthogonal to those kept (Tang and others 2024, truncated Gram-Schmidt): where the Jacobian is close to
     symmetric those dropped were orthogonal to it anyway, and a history of two does as well as the whole. A sample whose
-    residual grows past five times its shortest forgets its history. One evaluation a step; 2 history + 3 states of memory.
+    residual grows past five times its shortest, or has not become shorter for three steps, forgets its history. One
+    evaluation a step; 2 history + 3 states of memory.
 
     history  differences kept; None: 8, for states of up to 64 numbers all, of more than 1024 numbers 4
     damping  how much of the mixed residual is added
@@ -58,7 +61,9 @@ class Anderson(Solver[AndersonState]):
     def init(self, f: Map, z0: Tensor) -> AndersonState:
         batch, n = z0.shape
         start, nothing = Iterate(z0, f(z0)), z0.new_empty(batch, 0, n)
-        return AndersonState(z0, start.fz, nothing, nothing, z0.new_empty(batch, 0), _length(start.residual), count=0)
+        return AndersonState(
+            z0, start.fz, nothing, nothing, z0.new_empty(batch, 0), _length(start.residual), z0.new_zeros(batch, 1), count=0
+        )
 
     def step(self, f: Map, state: AndersonState) -> AndersonState:
         z = self._next(state)
@@ -79,8 +84,12 @@ class Anderson(Solver[AndersonState]):
         limit = self._limit(new.z)
         slot, k = state.count % limit, min(state.count, limit)
         length = _length(new.residual)
-        usual = length <= GROWTH * state.shortest  # not where it is nan
+        waited = (state.waited + 1) * (length >= state.shortest)
+        # all that an affine map can tell lies in n differences, and it may take as many until the residual falls
+        patience = PATIENCE if limit < new.z.shape[1] else limit + PATIENCE
+        usual = (length <= GROWTH * state.shortest) & (waited < patience)  # not where it is nan
         shortest = torch.where(usual, torch.minimum(length, state.shortest), length)
+        waited = waited * usual
         trusted = room(state.trusted, slot, limit) * usual
         residuals, values = (room(part, slot, limit, blank=False) for part in (state.residuals, state.values))
         residual, value = new.residual - state.residual, new.fz - state.fz
@@ -97,7 +106,9 @@ class Anderson(Solver[AndersonState]):
         values = put(values, slot, value * scale)
         trusted = trusted.clone() if differentiated(residual, value) else trusted
         trusted[:, slot].fill_(1)
-        return AndersonState(new.z, new.fz, residuals, values, trusted, shortest, state.count + 1, active=state.active)
+        return AndersonState(
+            new.z, new.fz, residuals, values, trusted, shortest, waited, state.count + 1, active=state.active
+        )
 
     def _threshold(self, dtype: torch.dtype) -> float:
         return torch.finfo(dtype).eps ** 0.5 if self.ridge is None else self.ridge

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import equilibria as eq
+from equilibria.bench.cases import two_scales
 from equilibria.maps import Map
 from equilibria.solve import solve
 from tests.problems import affine, cosine, generator, inputs, matrix
@@ -78,6 +79,18 @@ def test_anderson_survives_a_singular_history() -> None:
     flat = solve(lambda z: z + 1, torch.zeros(3, 4), eq.Anderson(ridge=0.0), eq.Stop(max_steps=10, rtol=1e-9))
     assert bool(torch.isfinite(flat.z).all())  # z + 1 has no fixed point: every residual is the same
     assert flat.stats.status.tolist() == [eq.Status.MAX_STEPS] * 3
+
+
+def test_anderson_gets_over_a_history_that_misleads() -> None:
+    """A cell with kinks: differences that live on in those made orthogonal to them kept this one from ever converging."""
+    case = two_scales(2, channels=8, size=8)
+    stop = eq.Stop(rtol=1e-3, atol=0, max_steps=80)
+    with torch.no_grad():
+        steps = [
+            eq.DEQ(case.cell, init=lambda *x: case.start, solver=solver, stop=stop).solve(*case.inputs).stats.steps
+            for solver in (eq.Picard(), eq.Anderson())
+        ]
+    assert bool((steps[1] <= steps[0] + 2).all())
 
 
 def test_anderson_stays_finite_on_a_bounded_map_it_cannot_solve_quickly() -> None:
