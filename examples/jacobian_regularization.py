@@ -191,7 +191,8 @@ def draw_residuals(axis: Axes, solver: str, studies: dict[float, list[Study]]) -
 
 
 def draw(studies: dict[float, list[Study]], path: Path) -> None:
-    figure, axes = plt.subplots(2, len(studies) + 1, figsize=(3.1 * (len(studies) + 1), 6), layout="constrained")
+    plt.rcParams["font.size"] = 8.5
+    figure, axes = plt.subplots(2, len(studies) + 1, figsize=(2.7 * (len(studies) + 1), 5.2), layout="constrained")
     for column, (gamma, runs) in enumerate(studies.items()):
         draw_map(axes[0, column], gamma, runs[0])
         draw_fits(axes[1, column], runs)
@@ -201,7 +202,7 @@ def draw(studies: dict[float, list[Study]], path: Path) -> None:
         axis.grid(alpha=0.3)
     for axis in (axes[0, 0], axes[1, 0], axes[1, -1]):
         axis.legend(fontsize="small")
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=105)
 
 
 def main() -> None:
