@@ -101,6 +101,30 @@ class TanhCell(nn.Module):
         return torch.tanh(z @ self.w.T + x @ self.u.T + self.b)
 
 
+class AffineCell(nn.Module):
+    """W z + x: its Jacobian is W, whatever the sample."""
+
+    def __init__(self, w: Tensor) -> None:
+        super().__init__()
+        self.w = nn.Parameter(w.contiguous())
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return z @ self.w.T + x
+
+
+class BatchNormCell(nn.Module):
+    """Samples that depend on each other while training."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__()
+        self.inner = TanhCell(n, norm=0.5)
+        self.norm = nn.BatchNorm1d(n, dtype=torch.float64)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.inner(z, x)) * 0.3
+        return out
+
+
 class NestedCell(nn.Module):
     """A state {"a": tensor, "b": (tensor, [tensor])} whose parts depend on each other."""
 

@@ -16,36 +16,12 @@ from equilibria import (
     dense_jacobian,
     gradient_agreement,
 )
-from tests.problems import TIGHT, NestedCell, TanhCell, generator, inputs, matrix
+from tests.problems import TIGHT, BatchNormCell, NestedCell, TanhCell, generator, inputs, matrix
 
 # both solves to 1e-13 or better, amplified by |(I - J)^{-1}| <= 5 once for the equilibrium and once for the adjoint
 SOLVED = 1e-10
 LOOSE = eq.Stop(rtol=1e-3, atol=0.0, on_failure="ignore")
 SEED = 11
-
-
-class Affine(nn.Module):
-    """W z + x: its Jacobian is W, whatever the sample."""
-
-    def __init__(self, w: Tensor) -> None:
-        super().__init__()
-        self.w = nn.Parameter(w.contiguous())
-
-    def forward(self, z: Tensor, x: Tensor) -> Tensor:
-        return z @ self.w.T + x
-
-
-class BatchNormCell(nn.Module):
-    """Samples that depend on each other while training."""
-
-    def __init__(self, n: int) -> None:
-        super().__init__()
-        self.inner = TanhCell(n, norm=0.5)
-        self.norm = nn.BatchNorm1d(n, dtype=torch.float64)
-
-    def forward(self, z: Tensor, x: Tensor) -> Tensor:
-        out: Tensor = self.norm(self.inner(z, x)) * 0.3
-        return out
 
 
 class NoisyCell(TanhCell):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import jacrev
 
 import equilibria as eq
@@ -20,7 +20,7 @@ from equilibria import (
     largest_singular_value,
     spectral_radius,
 )
-from tests.problems import TIGHT, NestedCell, TanhCell, generator, inputs, matrix, orthogonal
+from tests.problems import TIGHT, AffineCell, BatchNormCell, NestedCell, TanhCell, generator, inputs, matrix, orthogonal
 
 # what a power iteration is asked for here, and how far the eigenvalue may be: residual times its condition, below 1e3
 FINE: dict[str, Any] = {"steps": 3000, "tolerance": 1e-9}
@@ -29,30 +29,6 @@ FOUND: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-9}
 REORDERED: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
 LOOSE = eq.Stop(rtol=1e-3, atol=0.0, on_failure="ignore")
 SEED = 11
-
-
-class Affine(nn.Module):
-    """W z + x: its Jacobian is W, whatever the sample."""
-
-    def __init__(self, w: Tensor) -> None:
-        super().__init__()
-        self.w = nn.Parameter(w.contiguous())
-
-    def forward(self, z: Tensor, x: Tensor) -> Tensor:
-        return z @ self.w.T + x
-
-
-class BatchNormCell(nn.Module):
-    """Samples that depend on each other while training."""
-
-    def __init__(self, n: int) -> None:
-        super().__init__()
-        self.inner = TanhCell(n, norm=0.5)
-        self.norm = nn.BatchNorm1d(n, dtype=torch.float64)
-
-    def forward(self, z: Tensor, x: Tensor) -> Tensor:
-        out: Tensor = self.norm(self.inner(z, x)) * 0.3
-        return out
 
 
 def similar(blocks: list[Tensor], seed: int = 0) -> Tensor:
@@ -90,7 +66,7 @@ def affine_solution(w: Tensor, batch: int = 2) -> eq.Solution:
     """The equilibrium itself to start from: where the radius exceeds 1, not every solver would find it."""
     x = inputs(batch, len(w))
     z = torch.linalg.solve(torch.eye(len(w), dtype=torch.float64) - w, x.T).T
-    return eq.fixed_point(Affine(w), z, x, stop=eq.Stop(rtol=1e-9))
+    return eq.fixed_point(AffineCell(w), z, x, stop=eq.Stop(rtol=1e-9))
 
 
 def tanh_solution(batch: int = 3, n: int = 6, **parts: Any) -> eq.Solution:
