@@ -91,8 +91,7 @@ def sample(seed: int) -> tuple[Pairs, Pairs]:
 
 def layer(cell: Cell, solver: eq.Solver[Any], max_steps: int) -> eq.DEQ:
     """From zero, to 1e-3, with a backward pass held to as many steps as the forward one."""
-    # rows of one number each: to drop those that are done costs more than it saves
-    stop = eq.Stop(rtol=1e-3, max_steps=max_steps, on_failure="ignore", compact=False)
+    stop = eq.Stop(rtol=1e-3, max_steps=max_steps, on_failure="ignore")
     return eq.DEQ(cell, init=eq.Zeros(1), solver=solver, stop=stop)
 
 
