@@ -42,8 +42,8 @@ class Anderson(Solver[AndersonState]):
 
     history  differences kept; None: 8, for states of up to 64 numbers all, of more than 1024 numbers 4
     damping  how much of the mixed residual is added
-    ridge    a difference that lies within the others but for this share of its length is left out; None: what the dtype
-             can tell from rounding
+    ridge    a difference that lies within the others but for this share of its length is left out; None: the square root of
+             the dtype's spacing, below which what is left of it is mostly rounding
     """
 
     history: int | None = None

@@ -105,14 +105,6 @@ def without_graph(x: Tensor) -> Tensor:
     return x.detach() if x.requires_grad else x
 
 
-def put_difference(buffer: Tensor, slot: int, a: Tensor, b: Tensor) -> Tensor:
-    """`put` a - b, without a copy on the way."""
-    if differentiated(buffer, a, b):
-        return put(buffer, slot, a - b)
-    torch.sub(without_graph(a), without_graph(b), out=buffer[:, slot])
-    return buffer
-
-
 def put(buffer: Tensor, slot: int, value: Tensor, active: Tensor | None = None) -> Tensor:
     """`buffer` (batch, slots, ...) with `value` in one slot of the active rows.
 
@@ -165,12 +157,6 @@ def products(rows: Tensor, x: Tensor) -> Tensor:
     """Inner products of each sample's k vectors (batch, k, n) with its x (batch, n): (batch, k)."""
     # this way round it is twice as fast on a CPU
     return torch.bmm(x.unsqueeze(1), rows.transpose(1, 2)).squeeze(1)
-
-
-def products_of_two(rows: Tensor, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """`products` of the same vectors with x and with y: they are read once."""
-    both = torch.bmm(torch.stack((x, y), dim=1), rows.transpose(1, 2))
-    return both[:, 0], both[:, 1]
 
 
 def combine(weights: Tensor, rows: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ def test_anderson_does_not_depend_on_the_scale_of_the_problem(scale: float) -> N
 
 
 def test_anderson_survives_a_singular_history() -> None:
-    """Twice the same residual makes every Gram matrix singular."""
+    """Twice the same residual: their difference is zero, and has no direction."""
     stats = solve(lambda z: torch.ones_like(z), torch.zeros(3, 4), eq.Anderson(ridge=0.0), eq.Stop(rtol=0, atol=0)).stats
     assert bool(stats.converged.all())
     flat = solve(lambda z: z + 1, torch.zeros(3, 4), eq.Anderson(ridge=0.0), eq.Stop(max_steps=10, rtol=1e-9))
