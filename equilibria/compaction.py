@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from equilibria.maps import FlatMap
 
+WORTH = 4096  # numbers in the rows to be dropped; fewer are worth it when they are half: small kernels take equally long
 DROP_AT = 8  # a map drops its stopped rows when they are an eighth; one that is dear to take apart sets another `drop_at`
 # in spacings of the numbers, and at most: blocking of matrix kernels changes with the batch size, meaning does not
 AGREEMENT, LOOSEST_AGREEMENT = 1e3, 0.05
@@ -32,9 +33,11 @@ _verdicts: WeakKeyDictionary[Any, dict[Hashable, bool]] = WeakKeyDictionary()
 _warned: WeakSet[Any] = WeakSet()
 
 
-def worth_dropping(f: FlatMap, stopped: int, rows: int) -> bool:
+def worth_dropping(f: FlatMap, stopped: int, shape: Sequence[int]) -> bool:
     """Have so many rows stopped that going on without them pays for taking the map and the state apart?"""
-    return 0 < stopped < rows and stopped * getattr(f, "drop_at", DROP_AT) >= rows
+    rows, n = shape
+    share = getattr(f, "drop_at", DROP_AT) if stopped * n >= WORTH else 2
+    return 0 < stopped < rows and stopped * share >= rows
 
 
 def rows_stand_alone(f: FlatMap, smaller: FlatMap, z: Tensor, fz: Tensor, index: Tensor) -> bool:

@@ -55,6 +55,7 @@ class Map:
         self.raw = raw
         self.counter = counter or Counter()
         self.any_rank = any_rank
+        self.growth = float("inf")  # the largest ratio of a residual to the least of its sample before, where that is known
         self._known: tuple[Tensor, Tensor] | None = None
         self._jacobian: Jacobian | None = None
 

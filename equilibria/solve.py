@@ -156,13 +156,14 @@ def _run(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> Flat:
             if not (f.any_rank(running > 0) if f.any_rank else running):
                 break
             stopped = ledger.rows - running
-            if compact and worth_dropping(f.raw, stopped, ledger.rows):
+            if compact and worth_dropping(f.raw, stopped, state.z.shape):
                 kept = gather(kept, state, ledger.index) if problem.keep_state else None
                 smaller = _compact(f, state, ledger)
                 compact = smaller is not None
                 f, state = smaller or (f, state)
-            if stopped:
+            if stopped and not (compact and solver.runs_on and not problem.keep_state):
                 state = ledger.freeze(state)
+        f.growth = ledger.growth
         state = solver.step(f, state)
         ledger.observe(state, step, look=often, rejected=rejected(state))
         taken = step

@@ -3,27 +3,54 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from equilibria.maps import Map
-from equilibria.solvers.base import Iterate, Solver, combine, differentiated, memory, minus, products, put, require, room
+from equilibria.solvers.base import Iterate, Solver, differentiated, memory, put, require, room
 
 GROWTH = 5.0  # a residual this many times the shortest one: the history describes another place,
 PATIENCE = 3  # and so it does after so many steps in which none was shorter
 
 
+class Trust(NamedTuple):
+    """What samples make of their history; see AndersonState."""
+
+    shortest: Tensor
+    waited: Tensor
+    trusted: Tensor
+    doubted: bool
+
+
 @dataclass(frozen=True)
 class AndersonState(Iterate):
-    """With differences of residuals, made orthonormal, and the differences of values that go with them, in a ring."""
+    """With the differences of the last steps in a ring, those of residuals and of values side by side."""
 
-    residuals: Tensor  # (batch, slots, n)
-    values: Tensor  # (batch, slots, n)
-    trusted: Tensor  # (batch, slots), 1 for the differences since the sample last began anew, 0 for others
-    shortest: Tensor  # (batch, 1), residual since then
+    pairs: Tensor  # (batch, slots, 2 n): differences of residuals, made orthonormal, and of the values that go with them
+    last: Tensor  # (batch, 1, 2 n), residual and value of the iterate before
+    spare: Tensor  # (batch, 1, 2 n), memory for `pair`
+    shortest: Tensor  # (batch, 1), residual before this one, since the sample last began anew
     waited: Tensor  # (batch, 1), steps since it was found
-    count: int  # differences seen so far
+    trusted: Tensor  # (batch, slots), 0 for the differences from before the sample began anew, else 1
+    doubted: bool  # is there anything but ones to be kept in `trusted`?
+    count: int  # iterates before this one
+
+    @cached_property
+    def pair(self) -> Tensor:
+        """(batch, 1, 2 n), residual and value."""
+        if differentiated(self.z, self.fz):
+            return torch.cat((self.fz - self.z, self.fz), dim=1).unsqueeze(1)
+        n = self.z.shape[1]
+        torch.sub(self.fz, self.z, out=self.spare[:, 0, :n])
+        self.spare[:, 0, n:] = self.fz
+        return self.spare
+
+    @cached_property
+    def residual(self) -> Tensor:
+        return self.pair[:, 0, : self.z.shape[1]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +76,7 @@ class Anderson(Solver[AndersonState]):
     history: int | None = None
     damping: float = 1.0
     ridge: float | None = None
+    runs_on: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require(
@@ -60,62 +88,88 @@ class Anderson(Solver[AndersonState]):
 
     def init(self, f: Map, z0: Tensor) -> AndersonState:
         batch, n = z0.shape
-        start, nothing = Iterate(z0, f(z0)), z0.new_empty(batch, 0, n)
-        return AndersonState(
-            z0, start.fz, nothing, nothing, z0.new_empty(batch, 0), _length(start.residual), z0.new_zeros(batch, 1), count=0
-        )
+        start, last, spare = Iterate(z0, f(z0)), z0.new_empty(batch, 1, 2 * n), z0.new_empty(batch, 1, 2 * n)
+        shortest, nothing = start.length.unsqueeze(1), z0.new_empty(batch, 0)
+        pairs, waited = z0.new_empty(batch, 0, 2 * n), torch.zeros_like(shortest)
+        return AndersonState(z0, start.fz, pairs, last, spare, shortest, waited, nothing, doubted=False, count=0)
 
     def step(self, f: Map, state: AndersonState) -> AndersonState:
-        z = self._next(state)
-        return self._insert(state, Iterate(z, f(z)))
+        trust = self._judge(f, state)
+        pairs, trust = self._insert(state, trust) if state.count else (state.pairs, trust)
+        z = self._next(state, pairs, trust)
+        return AndersonState(
+            z,
+            f(z),
+            pairs,
+            last=state.pair,
+            spare=state.last,  # what the iterate before stood in is free now
+            shortest=trust.shortest,
+            waited=trust.waited,
+            trusted=trust.trusted,
+            doubted=trust.doubted,
+            count=state.count + 1,
+            active=state.active,
+        )
 
-    def _next(self, state: AndersonState) -> Tensor:
-        k = min(state.count, self._limit(state.z))
-        if k == 0:
-            return state.fz if self.damping == 1 else torch.lerp(state.z, state.fz, self.damping)
-        residuals = state.residuals[:, :k]
-        weights = products(residuals, state.residual) * state.trusted[:, :k]
-        value = minus(state.fz, combine(weights, state.values[:, :k]))
-        if self.damping == 1:
-            return value
-        return value - (1 - self.damping) * minus(state.residual, combine(weights, residuals))
-
-    def _insert(self, state: AndersonState, new: Iterate) -> AndersonState:
-        limit = self._limit(new.z)
-        slot, k = state.count % limit, min(state.count, limit)
-        length = _length(new.residual)
+    def _judge(self, f: Map, state: AndersonState) -> Trust:
+        """Samples that were led astray trust nothing of what led them there."""
+        length = state.length.unsqueeze(1)
+        if f.growth < 1:  # every residual is its shortest
+            waited = torch.zeros_like(state.waited) if state.doubted else state.waited
+            return Trust(length, waited, state.trusted, state.doubted)
         waited = (state.waited + 1) * (length >= state.shortest)
         # all that an affine map can tell lies in n differences, and it may take as many until the residual falls
-        patience = PATIENCE if limit < new.z.shape[1] else limit + PATIENCE
-        usual = (length <= GROWTH * state.shortest) & (waited < patience)  # not where it is nan
+        limit, n = self._limit(state.z), state.z.shape[1]
+        usual = (length <= GROWTH * state.shortest) & (waited < (PATIENCE if limit < n else limit + PATIENCE))  # not nan
+        trusted = state.trusted if state.doubted else length.new_ones(len(length), state.pairs.shape[1])
         shortest = torch.where(usual, torch.minimum(length, state.shortest), length)
-        waited = waited * usual
-        trusted = room(state.trusted, slot, limit) * usual
-        residuals, values = (room(part, slot, limit, blank=False) for part in (state.residuals, state.values))
-        residual, value = new.residual - state.residual, new.fz - state.fz
-        size = _length(residual)
+        return Trust(shortest, waited * usual, trusted * usual, doubted=True)
+
+    def _insert(self, state: AndersonState, trust: Trust) -> tuple[Tensor, Trust]:
+        """Pairs and trust, with the difference from the iterate before in its slot."""
+        limit, n = self._limit(state.z), state.z.shape[1]
+        slot, k = (state.count - 1) % limit, min(state.count - 1, limit)
+        pairs = room(state.pairs, slot, limit, blank=False)
+        followed = differentiated(state.pair, state.last, pairs)
+        pair = torch.sub(state.pair, state.last, out=None if followed else state.last)
+        size = torch.linalg.vector_norm(pair[:, :, :n], dim=2, keepdim=True)
         if k:
-            weights = products(residuals[:, :k], residual) * trusted[:, :k]
-            residual = minus(residual, combine(weights, residuals[:, :k]))
-            value = minus(value, combine(weights, values[:, :k]))
-        left = _length(residual)
+            kept = pairs[:, :k]
+            weights = _weights(pair[:, :, :n], kept[:, :, :n], trust)
+            pair = torch.baddbmm(pair, weights, kept, alpha=-1) if followed else pair.baddbmm_(weights, kept, alpha=-1)
+        left = torch.linalg.vector_norm(pair[:, :, :n], dim=2, keepdim=True)
         # what is left of a difference inside the space of the others is rounding, and says nothing
         empty = left <= self._threshold(left.dtype) * size
         scale = left.masked_fill(empty, 1.0).reciprocal().masked_fill(empty, 0.0)  # no 1 / 0 for a derivative to meet
-        residuals = put(residuals, slot, residual * scale)
-        values = put(values, slot, value * scale)
-        trusted = trusted.clone() if differentiated(residual, value) else trusted
-        trusted[:, slot].fill_(1)
-        return AndersonState(
-            new.z, new.fz, residuals, values, trusted, shortest, waited, state.count + 1, active=state.active
-        )
+        if followed:
+            pairs = put(pairs, slot, (pair * scale).squeeze(1))
+        else:
+            torch.mul(pair, scale, out=pairs[:, slot : slot + 1])
+        if trust.doubted:
+            trusted = room(trust.trusted, slot, limit).clone()
+            trusted[:, slot].fill_(1)
+            trust = trust._replace(trusted=trusted)
+        return pairs, trust
+
+    def _next(self, state: AndersonState, pairs: Tensor, trust: Trust) -> Tensor:
+        k, n = min(state.count, self._limit(state.z)), state.z.shape[1]
+        if k == 0:
+            return state.fz if self.damping == 1 else torch.lerp(state.z, state.fz, self.damping)
+        residual, residuals, values = state.residual.unsqueeze(1), pairs[:, :k, :n], pairs[:, :k, n:]
+        weights = _weights(residual, residuals, trust)
+        z = torch.baddbmm(state.fz.unsqueeze(1), weights, values, alpha=-1)
+        if self.damping < 1:
+            z = z - (1 - self.damping) * torch.baddbmm(residual, weights, residuals, alpha=-1)
+        return z.squeeze(1)
 
     def _threshold(self, dtype: torch.dtype) -> float:
         return torch.finfo(dtype).eps ** 0.5 if self.ridge is None else self.ridge
 
     def _limit(self, z: Tensor) -> int:
-        return memory(self.history, z.shape[1], small=z.shape[1], medium=8, large=4)
+        return memory(self.history, z.shape[1], small=z.shape[1], medium=4, large=4)
 
 
-def _length(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dim=1, keepdim=True)
+def _weights(x: Tensor, residuals: Tensor, trust: Trust) -> Tensor:
+    """(batch, 1, k), inner products of x (batch, 1, n) with the differences of residuals (batch, k, n) that are trusted."""
+    weights = torch.bmm(x, residuals.transpose(1, 2))
+    return weights * trust.trusted[:, : weights.shape[2]].unsqueeze(1) if trust.doubted else weights

@@ -33,6 +33,11 @@ class Iterate:
         """(batch, n), f(z) - z."""
         return self.fz - self.z
 
+    @cached_property
+    def length(self) -> Tensor:
+        """(batch,), of the residual."""
+        return torch.linalg.vector_norm(self.residual, dim=1)
+
 
 S = TypeVar("S", bound=Iterate)
 
@@ -45,6 +50,9 @@ class Solver(ABC, Generic[S]):
 
     differentiable: ClassVar[bool] = True
     """Can autograd follow a step? Not where inner loops write over what they have computed."""
+
+    runs_on: ClassVar[bool] = False
+    """May rows that are done be stepped on like the others? Nobody looks at them; freezing them would cost more."""
 
     @abstractmethod
     def init(self, f: Map, z0: Tensor) -> S:
@@ -162,11 +170,6 @@ def products(rows: Tensor, x: Tensor) -> Tensor:
 def combine(weights: Tensor, rows: Tensor) -> Tensor:
     """Each sample's k vectors (batch, k, n) added up with weights (batch, k): (batch, n)."""
     return torch.bmm(weights.unsqueeze(1), rows).squeeze(1)
-
-
-def minus(a: Tensor, b: Tensor) -> Tensor:
-    """a - b, written over b where autograd allows: b is nobody else's."""
-    return a - b if differentiated(a, b) else torch.sub(without_graph(a), without_graph(b), out=b)
 
 
 def solve_small(matrix: Tensor, right: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from equilibria.maps import Jacobian, Map
-from equilibria.solvers.base import Iterate, Solver, combine, divide, dot, memory, minus, products, require, room
+from equilibria.maps import Map
+from equilibria.solvers.base import Iterate, Solver, divide, dot, memory, require, room
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,9 @@ class _Carried(Iterate):
 class GMRESState(_Carried):
     """Directions p with orthonormal images q = A p, one pair more a step."""
 
-    directions: Tensor  # (batch, slots, n), p
-    images: Tensor  # (batch, slots, n), q
-    length: Tensor  # (batch, 1), of the residual
-    before: Tensor  # (batch, 1), of the residual a step earlier
-    count: int  # pairs in this cycle
+    pairs: Tensor  # (batch, slots, 2 n), q and p side by side
+    before: Tensor  # (batch,), length of the residual a step earlier
+    count: int  # pairs so far; they lie in a ring
 
 
 STAGNATION = 0.9  # a step that leaves more of the residual than this: the residual alone is no good direction
@@ -58,59 +56,43 @@ class GMRES(Solver[GMRESState]):
     restart: int | None = None
     exact: ClassVar[bool] = False
     differentiable: ClassVar[bool] = False
+    runs_on: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require(self.restart is None or self.restart >= 1, f"GMRES's restart must be at least 1, got {self.restart}.")
 
     def init(self, f: Map, z0: Tensor) -> GMRESState:
-        return self._begin(z0, f(z0))
+        fz, nothing = f(z0), z0.new_empty(z0.shape[0], 0, 2 * z0.shape[1])
+        start = Iterate(z0, fz)
+        return GMRESState(z0, fz, z0, start.residual, nothing, start.length, count=0)
 
     def step(self, f: Map, state: GMRESState) -> GMRESState:
-        limit = memory(self.restart, state.z.shape[1], small=state.z.shape[1], medium=8, large=4)
-        slot = state.count % limit
-        directions, images = (room(part, slot, limit, blank=False) for part in (state.directions, state.images))
-        p, q = self._extend(f.jacobian(state.base), state, directions, images, slot)
+        n = state.z.shape[1]
+        limit = memory(self.restart, n, small=n, medium=4, large=4)
+        pairs = room(state.pairs, state.count % limit, limit, blank=False)
+        pair = self._extend(f, state, pairs, state.count % limit)
+        q, p = pair[:, :n], pair[:, n:]
         share = dot(q, state.remaining)
         z, remaining = torch.addcmul(state.z, share, p), torch.addcmul(state.remaining, share, q, value=-1)
-        length = torch.linalg.vector_norm(remaining, dim=1, keepdim=True)
-        return GMRESState(
-            z,
-            z + remaining,
-            state.base,
-            remaining,
-            directions,
-            images,
-            length,
-            state.length,
-            state.count + 1,
-            active=state.active,
-        )
+        return GMRESState(z, z + remaining, state.base, remaining, pairs, state.length, state.count + 1, active=state.active)
 
-    def _begin(self, z: Tensor, fz: Tensor) -> GMRESState:
-        remaining = fz - z
-        length = torch.linalg.vector_norm(remaining, dim=1, keepdim=True)
-        nothing = z.new_empty(z.shape[0], 0, z.shape[1])
-        return GMRESState(z, fz, z, remaining, nothing, nothing, length, length, count=0)
-
-    def _extend(
-        self, jacobian: Jacobian, state: GMRESState, directions: Tensor, images: Tensor, slot: int
-    ) -> tuple[Tensor, Tensor]:
+    def _extend(self, f: Map, state: GMRESState, pairs: Tensor, slot: int) -> Tensor:
         """A new pair, in its slot."""
-        k, p = min(state.count, images.shape[1]), state.remaining
-        if k:
+        k, n, p = min(state.count, state.pairs.shape[1]), state.z.shape[1], state.remaining
+        if k and not f.growth < STAGNATION:
             stagnant = state.length * (state.length > STAGNATION * state.before)
-            p = torch.addcmul(p, stagnant, images[:, slot - 1])
-        q = p - jacobian.product(p)
-        size = torch.linalg.vector_norm(q, dim=1, keepdim=True)
+            p = torch.addcmul(p, stagnant.unsqueeze(1), pairs[:, slot - 1, :n])
+        q = p - f.jacobian(state.base).product(p)
+        size = torch.linalg.vector_norm(q, dim=1)
+        pair = torch.cat((q, p), dim=1)
         if k:
-            weights = products(images[:, :k], q)
-            p = minus(p, combine(weights, directions[:, :k]))
-            q = minus(q, combine(weights, images[:, :k]))
-        length = torch.linalg.vector_norm(q, dim=1, keepdim=True)
+            weights = torch.bmm(q.unsqueeze(1), pairs[:, :k, :n].transpose(1, 2))
+            pair.unsqueeze(1).baddbmm_(weights, pairs[:, :k], alpha=-1)
+        length = torch.linalg.vector_norm(pair[:, :n], dim=1)
         # what is left of an image inside the space is rounding: the space is complete and nothing is to be added
         complete = length <= 10 * torch.finfo(q.dtype).eps * size
-        scale = length.reciprocal().masked_fill_(complete, 0.0)
-        return torch.mul(p, scale, out=directions[:, slot]), torch.mul(q, scale, out=images[:, slot])
+        scale = length.reciprocal_().masked_fill_(complete, 0.0)
+        return torch.mul(pair, scale.unsqueeze(1), out=pairs[:, slot])
 
 
 @dataclass(frozen=True)

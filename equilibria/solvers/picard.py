@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ class Picard(Solver[Iterate]):
     """
 
     damping: float = 1.0
+    runs_on: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require(0 < self.damping <= 1, f"Picard's damping must lie in (0, 1], got {self.damping}.")
