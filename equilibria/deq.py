@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from equilibria import transforms
 from equilibria.autocast import Autocast
+from equilibria.compiled import Compiler
 from equilibria.equation import CellEquation
 from equilibria.fixing import FixedCell
 from equilibria.gradients.base import Gradient, Problem
@@ -38,7 +39,7 @@ class DEQ(nn.Module):
     stop       when a sample is done
     gradient   how derivatives flow
     eval_stop  `stop` while the module is in eval mode; None: the same
-    compile    run the forward solve on the cell compiled by torch.compile
+    compile    compile the solves of both directions, each as one graph; used where that turns out faster
     batched    False: the state is one whole problem without a batch dimension, as of a graph
     """
 
@@ -63,7 +64,7 @@ class DEQ(nn.Module):
         self.gradient = gradient
         self.eval_stop = eval_stop
         self.batched = batched
-        self._compiles = compile
+        self._compiler = Compiler() if compile else None
         self.solves: Tensor | None
         self.register_buffer("solves", torch.zeros((), dtype=torch.int64) if isinstance(gradient, Warmup) else None)
 
@@ -76,9 +77,8 @@ class DEQ(nn.Module):
         """The equilibrium with its record. `init` starts this solve from a state or an earlier Solution instead."""
         stop = self.stop if self.training or self.eval_stop is None else self.eval_stop
         start = self.init if init is None else _constant(init)
-        fast = self._compiled_cell() if self._compiles else None
         solves = self._count_solve()
-        solution = _solve(self.cell, start, inputs, self.solver, stop, self.gradient, self.batched, fast, solves)
+        solution = _solve(self.cell, start, inputs, self.solver, stop, self.gradient, self.batched, self._compiler, solves)
         memory = memory_of(self.init)
         if memory is not None:
             memory.store(solution)
@@ -94,15 +94,8 @@ class DEQ(nn.Module):
             self.solves += 1
         return before
 
-    def _compiled_cell(self) -> Callable[..., State]:
-        """The compiled cell, made on first use; beside the module's tree, or its weights would be listed twice."""
-        if "_compiled" not in self.__dict__:
-            self.__dict__["_compiled"] = torch.compile(self.cell, dynamic=True)
-        compiled: Callable[..., State] = self.__dict__["_compiled"]
-        return compiled
-
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_compiled"}
+        return self.__dict__ | {"_compiler": None if self._compiler is None else Compiler()}
 
     def extra_repr(self) -> str:
         parts = {name: getattr(self, name) for name in ("solver", "stop", "gradient", "eval_stop")}
@@ -148,7 +141,7 @@ def _solve(
     stop: Stop,
     gradient: Gradient,
     batched: bool,
-    fast: Callable[..., State] | None = None,
+    compiler: Compiler | None = None,
     solves: int = 0,
 ) -> Solution:
     fixed = FixedCell(cell)
@@ -166,7 +159,7 @@ def _solve(
     start = start_of(init, cell, lambda z: fixed(z, *sound), clean, batched=batched)
     layout = Layout.of(start, batched=batched)
     known = _draw_masks(f, start, layout) if fixed.undrawn() else None
-    equation = CellEquation(fixed, layout, given, fast)
+    equation = CellEquation(fixed, layout, given)
     if equation.opaque:
         _check_ranks_agree(stop)
     z0 = layout.pack(start) if gradient.follows_start else layout.pack(start).detach()
@@ -174,7 +167,7 @@ def _solve(
     if fixed.module is None and _differentiating():
         known, opaque = equation.captures(z0)
     report = Report()
-    problem = Problem(equation, solver, stop, report, known=known, opaque=opaque, solves=solves)
+    problem = Problem(equation, solver, stop, report, known=known, opaque=opaque, solves=solves, compiler=compiler)
     z = gradient(problem, z0, equation.args)
     extra = first_steps(init) + int(known is not None) + int(equation.settle(z.detach()))
     report.add_evaluations(extra, layout.batch)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,18 @@ class Equation(ABC):
         """The right-hand side, where the equation is a linear one: what its tolerance is relative to."""
         return None
 
+    def product(self, z: Tensor, *args: Tensor) -> Tensor:
+        """What depends on z of an equation that is `linear`."""
+        raise TypeError(f"{type(self).__name__} is not linear.")
+
+    def untraceable(self) -> str | None:
+        """Why F cannot be written down as a graph once and for all; None: it can, while `fingerprint` stays the same."""
+        return "it is not a function of tensors alone"
+
+    def fingerprint(self) -> Hashable:
+        """All that F depends on beside its args."""
+        return self.mode
+
     @property
     def coupled(self) -> bool:
         """Do rows depend on each other, as far as can be known without trying?"""
@@ -91,11 +103,8 @@ class CellEquation(Equation):
     a copy, and `settle` moves the real ones once, at the equilibrium.
     """
 
-    def __init__(
-        self, cell: FixedCell, layout: Layout, inputs: Sequence[Any], fast: Callable[..., State] | None = None
-    ) -> None:
+    def __init__(self, cell: FixedCell, layout: Layout, inputs: Sequence[Any]) -> None:
         self.cell, self.layout = cell, layout
-        self._fast = cell.cell if fast is None else fast  # the same function, for where nobody differentiates it
         self._leaves, self._inputs_spec = pytree.tree_flatten(tuple(inputs))
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         self.opaque = cell.sharded  # does the cell depend on tensors that cannot be made arguments?
@@ -136,6 +145,18 @@ class CellEquation(Equation):
         # the masks of a sharded cell are no arguments of which rows could be taken
         return not self.coupled and not (self.opaque and self.cell.dropouts)
 
+    def untraceable(self) -> str | None:
+        if self.cell.module is None:
+            return "the cell is a function, which may close over other data every time; an nn.Module can be compiled"
+        if self.opaque or self.coupled or self._moving is not False:
+            return "the cell is sharded, couples the samples or has buffers that may move in training"
+        return None
+
+    def fingerprint(self) -> Hashable:
+        constants = tuple(leaf for leaf in self._leaves if not isinstance(leaf, Tensor))
+        settings = tuple(_settings(module) for module in self.cell.modules)
+        return self.mode, self.autocast, constants, self._inputs_spec, self.layout.leaves, settings
+
     def captures(self, z: Tensor) -> tuple[Tensor, bool]:
         """F(z), and whether a plain callable closes over tensors that need gradients."""
         with torch.enable_grad():
@@ -157,9 +178,9 @@ class CellEquation(Equation):
     def _run(self, z: Tensor, args: Sequence[Tensor], inputs: Sequence[Any], *, direct: bool) -> Tensor:
         state, direct = self.layout.unpack(z), direct and self._moving is False
         if direct and not self._needs_context:  # the innermost of all loops: a context manager would be felt
-            return self.layout.pack_output(self._fast(state, *inputs), z.shape[0])
+            return self.layout.pack_output(self.cell.cell(state, *inputs), z.shape[0])
         with self.autocast.inside(), self.cell.in_place():
-            out = self._fast(state, *inputs) if direct else self._run_functional(state, inputs, args[self._inputs :])
+            out = self.cell.cell(state, *inputs) if direct else self._run_functional(state, inputs, args[self._inputs :])
         return self.layout.pack_output(out, z.shape[0], cast=self.autocast.enabled)
 
     def _run_functional(self, state: State, inputs: Sequence[Any], tensors: Sequence[Tensor]) -> State:
@@ -200,6 +221,12 @@ OUT_OF_REACH = (
     "followed: forward mode, torch.func transforms and second derivatives need them as inputs, "
     "f(z, *inputs), or as parameters of a cell that is an nn.Module."
 )
+
+
+def _settings(module: nn.Module) -> Hashable:
+    """A module's plain attributes: what a trace of it takes for constant."""
+    values = vars(module).items()
+    return type(module), tuple((name, value) for name, value in values if isinstance(value, (bool, int, float, str)))
 
 
 def uses_batch_statistics(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -79,6 +80,24 @@ class Ledger:
         if self.keep_every is not None and step > 0 and step % self.keep_every == 0:
             self._keep(state.z.detach(), step)
 
+    def enter(self, state: Iterate, step: int | Tensor) -> None:
+        """An iterate, row by row, without asking anything: also in a trace."""
+        size = self.norm(state.fz) if self.scale is None else self.scale
+        self._enter(state.z, self.norm(state.residual), size, step, None)
+
+    def _names(self) -> list[str]:
+        """Of all that is kept about the rows carried, once any has stopped."""
+        names = ["z", "excess", "residual", "steps", "rejected", "best", "open", "worse"]
+        return names + (["milestone", "waiting", "stalled"] if self.watchful else [])
+
+    def books(self) -> list[Tensor]:
+        return [getattr(self, name) for name in self._names()]
+
+    def load(self, books: Sequence[Tensor]) -> None:
+        """Go on from the books of another ledger."""
+        for name, tensor in zip(self._names(), books, strict=True):
+            setattr(self, name, tensor)
+
     def _glance(self, z: Tensor, length: Tensor, size: Tensor, step: int) -> bool:
         """Has no row arrived? Then there is no more to write down than which iterate is the best: mostly the last one."""
         if not self.rows:
@@ -111,9 +130,10 @@ class Ledger:
         """What a residual may be; never quite zero, so that it can be divided by."""
         return size * max(self.rtol, LEAST * torch.finfo(size.dtype).eps) + max(self.atol, 1e-30)
 
-    def _enter(self, z: Tensor, length: Tensor, size: Tensor, step: int, rejected: Tensor | None) -> None:
+    def _enter(self, z: Tensor, length: Tensor, size: Tensor, step: int | Tensor, rejected: Tensor | None) -> None:
         """Row by row, without asking."""
         if self.open is None:
+            assert isinstance(step, int)
             self._open(step)
         assert self.open is not None and self.excess is not None and self.best is not None
         self.growth = float("inf")
@@ -197,10 +217,7 @@ class Ledger:
         """Write the finished rows off and carry on with those at `index`."""
         self._write_off()
         place = index if self.index is None else self.index.index_select(0, index)
-        names = ["z", "excess", "residual", "steps", "rejected", "best", "open", "worse"]
-        names += ["milestone", "waiting", "stalled"] if self.watchful else []
-        names += ["scale", "tolerance"] if self.scale is not None else []
-        for name in names:
+        for name in [*self._names(), *(["scale", "tolerance"] if self.scale is not None else [])]:
             setattr(self, name, getattr(self, name).index_select(0, index))
         self.index, self.rows = place, index.shape[0]
 

@@ -124,6 +124,10 @@ def solve(
         return _chain(problem, z0, solver) if isinstance(solver, Fallback) else _verified(problem, z0, solver)
 
 
+def make_ledger(s: Stop, z0: Tensor, scale: Tensor | None, precision: float) -> Ledger:
+    return Ledger(z0, s.rtol, s.atol, s.norm, scale, s.patience, precision, s.trace, s.keep_every)
+
+
 @dataclass(frozen=True)
 class _Problem:
     f: Map
@@ -134,8 +138,7 @@ class _Problem:
     verify: bool
 
     def ledger(self, z0: Tensor) -> Ledger:
-        s = self.stop
-        return Ledger(z0, s.rtol, s.atol, s.norm, self.scale, s.patience, self.precision, s.trace, s.keep_every)
+        return make_ledger(self.stop, z0, self.scale, self.precision)
 
     def with_stop(self, **changes: Any) -> _Problem:
         return dataclasses.replace(self, stop=dataclasses.replace(self.stop, **changes))

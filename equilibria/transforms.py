@@ -6,11 +6,29 @@ PyTorch has two ways into forward mode, and they do not nest: inside an open `fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+_tracing = False
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """While what runs is written down as a graph: nothing may be written over, nothing may depend on values."""
+    global _tracing
+    before, _tracing = _tracing, True
+    try:
+        yield
+    finally:
+        _tracing = before
+
+
+def is_tracing() -> bool:
+    return _tracing
 
 
 def inside_transform() -> bool:

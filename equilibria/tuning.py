@@ -115,7 +115,7 @@ class _Layer:
 
     def __init__(self, call: Call, backward: bool, generator: torch.Generator | None) -> None:
         deq, self.inputs, loss = call.deq, call.inputs, RandomFunctional(generator)
-        self.twin = DEQ(deq.cell, deq.init, gradient=deq.gradient, compile=deq._compiles, batched=deq.batched)
+        self.twin = DEQ(deq.cell, deq.init, gradient=deq.gradient, batched=deq.batched)
         self.twin.training = backward  # of the twin alone: its cell stays in the mode it is in
         if self.twin.solves is not None and deq.solves is not None:
             self.twin.solves.copy_(deq.solves)
@@ -145,7 +145,7 @@ class _Layer:
                 raise RuntimeError(f"given up after {seconds:.2g} s, as other solvers were much faster")
 
         end, cell = self._now() + seconds, self.twin.cell
-        hook = cell.register_forward_pre_hook(look) if isinstance(cell, nn.Module) and not self.twin._compiles else None
+        hook = cell.register_forward_pre_hook(look) if isinstance(cell, nn.Module) else None
         try:
             yield
         finally:

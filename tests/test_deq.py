@@ -68,7 +68,7 @@ def test_pickle_deepcopy_and_state_dict(tmp_path: Path) -> None:
         assert other.solver == deq.solver and other.stop == deq.stop and other.gradient == deq.gradient
     with torch.no_grad():
         for other in (twin, again, fresh):
-            other._compiles = False
+            other._compiler = None
             torch.testing.assert_close(other(x), eq.DEQ(deq.cell, stop=TIGHT)(x))
         assert isinstance(twin.cell, nn.Module)
         next(twin.cell.parameters()).zero_()

@@ -18,6 +18,7 @@ LAYERS = [
     {"ledger"},
     {"solve"},
     {"policy", "whole", "equation"},
+    {"compiled"},
     {"gradients.base", "gradients.approximations"},
     {"gradients.linear"},
     {"gradients.folded"},

@@ -84,7 +84,7 @@ def outputs_and_gradients(model: Any, net: Net, x: Tensor) -> list[Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # dynamo warns about itself
-@pytest.mark.parametrize("what", ["model", "cell", "cell by the user"])
+@pytest.mark.parametrize("what", ["model", "solves", "cell by the user"])
 def test_compiling_gives_the_same_numbers(what: str) -> None:
     torch._dynamo.reset()
     cell, x = TanhCell(8, dtype=torch.float32), inputs(6, 8, dtype=torch.float32)
@@ -92,7 +92,7 @@ def test_compiling_gives_the_same_numbers(what: str) -> None:
     expected = outputs_and_gradients(net, net, x)
     if what == "model":
         seen = outputs_and_gradients(torch.compile(net), net, x)
-    elif what == "cell":
+    elif what == "solves":
         other = Net(cell, compile=True)
         seen = outputs_and_gradients(other, other, x)
         assert [k for k, _ in other.named_parameters()] == [k for k, _ in net.named_parameters()]

@@ -6,12 +6,13 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from equilibria import transforms
+from equilibria.compiled import Compiler
 from equilibria.equation import Equation
 from equilibria.maps import FlatMap
 from equilibria.norms import rms_norm
@@ -45,6 +46,7 @@ class Problem:
     keep_state: bool = False  # of the solver, in the Flat
     solves: int = 0  # how many times the layer was solved in training before
     verify: bool = True  # look at the answer of a solver that carries its residual by recurrence
+    compiler: Compiler | None = None  # of the layer, where its solves are to be compiled
 
     def run(self, z0: Tensor, args: Sequence[Tensor]) -> Flat:
         """Solve without a graph; statistics are filed, the failure policy applied."""
@@ -69,17 +71,10 @@ class Problem:
         if self.equation.coupled and z0.shape[0] > 1:
             return solve_whole(f, z0, self.solver, self.stop, right=right, precision=precision, known=self.known)
         scale = None if right is None else self.stop.norm(right)
-        return solve(
-            f,
-            z0,
-            self.solver,
-            self.stop,
-            scale=scale,
-            precision=precision,
-            known=self.known,
-            keep_state=self.keep_state,
-            verify=self.verify,
-        )
+        options: dict[str, Any] = {"scale": scale, "precision": precision, "known": self.known}
+        options |= {"keep_state": self.keep_state, "verify": self.verify}
+        run = solve if self.compiler is None else self.compiler.solve
+        return run(f, z0, self.solver, self.stop, **options)
 
 
 class Gradient(ABC):

@@ -7,7 +7,8 @@ differentiates F differentiates them too, and derivatives of every order come ou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -26,8 +27,21 @@ class LinearEquation(Equation):
         self.like(of)
         self.linear = True
 
+    def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
+        return self.product(z, *args) + args[1]
+
+    @abstractmethod
+    def product(self, z: Tensor, *args: Tensor) -> Tensor:
+        """M z."""
+
     def right(self, *args: Tensor) -> Tensor:
         return args[1]
+
+    def untraceable(self) -> str | None:
+        return self.of.untraceable()
+
+    def fingerprint(self) -> Hashable:
+        return self.of.fingerprint()
 
     @property
     def coupled(self) -> bool:
@@ -41,9 +55,9 @@ class LinearEquation(Equation):
 class AdjointEquation(LinearEquation):
     """g -> J'g + v."""
 
-    def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
-        equilibrium, offset, *rest = args
-        return transforms.vjp(lambda y: self.of(y, *rest), equilibrium)(z)[0] + offset
+    def product(self, z: Tensor, *args: Tensor) -> Tensor:
+        equilibrium, _, *rest = args
+        return transforms.vjp(lambda y: self.of(y, *rest), equilibrium)(z)[0]
 
     def bind(self, args: Sequence[Tensor]) -> FlatMap:
         equilibrium, offset, *rest = args
@@ -57,9 +71,9 @@ class AdjointEquation(LinearEquation):
 class TangentEquation(LinearEquation):
     """t -> J t + b."""
 
-    def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
-        equilibrium, offset, *rest = args
-        return transforms.jvp(lambda y: self.of(y, *rest), [equilibrium], [z]) + offset
+    def product(self, z: Tensor, *args: Tensor) -> Tensor:
+        equilibrium, _, *rest = args
+        return transforms.jvp(lambda y: self.of(y, *rest), [equilibrium], [z])
 
     def bind(self, args: Sequence[Tensor]) -> FlatMap:
         equilibrium, offset, *rest = args

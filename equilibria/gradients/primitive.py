@@ -54,10 +54,13 @@ class Differentiable:
 
     def folded(self, fold: Fold) -> Differentiable:
         equation = FoldedEquation(self.problem.equation, fold)
-        return dataclasses.replace(self, problem=dataclasses.replace(self.problem, equation=equation, known=None))
+        return dataclasses.replace(
+            self, problem=dataclasses.replace(self.problem, equation=equation, known=None, compiler=None)
+        )
 
     def _derived(self, equation: Equation, what: Any) -> Differentiable:
-        problem = Problem(equation, self.solver, self.stop, self.problem.report, what, self.on_failure)
+        compiler = self.problem.compiler
+        problem = Problem(equation, self.solver, self.stop, self.problem.report, what, self.on_failure, compiler=compiler)
         return dataclasses.replace(self, problem=problem)
 
     def cotangent(self, system: Affine) -> Tensor:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,10 +16,8 @@ from equilibria.equation import Equation
 from equilibria.gradients.base import Gradient, Problem, quarantine
 from equilibria.maps import Map
 from equilibria.solution import Status, empty_stats
-from equilibria.solvers.base import Iterate, Solver, require
+from equilibria.solvers.base import Iterate, Solver, collect, rebuild, require
 from equilibria.solvers.fallback import Fallback
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,15 +86,15 @@ class _ReplayedStep:
         return {}  # an equation keeps them still
 
     def first(self, state: Iterate) -> Tensors:
-        return (torch.tensor([0, *_collect(state, int)]), state.z, *self._cut(_collect(state, Tensor), time=0))
+        return (torch.tensor([0, *collect(state, int)]), state.z, *self._cut(collect(state, Tensor), time=0))
 
     def __call__(self, z: Tensors, buffers: Buffers) -> Tensors:
         counters, chosen, *tensors = z
         time, *counted = counters.tolist()
         with no_autocast(chosen.device):
-            state = self.solver.step(self.f, _rebuild(self.like, iter(tensors), iter(counted)))
+            state = self.solver.step(self.f, rebuild(self.like, iter(tensors), iter(counted)))
         chosen = torch.where((self.best == time + 1).unsqueeze(1), state.z, chosen)
-        return (torch.tensor([time + 1, *_collect(state, int)]), chosen, *self._cut(_collect(state, Tensor), time + 1))
+        return (torch.tensor([time + 1, *collect(state, int)]), chosen, *self._cut(collect(state, Tensor), time + 1))
 
     def _cut(self, tensors: list[Tensor], time: int) -> list[Tensor]:
         """The state without the graph of samples that have more than `truncate` evaluations to go."""
@@ -104,29 +102,6 @@ class _ReplayedStep:
             return tensors
         early = time < self.best - self.truncate
         return [_without_graph(tensor, early) for tensor in tensors]
-
-
-def _collect(state: Any, kind: type[T]) -> list[T]:
-    """The values of a kind in a state and the states it wraps, in the order of their fields."""
-    found: list[T] = []
-    for field in dataclasses.fields(state):
-        value = getattr(state, field.name)
-        found += [value] if isinstance(value, kind) else _collect(value, kind) if isinstance(value, Iterate) else []
-    return found
-
-
-def _rebuild(like: Any, tensors: Iterator[Tensor], counters: Iterator[int]) -> Any:
-    """A state of the kind of `like` from its tensors and counters."""
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(like):
-        value = getattr(like, field.name)
-        if isinstance(value, Tensor):
-            values[field.name] = next(tensors)
-        elif isinstance(value, Iterate):
-            values[field.name] = _rebuild(value, tensors, counters)
-        elif isinstance(value, int):
-            values[field.name] = next(counters)
-    return dataclasses.replace(like, **values)
 
 
 def _without_graph(tensor: Tensor, rows: Tensor) -> Tensor:

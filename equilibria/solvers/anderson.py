@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from equilibria import transforms
 from equilibria.maps import Map
-from equilibria.solvers.base import Iterate, Solver, differentiated, memory, put, require, room
+from equilibria.solvers.base import Iterate, Solver, differentiated, memory, products, put, require, room, without
 
 GROWTH = 5.0  # a residual this many times the shortest one: the history describes another place,
 PATIENCE = 3  # and so it does after so many steps in which none was shorter
@@ -30,27 +31,27 @@ class AndersonState(Iterate):
     """With the differences of the last steps in a ring, those of residuals and of values side by side."""
 
     pairs: Tensor  # (batch, slots, 2 n): differences of residuals, made orthonormal, and of the values that go with them
-    last: Tensor  # (batch, 1, 2 n), residual and value of the iterate before
-    spare: Tensor  # (batch, 1, 2 n), memory for `pair`
+    last: Tensor  # (batch, 2 n), residual and value of the iterate before
+    spare: Tensor  # (batch, 2 n), memory for `pair`
     shortest: Tensor  # (batch, 1), residual before this one, since the sample last began anew
     waited: Tensor  # (batch, 1), steps since it was found
     trusted: Tensor  # (batch, slots), 0 for the differences from before the sample began anew, else 1
     doubted: bool  # is there anything but ones to be kept in `trusted`?
-    count: int  # iterates before this one
+    count: int | Tensor  # iterates before this one
 
     @cached_property
     def pair(self) -> Tensor:
-        """(batch, 1, 2 n), residual and value."""
+        """(batch, 2 n), residual and value."""
         if differentiated(self.z, self.fz):
-            return torch.cat((self.fz - self.z, self.fz), dim=1).unsqueeze(1)
+            return torch.cat((self.fz - self.z, self.fz), dim=1)
         n = self.z.shape[1]
-        torch.sub(self.fz, self.z, out=self.spare[:, 0, :n])
-        self.spare[:, 0, n:] = self.fz
+        torch.sub(self.fz, self.z, out=self.spare[:, :n])
+        self.spare[:, n:] = self.fz
         return self.spare
 
     @cached_property
     def residual(self) -> Tensor:
-        return self.pair[:, 0, : self.z.shape[1]]
+        return self.pair[:, : self.z.shape[1]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,21 +89,22 @@ class Anderson(Solver[AndersonState]):
 
     def init(self, f: Map, z0: Tensor) -> AndersonState:
         batch, n = z0.shape
-        start, last, spare = Iterate(z0, f(z0)), z0.new_empty(batch, 1, 2 * n), z0.new_empty(batch, 1, 2 * n)
+        start, last, spare = Iterate(z0, f(z0)), z0.new_empty(batch, 2 * n), z0.new_empty(batch, 2 * n)
         shortest, nothing = start.length.unsqueeze(1), z0.new_empty(batch, 0)
         pairs, waited = z0.new_empty(batch, 0, 2 * n), torch.zeros_like(shortest)
         return AndersonState(z0, start.fz, pairs, last, spare, shortest, waited, nothing, doubted=False, count=0)
 
     def step(self, f: Map, state: AndersonState) -> AndersonState:
         trust = self._judge(f, state)
-        pairs, trust = self._insert(state, trust) if state.count else (state.pairs, trust)
+        first = isinstance(state.count, int) and state.count == 0
+        pairs, trust = (state.pairs, trust) if first else self._insert(state, trust)
         z = self._next(state, pairs, trust)
         return AndersonState(
             z,
             f(z),
             pairs,
             last=state.pair,
-            spare=state.last,  # what the iterate before stood in is free now
+            spare=z.new_empty(len(z), 0) if transforms.is_tracing() else state.last,  # free now
             shortest=trust.shortest,
             waited=trust.waited,
             trusted=trust.trusted,
@@ -110,6 +112,12 @@ class Anderson(Solver[AndersonState]):
             count=state.count + 1,
             active=state.active,
         )
+
+    def settled(self, state: AndersonState) -> AndersonState:
+        limit, (batch, n) = self._limit(state.z), state.z.shape
+        count = torch.full((), int(state.count), device=state.z.device)
+        pairs, trusted = state.z.new_zeros(batch, limit, 2 * n), state.z.new_ones(batch, limit)
+        return replace(state, pairs=pairs, trusted=trusted, doubted=True, count=count)
 
     def _judge(self, f: Map, state: AndersonState) -> Trust:
         """Samples that were led astray trust nothing of what led them there."""
@@ -128,39 +136,39 @@ class Anderson(Solver[AndersonState]):
     def _insert(self, state: AndersonState, trust: Trust) -> tuple[Tensor, Trust]:
         """Pairs and trust, with the difference from the iterate before in its slot."""
         limit, n = self._limit(state.z), state.z.shape[1]
-        slot, k = (state.count - 1) % limit, min(state.count - 1, limit)
-        pairs = room(state.pairs, slot, limit, blank=False)
+        slot, k = (state.count - 1) % limit, limit
+        pairs, trusted = state.pairs, trust.trusted
+        if isinstance(state.count, int):
+            k = min(state.count - 1, limit)
+            pairs = room(pairs, state.count - 1, limit, blank=False)
+            trusted = room(trusted, state.count - 1, limit) if trust.doubted else trusted
         followed = differentiated(state.pair, state.last, pairs)
         pair = torch.sub(state.pair, state.last, out=None if followed else state.last)
-        size = torch.linalg.vector_norm(pair[:, :, :n], dim=2, keepdim=True)
+        size = torch.linalg.vector_norm(pair[:, :n], dim=1, keepdim=True)
         if k:
             kept = pairs[:, :k]
-            weights = _weights(pair[:, :, :n], kept[:, :, :n], trust)
-            pair = torch.baddbmm(pair, weights, kept, alpha=-1) if followed else pair.baddbmm_(weights, kept, alpha=-1)
-        left = torch.linalg.vector_norm(pair[:, :, :n], dim=2, keepdim=True)
+            pair = without(pair, _weights(pair[:, :n], kept[:, :, :n], trust), kept, over=not followed)
+        left = torch.linalg.vector_norm(pair[:, :n], dim=1, keepdim=True)
         # what is left of a difference inside the space of the others is rounding, and says nothing
         empty = left <= self._threshold(left.dtype) * size
         scale = left.masked_fill(empty, 1.0).reciprocal().masked_fill(empty, 0.0)  # no 1 / 0 for a derivative to meet
         if followed:
-            pairs = put(pairs, slot, (pair * scale).squeeze(1))
+            pairs = put(pairs, slot, pair * scale)
         else:
-            torch.mul(pair, scale, out=pairs[:, slot : slot + 1])
+            torch.mul(pair, scale, out=pairs[:, slot])
         if trust.doubted:
-            trusted = room(trust.trusted, slot, limit).clone()
-            trusted[:, slot].fill_(1)
-            trust = trust._replace(trusted=trusted)
+            trust = trust._replace(trusted=put(trusted.clone(), slot, torch.ones_like(left[:, 0])))
         return pairs, trust
 
     def _next(self, state: AndersonState, pairs: Tensor, trust: Trust) -> Tensor:
-        k, n = min(state.count, self._limit(state.z)), state.z.shape[1]
+        k, n = self._limit(state.z), state.z.shape[1]
+        k = min(state.count, k) if isinstance(state.count, int) else k
         if k == 0:
             return state.fz if self.damping == 1 else torch.lerp(state.z, state.fz, self.damping)
-        residual, residuals, values = state.residual.unsqueeze(1), pairs[:, :k, :n], pairs[:, :k, n:]
-        weights = _weights(residual, residuals, trust)
-        z = torch.baddbmm(state.fz.unsqueeze(1), weights, values, alpha=-1)
-        if self.damping < 1:
-            z = z - (1 - self.damping) * torch.baddbmm(residual, weights, residuals, alpha=-1)
-        return z.squeeze(1)
+        residuals, values = pairs[:, :k, :n], pairs[:, :k, n:]
+        weights = _weights(state.residual, residuals, trust)
+        z = without(state.fz, weights, values)
+        return z if self.damping == 1 else z - (1 - self.damping) * without(state.residual, weights, residuals)
 
     def _threshold(self, dtype: torch.dtype) -> float:
         return torch.finfo(dtype).eps ** 0.5 if self.ridge is None else self.ridge
@@ -170,6 +178,6 @@ class Anderson(Solver[AndersonState]):
 
 
 def _weights(x: Tensor, residuals: Tensor, trust: Trust) -> Tensor:
-    """(batch, 1, k), inner products of x (batch, 1, n) with the differences of residuals (batch, k, n) that are trusted."""
-    weights = torch.bmm(x, residuals.transpose(1, 2))
-    return weights * trust.trusted[:, : weights.shape[2]].unsqueeze(1) if trust.doubted else weights
+    """(batch, k), inner products of x (batch, n) with the differences of residuals (batch, k, n) that are trusted."""
+    weights = products(residuals, x)
+    return weights * trust.trusted[:, : weights.shape[1]] if trust.doubted else weights

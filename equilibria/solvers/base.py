@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar
@@ -40,6 +40,7 @@ class Iterate:
 
 
 S = TypeVar("S", bound=Iterate)
+T = TypeVar("T")
 
 
 class Solver(ABC, Generic[S]):
@@ -62,6 +63,11 @@ class Solver(ABC, Generic[S]):
     def step(self, f: Map, state: S) -> S:
         """The next state."""
 
+    def settled(self, state: S) -> S | None:
+        """The state after a first step in a form that no step changes the shapes of, its counters tensors; None: there is
+        no such form, and the loop cannot be compiled."""
+        return None
+
 
 def map_tensors(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """A state with `change` applied to each of its tensors, also those of states it wraps."""
@@ -73,6 +79,29 @@ def map_tensors(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
         elif isinstance(value, Iterate):
             changed[field.name] = map_tensors(value, change)
     return dataclasses.replace(state, **changed)
+
+
+def collect(state: Any, kind: type[T]) -> list[T]:
+    """The values of a kind in a state and the states it wraps, in the order of their fields."""
+    found: list[T] = []
+    for field in dataclasses.fields(state):
+        value = getattr(state, field.name)
+        found += [value] if isinstance(value, kind) else collect(value, kind) if isinstance(value, Iterate) else []
+    return found
+
+
+def rebuild(like: Any, tensors: Iterator[Tensor], counters: Iterator[int]) -> Any:
+    """A state of the kind of `like` from its tensors and counters."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(like):
+        value = getattr(like, field.name)
+        if isinstance(value, Tensor):
+            values[field.name] = next(tensors)
+        elif isinstance(value, Iterate):
+            values[field.name] = rebuild(value, tensors, counters)
+        elif isinstance(value, int):
+            values[field.name] = next(counters)
+    return dataclasses.replace(like, **values)
 
 
 def gather(whole: Any, part: Any, index: Tensor | None) -> Any:
@@ -102,10 +131,10 @@ def rejected(state: Iterate) -> Tensor | None:
 
 
 def differentiated(*tensors: Tensor) -> bool:
-    """Does anybody follow what is computed from these, in reverse or in forward mode? Then nothing may be written over."""
+    """Does anybody follow what is computed from these, by derivatives or in a trace? Then nothing may be written over."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return True
-    return transforms.inside_transform() or transforms.inside_dual_level()
+    return transforms.inside_transform() or transforms.inside_dual_level() or transforms.is_tracing()
 
 
 def without_graph(x: Tensor) -> Tensor:
@@ -113,11 +142,14 @@ def without_graph(x: Tensor) -> Tensor:
     return x.detach() if x.requires_grad else x
 
 
-def put(buffer: Tensor, slot: int, value: Tensor, active: Tensor | None = None) -> Tensor:
+def put(buffer: Tensor, slot: int | Tensor, value: Tensor, active: Tensor | None = None) -> Tensor:
     """`buffer` (batch, slots, ...) with `value` in one slot of the active rows.
 
     In place, because a copy of the history would cost more than the step; not where autograd needs the old one.
     """
+    if isinstance(slot, Tensor):  # in a trace
+        here = torch.arange(buffer.shape[1], device=buffer.device) == slot
+        return torch.where(here.view(-1, *[1] * (buffer.dim() - 2)), value.unsqueeze(1), buffer)
     if active is not None:
         value = torch.where(active.view(-1, *[1] * (value.dim() - 1)), value, buffer[:, slot])
     if differentiated(buffer, value):
@@ -163,8 +195,20 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 
 def products(rows: Tensor, x: Tensor) -> Tensor:
     """Inner products of each sample's k vectors (batch, k, n) with its x (batch, n): (batch, k)."""
+    if transforms.is_tracing():  # where sums are fused with what goes around them
+        return (rows * x.unsqueeze(1)).sum(dim=2)
     # this way round it is twice as fast on a CPU
     return torch.bmm(x.unsqueeze(1), rows.transpose(1, 2)).squeeze(1)
+
+
+def without(x: Tensor, weights: Tensor, rows: Tensor, *, over: bool = False) -> Tensor:
+    """x (batch, n) less each sample's k vectors (batch, k, n) with weights (batch, k); written `over` x where that is so."""
+    if transforms.is_tracing():
+        return x - (weights.unsqueeze(2) * rows).sum(dim=1)
+    if over:
+        x.unsqueeze(1).baddbmm_(weights.unsqueeze(1), rows, alpha=-1)
+        return x
+    return torch.baddbmm(x.unsqueeze(1), weights.unsqueeze(1), rows, alpha=-1).squeeze(1)
 
 
 def combine(weights: Tensor, rows: Tensor) -> Tensor:

@@ -7,14 +7,15 @@ recurrence (f(z) = z + r with r = b - A z); the answer is verified with one eval
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from equilibria import transforms
 from equilibria.maps import Map
-from equilibria.solvers.base import Iterate, Solver, divide, dot, memory, require, room
+from equilibria.solvers.base import Iterate, Solver, divide, dot, memory, products, put, require, room, without
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,9 @@ class GMRESState(_Carried):
     """Directions p with orthonormal images q = A p, one pair more a step."""
 
     pairs: Tensor  # (batch, slots, 2 n), q and p side by side
+    image: Tensor  # (batch, n), the last q
     before: Tensor  # (batch,), length of the residual a step earlier
-    count: int  # pairs so far; they lie in a ring
+    count: int | Tensor  # pairs so far; they lie in a ring
 
 
 STAGNATION = 0.9  # a step that leaves more of the residual than this: the residual alone is no good direction
@@ -64,35 +66,49 @@ class GMRES(Solver[GMRESState]):
     def init(self, f: Map, z0: Tensor) -> GMRESState:
         fz, nothing = f(z0), z0.new_empty(z0.shape[0], 0, 2 * z0.shape[1])
         start = Iterate(z0, fz)
-        return GMRESState(z0, fz, z0, start.residual, nothing, start.length, count=0)
+        return GMRESState(z0, fz, z0, start.residual, nothing, start.residual, start.length, count=0)
 
     def step(self, f: Map, state: GMRESState) -> GMRESState:
-        n = state.z.shape[1]
-        limit = memory(self.restart, n, small=n, medium=4, large=4)
-        pairs = room(state.pairs, state.count % limit, limit, blank=False)
-        pair = self._extend(f, state, pairs, state.count % limit)
+        n, length, traced = state.z.shape[1], state.length, transforms.is_tracing()
+        pairs, pair = self._extend(f, state)
         q, p = pair[:, :n], pair[:, n:]
         share = dot(q, state.remaining)
-        z, remaining = torch.addcmul(state.z, share, p), torch.addcmul(state.remaining, share, q, value=-1)
-        return GMRESState(z, z + remaining, state.base, remaining, pairs, state.length, state.count + 1, active=state.active)
+        z = torch.addcmul(state.z, share, p)
+        # nobody else knows what is written over here
+        remaining = torch.addcmul(state.remaining, share, q, value=-1, out=None if traced else state.remaining)
+        fz = torch.add(z, remaining, out=None if traced or state.count == 0 else state.fz)
+        return GMRESState(z, fz, state.base, remaining, pairs, q, length, state.count + 1, active=state.active)
 
-    def _extend(self, f: Map, state: GMRESState, pairs: Tensor, slot: int) -> Tensor:
-        """A new pair, in its slot."""
-        k, n, p = min(state.count, state.pairs.shape[1]), state.z.shape[1], state.remaining
+    def settled(self, state: GMRESState) -> GMRESState:
+        batch, n = state.z.shape
+        pairs = torch.cat((state.pairs[:, :1], state.z.new_zeros(batch, self._limit(n) - 1, 2 * n)), dim=1)
+        return replace(state, pairs=pairs, count=torch.full((), int(state.count), device=state.z.device))
+
+    def _extend(self, f: Map, state: GMRESState) -> tuple[Tensor, Tensor]:
+        """The pairs with a new one in its slot, and that one."""
+        n, p, pairs = state.z.shape[1], state.remaining, state.pairs
+        limit = k = self._limit(n)
+        if isinstance(state.count, int):
+            k = min(state.count, limit)
+            pairs = room(pairs, state.count % limit, limit, blank=False)
         if k and not f.growth < STAGNATION:
             stagnant = state.length * (state.length > STAGNATION * state.before)
-            p = torch.addcmul(p, stagnant.unsqueeze(1), pairs[:, slot - 1, :n])
+            p = torch.addcmul(p, stagnant.unsqueeze(1), state.image)
         q = p - f.jacobian(state.base).product(p)
         size = torch.linalg.vector_norm(q, dim=1)
         pair = torch.cat((q, p), dim=1)
         if k:
-            weights = torch.bmm(q.unsqueeze(1), pairs[:, :k, :n].transpose(1, 2))
-            pair.unsqueeze(1).baddbmm_(weights, pairs[:, :k], alpha=-1)
+            pair = without(pair, products(pairs[:, :k, :n], q), pairs[:, :k], over=True)
         length = torch.linalg.vector_norm(pair[:, :n], dim=1)
         # what is left of an image inside the space is rounding: the space is complete and nothing is to be added
         complete = length <= 10 * torch.finfo(q.dtype).eps * size
-        scale = length.reciprocal_().masked_fill_(complete, 0.0)
-        return torch.mul(pair, scale.unsqueeze(1), out=pairs[:, slot])
+        scale = length.reciprocal().masked_fill(complete, 0.0).unsqueeze(1)
+        if isinstance(state.count, Tensor):
+            return put(pairs, state.count % limit, pair * scale), pair * scale
+        return pairs, torch.mul(pair, scale, out=pairs[:, state.count % limit])
+
+    def _limit(self, n: int) -> int:
+        return memory(self.restart, n, small=n, medium=4, large=4)
 
 
 @dataclass(frozen=True)

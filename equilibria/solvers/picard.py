@@ -31,3 +31,6 @@ class Picard(Solver[Iterate]):
     def step(self, f: Map, state: Iterate) -> Iterate:
         z = state.fz if self.damping == 1 else torch.lerp(state.z, state.fz, self.damping)
         return Iterate(z, f(z))
+
+    def settled(self, state: Iterate) -> Iterate:
+        return state
