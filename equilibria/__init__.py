@@ -1,6 +1,6 @@
 """equilibria: deep equilibrium models in PyTorch. What is not named here is not API."""
 
-from equilibria import nn
+from equilibria import data, nn
 from equilibria.agreement import Agreement, gradient_agreement
 from equilibria.cells.monotone import MonotoneLinear
 from equilibria.cells.monotone_conv import MonotoneConv2d, MonotoneTiers2d
@@ -121,6 +121,7 @@ __all__ = [
     "Zeros",
     "contract_",
     "correction_penalty",
+    "data",
     "dense_jacobian",
     "diagnose",
     "euclidean_norm",

@@ -43,6 +43,11 @@ LAYERS = [
     {"bench.driver", "bench.counts"},
     {"bench.report"},
     {"bench.command"},
+    {"data.files", "data.sets"},
+    {"data.sources", "data.download", "data.images", "data.text", "data.graphs", "data.augment"},
+    {"data.camvid", "data.planetoid", "data.synthetic", "data.batches"},
+    {"data.entries"},
+    {"data.catalogue"},
     {"cli"},
     {"__main__"},
 ]
