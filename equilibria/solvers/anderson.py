@@ -11,7 +11,18 @@ from torch import Tensor
 
 from equilibria import transforms
 from equilibria.maps import Map
-from equilibria.solvers.base import Iterate, Solver, differentiated, memory, products, put, require, room, without
+from equilibria.solvers.base import (
+    Iterate,
+    Solver,
+    check_memory,
+    differentiated,
+    memory,
+    products,
+    put,
+    require,
+    room,
+    without,
+)
 
 GROWTH = 5.0  # a residual this many times the shortest one: the history describes another place,
 PATIENCE = 3  # and so it does after so many steps in which none was shorter
@@ -37,6 +48,7 @@ class AndersonState(Iterate):
     waited: Tensor  # (batch, 1), steps since it was found
     trusted: Tensor  # (batch, slots), 0 for the differences from before the sample began anew, else 1
     doubted: bool  # is there anything but ones to be kept in `trusted`?
+    limit: int  # slots at most
     count: int | Tensor  # iterates before this one
 
     @cached_property
@@ -66,33 +78,35 @@ class Anderson(Solver[AndersonState]):
     one is made orthogonal to those kept (Tang and others 2024, truncated Gram-Schmidt): where the Jacobian is close to
     symmetric those dropped were orthogonal to it anyway, and a history of two does as well as the whole. A sample whose
     residual grows past five times its shortest, or has not become shorter for three steps, forgets its history. One
-    evaluation a step; 2 history + 3 states of memory.
+    evaluation a step; 2 history + 6 states of memory.
 
-    history  differences kept; None: 8, for states of up to 64 numbers all, of more than 1024 numbers 4
+    history  differences kept; None: 4, for states of up to 64 numbers all
     damping  how much of the mixed residual is added
     ridge    a difference that lies within the others but for this share of its length is left out; None: the square root of
              the dtype's spacing, below which what is left of it is mostly rounding
+    budget   bytes for the differences of a whole batch: as many are kept as fit, and one
     """
 
     history: int | None = None
     damping: float = 1.0
     ridge: float | None = None
+    budget: int | None = None
     runs_on: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        require(
-            self.history is None or self.history >= 1,
-            f"Anderson's history must be at least 1, got {self.history}; for none use Picard().",
-        )
+        check_memory("Anderson", "history", self.history, self.budget, "; for none use Picard()")
         require(0 < self.damping <= 1, f"Anderson's damping must lie in (0, 1], got {self.damping}.")
         require(self.ridge is None or self.ridge >= 0, f"Anderson's ridge must not be negative, got {self.ridge}.")
 
     def init(self, f: Map, z0: Tensor) -> AndersonState:
         batch, n = z0.shape
+        limit = memory(self.history, self.budget, z0, small=n, medium=4, large=4)
         start, last, spare = Iterate(z0, f(z0)), z0.new_empty(batch, 2 * n), z0.new_empty(batch, 2 * n)
         shortest, nothing = start.length.unsqueeze(1), z0.new_empty(batch, 0)
         pairs, waited = z0.new_empty(batch, 0, 2 * n), torch.zeros_like(shortest)
-        return AndersonState(z0, start.fz, pairs, last, spare, shortest, waited, nothing, doubted=False, count=0)
+        return AndersonState(
+            z0, start.fz, pairs, last, spare, shortest, waited, nothing, doubted=False, limit=limit, count=0
+        )
 
     def step(self, f: Map, state: AndersonState) -> AndersonState:
         trust = self._judge(f, state)
@@ -109,12 +123,13 @@ class Anderson(Solver[AndersonState]):
             waited=trust.waited,
             trusted=trust.trusted,
             doubted=trust.doubted,
+            limit=state.limit,
             count=state.count + 1,
             active=state.active,
         )
 
     def settled(self, state: AndersonState) -> AndersonState:
-        limit, (batch, n) = self._limit(state.z), state.z.shape
+        limit, (batch, n) = state.limit, state.z.shape
         count = torch.full((), int(state.count), device=state.z.device)
         pairs, trusted = state.z.new_zeros(batch, limit, 2 * n), state.z.new_ones(batch, limit)
         return replace(state, pairs=pairs, trusted=trusted, doubted=True, count=count)
@@ -127,7 +142,7 @@ class Anderson(Solver[AndersonState]):
             return Trust(length, waited, state.trusted, state.doubted)
         waited = (state.waited + 1) * (length >= state.shortest)
         # all that an affine map can tell lies in n differences, and it may take as many until the residual falls
-        limit, n = self._limit(state.z), state.z.shape[1]
+        limit, n = state.limit, state.z.shape[1]
         usual = (length <= GROWTH * state.shortest) & (waited < (PATIENCE if limit < n else limit + PATIENCE))  # not nan
         trusted = state.trusted if state.doubted else length.new_ones(len(length), state.pairs.shape[1])
         shortest = torch.where(usual, torch.minimum(length, state.shortest), length)
@@ -135,7 +150,7 @@ class Anderson(Solver[AndersonState]):
 
     def _insert(self, state: AndersonState, trust: Trust) -> tuple[Tensor, Trust]:
         """Pairs and trust, with the difference from the iterate before in its slot."""
-        limit, n = self._limit(state.z), state.z.shape[1]
+        limit, n = state.limit, state.z.shape[1]
         slot, k = (state.count - 1) % limit, limit
         pairs, trusted = state.pairs, trust.trusted
         if isinstance(state.count, int):
@@ -161,7 +176,7 @@ class Anderson(Solver[AndersonState]):
         return pairs, trust
 
     def _next(self, state: AndersonState, pairs: Tensor, trust: Trust) -> Tensor:
-        k, n = self._limit(state.z), state.z.shape[1]
+        k, n = state.limit, state.z.shape[1]
         k = min(state.count, k) if isinstance(state.count, int) else k
         if k == 0:
             return state.fz if self.damping == 1 else torch.lerp(state.z, state.fz, self.damping)
@@ -172,9 +187,6 @@ class Anderson(Solver[AndersonState]):
 
     def _threshold(self, dtype: torch.dtype) -> float:
         return torch.finfo(dtype).eps ** 0.5 if self.ridge is None else self.ridge
-
-    def _limit(self, z: Tensor) -> int:
-        return memory(self.history, z.shape[1], small=z.shape[1], medium=4, large=4)
 
 
 def _weights(x: Tensor, residuals: Tensor, trust: Trust) -> Tensor:

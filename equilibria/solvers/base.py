@@ -163,13 +163,21 @@ MEDIUM_STATE = 1024  # beyond, reading the vectors kept costs as much as a cheap
 FIRST_SLOTS = 8
 
 
-def memory(setting: int | None, n: int, *, small: int, medium: int, large: int) -> int:
-    """How many vectors a solver may keep: as set, or by default what pays for the size of a state."""
-    if setting is not None:
-        return setting
-    if n <= SMALL_STATE:
-        return max(small, 1)
-    return medium if n <= MEDIUM_STATE else large
+def memory(setting: int | None, budget: int | None, z: Tensor, *, small: int, medium: int, large: int) -> int:
+    """How many pairs of vectors a solver may keep: as set, or by default what pays for the size of a state; in any case no
+    more than fit into `budget` bytes for the whole batch, and one."""
+    n = z.shape[1]
+    wanted = setting
+    if wanted is None:
+        wanted = max(small, 1) if n <= SMALL_STATE else medium if n <= MEDIUM_STATE else large
+    if budget is None:
+        return wanted
+    return max(1, min(wanted, budget // max(2 * z.numel() * z.element_size(), 1)))
+
+
+def check_memory(solver: str, name: str, setting: int | None, budget: int | None, instead: str = "") -> None:
+    require(setting is None or setting >= 1, f"{solver}'s {name} must be at least 1, got {setting}{instead}.")
+    require(budget is None or budget >= 1, f"{solver}'s budget must be some bytes or None, got {budget}.")
 
 
 def room(buffer: Tensor, slot: int, limit: int, dims: tuple[int, ...] = (1,), *, blank: bool = True) -> Tensor:

@@ -8,7 +8,19 @@ import torch
 from torch import Tensor
 
 from equilibria.maps import Map
-from equilibria.solvers.base import Iterate, Solver, combine, divide, dot, memory, products, put, require, room, solve_small
+from equilibria.solvers.base import (
+    Iterate,
+    Solver,
+    check_memory,
+    combine,
+    divide,
+    dot,
+    memory,
+    products,
+    put,
+    room,
+    solve_small,
+)
 from equilibria.solvers.line_search import backtrack
 
 HALVINGS = 6  # a step shorter than 1/64 is not worth its evaluations
@@ -21,6 +33,7 @@ class BroydenState(Iterate):
     steps: Tensor  # (batch, slots, n), s
     sums: Tensor  # (batch, slots, n), s + y
     core: Tensor  # (batch, slots, slots), s_i . y_j, and for i later than j s_i . (s_j + y_j)
+    limit: int  # slots at most
     count: int  # pairs seen so far; they lie in a ring
 
 
@@ -38,27 +51,27 @@ class Broyden(Solver[BroydenState]):
 
     history      pairs kept; None: 20, and for states of up to 64 numbers all that an affine map can need
     line_search  shorten a step that does not reduce the residual
+    budget       bytes for the pairs of a whole batch: as many are kept as fit, and one
     """
 
     history: int | None = None
     line_search: bool = False
+    budget: int | None = None
 
     def __post_init__(self) -> None:
-        require(
-            self.history is None or self.history >= 1,
-            f"Broyden's history must be at least 1, got {self.history}; for none use Picard().",
-        )
+        check_memory("Broyden", "history", self.history, self.budget, "; for none use Picard()")
 
     def init(self, f: Map, z0: Tensor) -> BroydenState:
         batch, n = z0.shape
         nothing = z0.new_zeros(batch, 0, n)
-        return BroydenState(z0, f(z0), nothing, nothing, z0.new_zeros(batch, 0, 0), count=0)
+        limit = memory(self.history, self.budget, z0, small=2 * n, medium=20, large=20)
+        return BroydenState(z0, f(z0), nothing, nothing, z0.new_zeros(batch, 0, 0), limit, count=0)
 
     def step(self, f: Map, state: BroydenState) -> BroydenState:
         residual = state.fz - state.z
         direction = residual
         if state.count:
-            k = min(state.count, self._limit(residual))
+            k = min(state.count, state.limit)
             weights = solve_small(state.core[:, :k, :k], products(state.steps[:, :k], residual))
             direction = residual - combine(weights, state.sums[:, :k])
         if self.line_search:
@@ -69,7 +82,7 @@ class Broyden(Solver[BroydenState]):
         return self._insert(state, z, fz, (fz - z) - residual)
 
     def _insert(self, state: BroydenState, z: Tensor, fz: Tensor, difference: Tensor) -> BroydenState:
-        limit, active = self._limit(z), state.active
+        limit, active = state.limit, state.active
         slot = state.count % limit
         step = z - state.z
         length = torch.linalg.vector_norm(step, dim=1, keepdim=True)
@@ -89,7 +102,4 @@ class Broyden(Solver[BroydenState]):
         column = products(steps, y)
         column = torch.cat([column[:, :slot], diagonal, column[:, slot + 1 :]], dim=1)
         core = put(core.transpose(1, 2), slot, column, active).transpose(1, 2)
-        return BroydenState(z, fz, steps, sums, core, state.count + 1, active=state.active)
-
-    def _limit(self, z: Tensor) -> int:
-        return memory(self.history, z.shape[1], small=2 * z.shape[1], medium=20, large=20)
+        return BroydenState(z, fz, steps, sums, core, limit, state.count + 1, active=state.active)

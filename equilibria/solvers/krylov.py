@@ -15,7 +15,7 @@ from torch import Tensor
 
 from equilibria import transforms
 from equilibria.maps import Map
-from equilibria.solvers.base import Iterate, Solver, divide, dot, memory, products, put, require, room, without
+from equilibria.solvers.base import Iterate, Solver, check_memory, divide, dot, memory, products, put, require, room, without
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class GMRESState(_Carried):
     pairs: Tensor  # (batch, slots, 2 n), q and p side by side
     image: Tensor  # (batch, n), the last q
     before: Tensor  # (batch,), length of the residual a step earlier
+    limit: int  # slots at most
     count: int | Tensor  # pairs so far; they lie in a ring
 
 
@@ -51,22 +52,24 @@ class GMRES(Solver[GMRESState]):
     where that has hardly shrunk by the last image as well, so that it always grows. Memory 2 restart + 5 states.
 
     restart  directions kept. Beyond them the oldest one is dropped, in place of beginning anew: near a symmetric A that
-             loses nothing. None: 8, for states of up to 64 numbers their
-             dimension, of more than 1024 numbers 4
+             loses nothing. None: 4, for states of up to 64 numbers their dimension
+    budget   bytes for the directions of a whole batch: as many are kept as fit, and one
     """
 
     restart: int | None = None
+    budget: int | None = None
     exact: ClassVar[bool] = False
     differentiable: ClassVar[bool] = False
     runs_on: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        require(self.restart is None or self.restart >= 1, f"GMRES's restart must be at least 1, got {self.restart}.")
+        check_memory("GMRES", "restart", self.restart, self.budget)
 
     def init(self, f: Map, z0: Tensor) -> GMRESState:
         fz, nothing = f(z0), z0.new_empty(z0.shape[0], 0, 2 * z0.shape[1])
         start = Iterate(z0, fz)
-        return GMRESState(z0, fz, z0, start.residual, nothing, start.residual, start.length, count=0)
+        limit = memory(self.restart, self.budget, z0, small=z0.shape[1], medium=4, large=4)
+        return GMRESState(z0, fz, z0, start.residual, nothing, start.residual, start.length, limit, count=0)
 
     def step(self, f: Map, state: GMRESState) -> GMRESState:
         n, length, traced = state.z.shape[1], state.length, transforms.is_tracing()
@@ -77,17 +80,17 @@ class GMRES(Solver[GMRESState]):
         # nobody else knows what is written over here
         remaining = torch.addcmul(state.remaining, share, q, value=-1, out=None if traced else state.remaining)
         fz = torch.add(z, remaining, out=None if traced or state.count == 0 else state.fz)
-        return GMRESState(z, fz, state.base, remaining, pairs, q, length, state.count + 1, active=state.active)
+        return GMRESState(z, fz, state.base, remaining, pairs, q, length, state.limit, state.count + 1, active=state.active)
 
     def settled(self, state: GMRESState) -> GMRESState:
         batch, n = state.z.shape
-        pairs = torch.cat((state.pairs[:, :1], state.z.new_zeros(batch, self._limit(n) - 1, 2 * n)), dim=1)
+        pairs = torch.cat((state.pairs[:, :1], state.z.new_zeros(batch, state.limit - 1, 2 * n)), dim=1)
         return replace(state, pairs=pairs, count=torch.full((), int(state.count), device=state.z.device))
 
     def _extend(self, f: Map, state: GMRESState) -> tuple[Tensor, Tensor]:
         """The pairs with a new one in its slot, and that one."""
         n, p, pairs = state.z.shape[1], state.remaining, state.pairs
-        limit = k = self._limit(n)
+        limit = k = state.limit
         if isinstance(state.count, int):
             k = min(state.count, limit)
             pairs = room(pairs, state.count % limit, limit, blank=False)
@@ -106,9 +109,6 @@ class GMRES(Solver[GMRESState]):
         if isinstance(state.count, Tensor):
             return put(pairs, state.count % limit, pair * scale), pair * scale
         return pairs, torch.mul(pair, scale, out=pairs[:, state.count % limit])
-
-    def _limit(self, n: int) -> int:
-        return memory(self.restart, n, small=n, medium=4, large=4)
 
 
 @dataclass(frozen=True)

@@ -254,9 +254,23 @@ def test_history_is_bounded_and_grows_only_as_needed() -> None:
         assert (state.pairs if isinstance(solver, eq.Anderson) else state.steps).shape[1] == limit
 
 
+@pytest.mark.parametrize("kind", [eq.Anderson, eq.Broyden, eq.GMRES])
+def test_a_budget_of_bytes_bounds_the_history_of_a_batch(kind: Any) -> None:
+    w, x = matrix("orthogonal", 80, 0.9), inputs(6, 80)
+    x[:4] *= 1e-3
+    pair = 2 * x.numel() * x.element_size()
+    for budget, kept in ((3 * pair, 3), (3 * pair + pair // 2, 3), (1, 1), (100 * pair, 20 if kind is eq.Broyden else 4)):
+        solver: Any = kind(budget=budget)
+        assert solver.init(Map(lambda z: z @ w.T + x), torch.zeros_like(x)).limit == kept
+        stop = eq.Stop(rtol=1e-8, atol=0, max_steps=400)  # rows are dropped on the way: the ring must not grow
+        s = eq.fixed_point(lambda z, x: z @ w.T + x, torch.zeros_like(x), x, solver=solver, stop=stop)
+        torch.testing.assert_close(s.z, torch.linalg.solve(torch.eye(80).double() - w, x.T).T, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: eq.Anderson(budget=0), "budget must be some bytes"),
         (lambda: eq.Picard(damping=0.0), "damping must lie in"),
         (lambda: eq.Picard(damping=1.5), "got 1.5"),
         (lambda: eq.Anderson(history=0), "use Picard"),
