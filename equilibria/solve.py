@@ -17,7 +17,7 @@ from equilibria.ledger import FLOOR, Ledger
 from equilibria.maps import Counter, FlatMap, Map
 from equilibria.norms import Norm, rms_norm
 from equilibria.solution import Handover, Stats, Status
-from equilibria.solvers.base import Iterate, Solver, gather, map_tensors, rejected, require
+from equilibria.solvers.base import Iterate, Solver, gather, map_tensors, pack, rejected, require
 from equilibria.solvers.fallback import AnySolver, Fallback
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def _run(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> Flat:
             stopped = ledger.rows - running
             if compact and worth_dropping(f.raw, stopped, state.z.shape):
                 kept = gather(kept, state, ledger.index) if problem.keep_state else None
-                smaller = _compact(f, state, ledger)
+                smaller = _compact(f, state, ledger, over=not problem.keep_state)
                 compact = smaller is not None
                 f, state = smaller or (f, state)
             if stopped and not (compact and solver.runs_on and not problem.keep_state):
@@ -174,8 +174,8 @@ def _run(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> Flat:
     return Flat(*ledger.close(problem.f.counter), taken, kept, ledger.coupled)
 
 
-def _compact(f: Map, state: Iterate, ledger: Ledger) -> tuple[Map, Iterate] | None:
-    """Map and state on the running rows alone; None where rows depend on each other."""
+def _compact(f: Map, state: Iterate, ledger: Ledger, *, over: bool) -> tuple[Map, Iterate] | None:
+    """Map and state on the running rows alone, histories written `over` where they stood; None where rows are coupled."""
     index = ledger.running_rows()
     smaller = f.take(index)
     if smaller is None:
@@ -185,7 +185,7 @@ def _compact(f: Map, state: Iterate, ledger: Ledger) -> tuple[Map, Iterate] | No
         ledger.coupled = True
         return None
     ledger.drop_finished(index)
-    return smaller, map_tensors(state, lambda tensor: tensor.index_select(0, index))
+    return smaller, map_tensors(state, lambda tensor: pack(tensor, index, over=over))
 
 
 def _verified(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> Flat:

@@ -9,7 +9,6 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from equilibria import transforms
 from equilibria.maps import Map
 from equilibria.solvers.base import (
     Iterate,
@@ -43,7 +42,7 @@ class AndersonState(Iterate):
 
     pairs: Tensor  # (batch, slots, 2 n): differences of residuals, made orthonormal, and of the values that go with them
     last: Tensor  # (batch, 2 n), residual and value of the iterate before
-    spare: Tensor  # (batch, 2 n), memory for `pair`
+    spare: tuple[Tensor, ...]  # of that size or more, memory for `pair`; none where nothing may be written over
     shortest: Tensor  # (batch, 1), residual before this one, since the sample last began anew
     waited: Tensor  # (batch, 1), steps since it was found
     trusted: Tensor  # (batch, slots), 0 for the differences from before the sample began anew, else 1
@@ -56,10 +55,11 @@ class AndersonState(Iterate):
         """(batch, 2 n), residual and value."""
         if differentiated(self.z, self.fz):
             return torch.cat((self.fz - self.z, self.fz), dim=1)
-        n = self.z.shape[1]
-        torch.sub(self.fz, self.z, out=self.spare[:, :n])
-        self.spare[:, n:] = self.fz
-        return self.spare
+        (rows, n), (spare,) = self.z.shape, self.spare
+        pair = spare if len(spare) == rows else spare[:rows]
+        torch.sub(self.fz, self.z, out=pair[:, :n])
+        pair[:, n:] = self.fz
+        return pair
 
     @cached_property
     def residual(self) -> Tensor:
@@ -105,7 +105,7 @@ class Anderson(Solver[AndersonState]):
         shortest, nothing = start.length.unsqueeze(1), z0.new_empty(batch, 0)
         pairs, waited = z0.new_empty(batch, 0, 2 * n), torch.zeros_like(shortest)
         return AndersonState(
-            z0, start.fz, pairs, last, spare, shortest, waited, nothing, doubted=False, limit=limit, count=0
+            z0, start.fz, pairs, last, (spare,), shortest, waited, nothing, doubted=False, limit=limit, count=0
         )
 
     def step(self, f: Map, state: AndersonState) -> AndersonState:
@@ -118,7 +118,7 @@ class Anderson(Solver[AndersonState]):
             f(z),
             pairs,
             last=state.pair,
-            spare=z.new_empty(len(z), 0) if transforms.is_tracing() else state.last,  # free now
+            spare=(state.last,),  # free now
             shortest=trust.shortest,
             waited=trust.waited,
             trusted=trust.trusted,
@@ -155,8 +155,8 @@ class Anderson(Solver[AndersonState]):
         pairs, trusted = state.pairs, trust.trusted
         if isinstance(state.count, int):
             k = min(state.count - 1, limit)
-            pairs = room(pairs, state.count - 1, limit, blank=False)
-            trusted = room(trusted, state.count - 1, limit) if trust.doubted else trusted
+            pairs = room(pairs, (state.count - 1) % limit, limit, blank=False)
+            trusted = room(trusted, (state.count - 1) % limit, limit) if trust.doubted else trusted
         followed = differentiated(state.pair, state.last, pairs)
         pair = torch.sub(state.pair, state.last, out=None if followed else state.last)
         size = torch.linalg.vector_norm(pair[:, :n], dim=1, keepdim=True)

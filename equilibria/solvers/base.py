@@ -122,6 +122,17 @@ def gather(whole: Any, part: Any, index: Tensor | None) -> Any:
     return dataclasses.replace(part, **changed)
 
 
+def pack(tensor: Tensor, index: Tensor, *, over: bool) -> Tensor:
+    """The rows at `index`, which ascends. A history (batch, slots, n) is the largest of all and its solver's alone: where it
+    may be written `over`, slot by slot, no second one is ever in memory."""
+    if tensor.dim() != 3 or not over or differentiated(tensor):
+        return tensor.index_select(0, index)
+    front = tensor[: len(index)]
+    for slot in range(tensor.shape[1]):
+        front[:, slot] = tensor[:, slot].index_select(0, index)
+    return front
+
+
 def rejected(state: Iterate) -> Tensor | None:
     """(batch,) rows whose last step was thrown away, also by a solver that is wrapped; None: no row."""
     if state.rejected is not None:
