@@ -48,10 +48,12 @@ def peak_states(case: Case, method: Method) -> float:
 
 
 def measure(name: str) -> dict[str, list[float]]:
-    found = {}
+    found: dict[str, list[float]] = {}
     for steps in (20, 80):
         case = replace(make(name), max_steps=steps, rtol=0.1 * torch.finfo().eps)  # nobody gets there: all steps are taken
-        methods: dict[str, Method] = {label: Ours(solver=solver, adjoint=adjoint) for label, (solver, adjoint) in SOLVERS.items()}
+        methods: dict[str, Method] = {
+            label: Ours(solver=solver, adjoint=adjoint) for label, (solver, adjoint) in SOLVERS.items()
+        }
         methods["TorchDEQ Anderson"] = TorchDEQ("TorchDEQ Anderson", "anderson")
         methods["TorchDEQ Picard"] = TorchDEQ("TorchDEQ Picard", "fixed_point_iter")
         methods["TorchDEQ Broyden"] = TorchDEQ("TorchDEQ Broyden", "broyden")

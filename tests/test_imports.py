@@ -38,8 +38,8 @@ LAYERS = [
     {"diagnosis.page"},
     {"diagnosis.doctor"},
     {"bench.cases"},
-    {"bench.methods"},
-    {"bench.rules"},
+    {"bench.methods", "bench.jax_cases"},
+    {"bench.rules", "bench.jax_methods"},
     {"bench.driver", "bench.counts"},
     {"bench.report"},
     {"bench.command"},
@@ -48,6 +48,12 @@ LAYERS = [
     {"data.camvid", "data.planetoid", "data.synthetic", "data.batches"},
     {"data.entries"},
     {"data.catalogue"},
+    {"training.settings", "training.durable", "training.listeners"},
+    {"training.task", "training.optimisers", "training.processes", "training.checkpoints"},
+    {"training.statistics", "training.folder"},
+    {"training.state"},
+    {"training.stepping", "training.evaluating"},
+    {"training.trainer"},
     {"cli"},
     {"__main__"},
 ]
@@ -83,6 +89,10 @@ def test_imports_run_one_way() -> None:
 
 def test_the_core_needs_torch_alone() -> None:
     extras = {
+        "training.checkpoints": {"safetensors"},
+        "training.processes": {"lightning_fabric"},
+        "training.state": {"lightning_fabric"},
+        "training.trainer": {"lightning_fabric"},
         "plots": {"matplotlib"},
         "diagnosis.page": {"matplotlib"},
         "cli": {"typer"},

@@ -10,6 +10,7 @@ import torch
 
 from equilibria.bench.cases import CASES, make
 from equilibria.bench.driver import Results, run
+from equilibria.bench.jax_methods import jax
 from equilibria.bench.methods import DEFAULT, Method, ours, torchdeq
 from equilibria.bench.report import plot, text
 from equilibria.plots import png
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _methods(only: Sequence[str], quick: bool, compile: bool) -> list[Method]:
-    found = [*ours(compile), *torchdeq()]
+    found = [*ours(compile), *torchdeq(), *jax()]
     parts = only or (QUICK_METHODS if quick else ())
     return [method for method in found if not parts or any(part in method.name for part in parts)]
 
@@ -57,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", default=(), metavar="PART", help="methods with any of these in their names")
     parser.add_argument("--quick", action="store_true", help="fewer cases, methods and rounds: under two minutes")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="of timed rounds per case; three are run anyhow")
-    parser.add_argument("--compile", action="store_true", help="our default on a compiled cell too")
+    parser.add_argument("--compile", action="store_true", help="our default with compiled solves too")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write everything measured there")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="write a PNG of the ratios there")
     return parser

@@ -106,7 +106,7 @@ def run(cases: Iterable[Case], methods: Sequence[Method], *, rounds: int = 7, bu
 
 def setting() -> dict[str, Any]:
     """What numbers depend on, and nothing that tells whose machine it was."""
-    found = {name: _version(name) for name in ("equilibria", "torch", "torchdeq")}
+    found = {name: _version(name) for name in ("equilibria", "torch", "torchdeq", "jax", "jaxopt", "optimistix")}
     return {name: version for name, version in found.items() if version} | {
         "python": platform.python_version(),
         "machine": platform.machine(),
@@ -140,7 +140,8 @@ def _examined(case: Case, method: Method, judge: Judge) -> Outcome:
         if not found.reached:
             return replace(outcome, failure=f"not reached: residual {found.residual:.1e}, {case.rtol:.0e} asked for")
         agreement = judge.gradient(method.step(case, found.tol)[1])
-        outcome = replace(outcome, work=count(case, method, found.tol))
+        work = count(case, method, found.tol)
+        outcome = replace(outcome, work=work if work.calls else None)  # another framework's calls are not seen
         outcome = replace(outcome, cosine=agreement.cosine, error=_finite(agreement.error))
         return outcome if outcome.error is not None else replace(outcome, failure="its gradient is not finite")
     except Exception as error:  # of whatever kind: one method must not end the run for the others

@@ -148,6 +148,8 @@ def pull_once(
         right = v / size
         system = adjoint.bind_at(at, right)
         u = task.cotangent(system)
+        if some_bad:  # zero for those whose cotangent is, whatever a formula made of them
+            u = torch.where(good.unsqueeze(1), u, torch.zeros_like(u))
         grads, product = at.pull(u * size)
         finite = torch.isfinite(product).all(dim=1)
         if bool(finite.all()):

@@ -12,14 +12,12 @@ from equilibria.solvers.base import (
     Iterate,
     Solver,
     check_memory,
-    combine,
-    divide,
-    dot,
     memory,
     products,
     put,
     room,
     solve_small,
+    without,
 )
 from equilibria.solvers.line_search import backtrack
 
@@ -67,39 +65,40 @@ class Broyden(Solver[BroydenState]):
         limit = memory(self.history, self.budget, z0, small=2 * n, medium=20, large=20)
         return BroydenState(z0, f(z0), nothing, nothing, z0.new_zeros(batch, 0, 0), limit, count=0)
 
+    @property
+    def runs_on(self) -> bool:  # type: ignore[override]  # a line search would go on for rows that are done
+        return not self.line_search
+
     def step(self, f: Map, state: BroydenState) -> BroydenState:
-        residual = state.fz - state.z
-        direction = residual
+        direction = state.residual
         if state.count:
             k = min(state.count, state.limit)
-            weights = solve_small(state.core[:, :k, :k], products(state.steps[:, :k], residual))
-            direction = residual - combine(weights, state.sums[:, :k])
+            weights = solve_small(state.core[:, :k, :k], products(state.steps[:, :k], direction))
+            direction = without(direction, weights, state.sums[:, :k])
         if self.line_search:
             z, fz = backtrack(f, state.z, state.fz, direction, HALVINGS, state.active)
-        else:
-            z = state.z + direction
-            fz = f(z)
-        return self._insert(state, z, fz, (fz - z) - residual)
+            return self._insert(state, z, fz, z - state.z)
+        z = state.z + direction
+        return self._insert(state, z, f(z), direction)
 
-    def _insert(self, state: BroydenState, z: Tensor, fz: Tensor, difference: Tensor) -> BroydenState:
+    def _insert(self, state: BroydenState, z: Tensor, fz: Tensor, step: Tensor) -> BroydenState:
         limit, active = state.limit, state.active
         slot = state.count % limit
-        step = z - state.z
         length = torch.linalg.vector_norm(step, dim=1, keepdim=True)
-        s, y = divide(step, length), divide(difference, length)
+        still = length == 0
         if active is not None and state.count < limit:
             # a new slot: finished samples get an empty pair, as their core must stay invertible
-            keep = active.unsqueeze(1)
-            s, y = torch.where(keep, s, torch.zeros_like(s)), torch.where(keep, y, torch.zeros_like(y))
-            length, active = torch.where(keep, length, torch.zeros_like(length)), None
+            still, active = still | ~active.unsqueeze(1), None
+        scale = length.masked_fill(still, 1.0).reciprocal().masked_fill(still, 0.0)  # no 1 / 0 for a derivative to meet
+        s, sums = step * scale, (fz - state.fz) * scale  # s + y: what f has changed by
+        if state.active is not None:
+            s, sums = s.masked_fill(still, 0.0), sums.masked_fill(still, 0.0)  # 0 * nan is nan
         steps = put(room(state.steps, slot, limit), slot, s, active)
-        sums = put(room(state.sums, slot, limit), slot, s + y, active)
-        core = put(
-            room(state.core, slot, limit, dims=(1, 2)), slot, products(sums, s), active
-        )  # row: the new step is later than all others
-        # a sample that did not move leaves an empty pair: 1 on the diagonal keeps its core invertible
-        diagonal = torch.where(length == 0, torch.ones_like(length), dot(s, y))
-        column = products(steps, y)
-        column = torch.cat([column[:, :slot], diagonal, column[:, slot + 1 :]], dim=1)
+        kept = put(room(state.sums, slot, limit), slot, sums, active)
+        core = room(state.core, slot, limit, dims=(1, 2))
+        # the new step is later than all others; a sample that did not move gets 1 on the diagonal of its empty pair
+        row, column = products(kept, s), products(steps, sums - s)
+        column = torch.cat([column[:, :slot], column[:, slot : slot + 1] + still, column[:, slot + 1 :]], dim=1)
+        core = put(core, slot, row, active)
         core = put(core.transpose(1, 2), slot, column, active).transpose(1, 2)
-        return BroydenState(z, fz, steps, sums, core, limit, state.count + 1, active=state.active)
+        return BroydenState(z, fz, steps, kept, core, limit, state.count + 1, active=state.active)

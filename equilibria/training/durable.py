@@ -1,0 +1,46 @@
+"""Files that are there whole or not at all, whatever happens to the process or the disk."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Write a file and wait until the disk has it."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def append_to(path: Path, data: bytes) -> None:
+    """Add to the end of a file and wait until the disk has it; cut short, it leaves an incomplete last line."""
+    with open(path, "ab") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file, or exchange it for another in one moment."""
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    try:
+        write_new(temporary, data)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(error.errno, f"cannot write {path}: {error.strerror or error}") from error
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk has the names of a folder; systems that cannot do so do without."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,53 @@
+"""Who is told how a run goes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, Protocol, TextIO
+
+
+class Listener(Protocol):
+    """Told on the first process; an exception raised here ends the run."""
+
+    def epoch_started(self, epoch: int, epochs: int, steps: int, done: int) -> None:
+        """Epoch `epoch` of `epochs` (from 1) has `steps` steps, `done` of which a resumed run has behind it."""
+
+    def step_done(self, step: int, loss: float, seconds: float) -> None:
+        """`step` steps of the whole run are done; the last had this loss, nan or not, and took so long."""
+
+    def epoch_done(self, record: Mapping[str, Any]) -> None:
+        """The line of metrics.jsonl."""
+
+    def message(self, text: str) -> None:
+        """Something a person should know: resumed, skipped, corrupt, stopped."""
+
+
+class Silent:
+    """Says nothing; to build on."""
+
+    def epoch_started(self, epoch: int, epochs: int, steps: int, done: int) -> None: ...
+
+    def step_done(self, step: int, loss: float, seconds: float) -> None: ...
+
+    def epoch_done(self, record: Mapping[str, Any]) -> None: ...
+
+    def message(self, text: str) -> None: ...
+
+
+class PlainLog(Silent):
+    """A line per epoch and per message."""
+
+    def __init__(self, out: TextIO | None = None) -> None:
+        self.out = out
+
+    def epoch_done(self, record: Mapping[str, Any]) -> None:
+        parts = [f"{split} {_shown(values)}" for split, values in record["split"].items()]
+        self.message(f"epoch {record['epoch']}: {'; '.join(parts)}; {record['seconds_train']:.1f} s")
+
+    def message(self, text: str) -> None:
+        print(text, file=self.out or sys.stderr, flush=True)
+
+
+def _shown(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in values.items() if isinstance(value, (int, float)))

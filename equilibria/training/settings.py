@@ -1,0 +1,201 @@
+"""How to train, as data: settings that check themselves and go to JSON and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+OPTIMIZERS = ("adam", "adamw", "sgd", "rmsprop")
+SCHEDULES = ("constant", "cosine", "step", "linear", "inverse-sqrt")
+PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
+FAILED_SOLVES = ("count", "skip", "stop")
+
+
+def one_of(what: str, name: str, choices: Sequence[str]) -> None:
+    """Refuse a name that is none of the choices, and say which one may have been meant."""
+    if name not in choices:
+        raise ValueError(f"There is no {what} {name!r}{_meant(name, choices)} There are: {', '.join(choices)}.")
+
+
+def _meant(name: str, choices: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, choices, n=1)
+    return f"; did you mean {near[0]!r}?" if near else "."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """A rule of `torch.optim`: adam, adamw, sgd or rmsprop. `betas` are Adam's; momentum that of the other two."""
+
+    name: str = "adam"
+    lr: float = 1e-3
+    weight_decay: float = 0.0
+    momentum: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    nesterov: bool = False  # of sgd
+
+    def __post_init__(self) -> None:
+        one_of("optimizer", self.name, OPTIMIZERS)
+        if self.lr < 0 or self.weight_decay < 0 or self.momentum < 0:
+            raise ValueError(f"lr, weight_decay and momentum must not be negative, got {self}.")
+        if self.momentum and self.name.startswith("adam"):
+            raise ValueError(f"{self.name} has no momentum, got {self.momentum}: its first beta is what you look for.")
+        if self.nesterov and (self.name != "sgd" or not self.momentum):
+            raise ValueError(f"nesterov is for sgd with momentum, got {self}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The learning rate as a factor on `Optimizer.lr`, a function of the step.
+
+    Over the first `warmup_steps` it grows linearly to 1. Then, with t the share of the remaining steps that are done:
+
+    constant      1
+    cosine        final + (1 - final) (1 + cos πt) / 2
+    linear        1 - (1 - final) t
+    step          `factor` to the power of the `milestones` (shares of all steps) that are passed
+    inverse-sqrt  (warmup_steps / (step + 1))^(1/2)
+    """
+
+    name: str = "constant"
+    warmup_steps: int = 0
+    final: float = 0.0
+    milestones: tuple[float, ...] = ()
+    factor: float = 0.1
+
+    def __post_init__(self) -> None:
+        one_of("schedule", self.name, SCHEDULES)
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps must not be negative, got {self.warmup_steps}.")
+        if not all(0 <= milestone <= 1 for milestone in self.milestones):
+            raise ValueError(f"milestones are shares of all steps, in [0, 1], got {self.milestones}.")
+        if self.name == "step" and not self.milestones:
+            raise ValueError('A schedule "step" needs milestones, such as (0.5, 0.75).')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How a task is trained.
+
+    batch_size          samples of all processes together
+    clip_norm           gradients longer than that are shortened to it
+    precision           lightning-fabric's names: "32-true", "64-true", "bf16-mixed", "16-mixed" ...
+    ema                 decay of an average of the weights, which evaluation uses; after n steps at most (1 + n) / (10 + n),
+                        so that a short run is not spoiled by its first weights
+    pretrain_steps      steps on the unrolled model (`Task.pretrain`) before implicit training
+    max_bad_steps       a step whose loss or gradient is not finite is skipped and counted; after so many in a row: an error
+    failed_solves       a step with a sample whose solve, forward or adjoint, failed: "count" it and go on, "skip" it like
+                        one that is not finite, or "stop" with an error
+    checkpoint_minutes  time between checkpoints; there is also one at the end of every epoch
+    seed                of weights, order, masks: the same seed gives the same bits on the same machine
+    """
+
+    epochs: int = 1
+    batch_size: int = 32
+    eval_batch_size: int = 256
+    optimizer: Optimizer = Optimizer()
+    schedule: Schedule = Schedule()
+    clip_norm: float | None = None
+    precision: str = "32-true"
+    ema: float | None = None
+    pretrain_steps: int = 0
+    max_bad_steps: int = 10
+    failed_solves: str = "count"
+    checkpoint_minutes: float = 5.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        one_of("precision", self.precision, PRECISIONS)
+        one_of("failed_solves", self.failed_solves, FAILED_SOLVES)
+        for name in ("epochs", "batch_size", "eval_batch_size", "max_bad_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if self.clip_norm is not None and self.clip_norm <= 0:
+            raise ValueError(f"clip_norm must be positive, or None for no clipping, got {self.clip_norm}.")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise ValueError(f"ema is a decay between 0 and 1, or None for no average, got {self.ema}.")
+        if self.pretrain_steps < 0 or self.checkpoint_minutes < 0:
+            raise ValueError(f"pretrain_steps and checkpoint_minutes must not be negative, got {self}.")
+
+
+def to_plain(settings: Any) -> Any:
+    """Settings as what JSON holds: dicts, lists, strings, numbers."""
+    if dataclasses.is_dataclass(settings) and not isinstance(settings, type):
+        return {field.name: to_plain(getattr(settings, field.name)) for field in dataclasses.fields(settings)}
+    if isinstance(settings, (tuple, list)):
+        return [to_plain(value) for value in settings]
+    if isinstance(settings, Mapping):
+        return {str(key): to_plain(value) for key, value in settings.items()}
+    if settings is None or isinstance(settings, (bool, int, float, str)):
+        return settings
+    raise TypeError(f"Settings are dataclasses, tuples, strings and numbers, got {settings!r}.")
+
+
+def from_plain(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
+    """The dataclass `kind` from what `to_plain` gave; keys that are left out keep their defaults.
+
+    A key it does not have or a value of another type is refused with its full name.
+    """
+    hints = get_type_hints(kind)
+    names = [field.name for field in dataclasses.fields(kind) if field.init]  # type: ignore[arg-type]
+    for key in values:
+        if key not in names:
+            raise ValueError(f"There is no setting {where}{key}{_meant(key, names)} There are: {', '.join(names)}.")
+    return kind(**{key: _value(hints[key], value, f"{where}{key}") for key, value in values.items()})
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    """`value` as the annotation asks for it."""
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        if not isinstance(value, Mapping):
+            raise TypeError(f"{where} must be an object with the settings of {hint.__name__}, got {value!r}.")
+        return from_plain(hint, value, f"{where}.")
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return _either(hint, inner, value, where)
+    if origin is tuple and isinstance(value, (list, tuple)):
+        kinds = [inner[0]] * len(value) if inner[1:] == (...,) else list(inner)
+        if len(kinds) == len(value):
+            return tuple(
+                _value(kind, each, f"{where}[{i}]") for i, (kind, each) in enumerate(zip(kinds, value, strict=True))
+            )
+    if origin is Literal and isinstance(value, str):
+        one_of(where, value, [str(choice) for choice in inner])
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if _fits(hint, origin, inner, value):
+        return value
+    raise TypeError(f"{where} must be {_spelled(hint)}, got {value!r}.")
+
+
+def _either(hint: Any, inner: tuple[Any, ...], value: Any, where: str) -> Any:
+    """Of a union the first type that takes the value; with one type beside None, that one's own error."""
+    if value is None and type(None) in inner:
+        return None
+    kinds = [kind for kind in inner if kind is not type(None)]
+    if len(kinds) == 1:
+        return _value(kinds[0], value, where)
+    for kind in kinds:
+        try:
+            return _value(kind, value, where)
+        except (TypeError, ValueError):
+            continue
+    raise TypeError(f"{where} must be {_spelled(hint)}, got {value!r}.")
+
+
+def _fits(hint: Any, origin: Any, inner: tuple[Any, ...], value: Any) -> bool:
+    if hint is Any:
+        return True
+    if origin is Literal:
+        return value in inner
+    kind = origin or hint
+    return isinstance(kind, type) and isinstance(value, kind) and not (isinstance(value, bool) and kind is not bool)
+
+
+def _spelled(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")
