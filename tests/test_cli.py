@@ -73,7 +73,7 @@ def test_diagnose_a_model_of_ones_own(script: Path, tmp_path: Path) -> None:
         (["build"], "file.py:function"),
         (["{script}:missing"], "no function"),
         (["{script}:wrong"], "must return a pair"),
-        ([], "name a function"),
+        ([], "name the folder of a run or a function"),
         (["--example", "plague"], "not-contractive"),
     ],
 )

@@ -52,7 +52,7 @@ class GMRES(Solver[GMRESState]):
     where that has hardly shrunk by the last image as well, so that it always grows. Memory 2 restart + 5 states.
 
     restart  directions kept. Beyond them the oldest one is dropped, in place of beginning anew: near a symmetric A that
-             loses nothing. None: 4, for states of up to 64 numbers their dimension
+             loses nothing. None: 3, for states of up to 64 numbers their dimension
     budget   bytes for the directions of a whole batch: as many are kept as fit, and one
     """
 
@@ -68,7 +68,7 @@ class GMRES(Solver[GMRESState]):
     def init(self, f: Map, z0: Tensor) -> GMRESState:
         fz, nothing = f(z0), z0.new_empty(z0.shape[0], 0, 2 * z0.shape[1])
         start = Iterate(z0, fz)
-        limit = memory(self.restart, self.budget, z0, small=z0.shape[1], medium=4, large=4)
+        limit = memory(self.restart, self.budget, z0, small=z0.shape[1], medium=3, large=3)
         return GMRESState(z0, fz, z0, start.residual, nothing, start.residual, start.length, limit, count=0)
 
     def step(self, f: Map, state: GMRESState) -> GMRESState:
