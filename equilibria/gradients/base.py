@@ -105,7 +105,7 @@ def unit(equation: Equation, v: Tensor) -> Tensor:
     size = rms_norm(v.detach()).unsqueeze(1)
     if equation.coupled:
         size = size.square().mean(dim=0, keepdim=True).sqrt().expand_as(size)
-    return torch.where((size > 0) & torch.isfinite(size), size, torch.ones_like(size))
+    return size.masked_fill(~((size > 0) & (size < float("inf"))), 1.0)  # nan is neither
 
 
 def quarantine(

@@ -151,12 +151,13 @@ def pull_once(
         if some_bad:  # zero for those whose cotangent is, whatever a formula made of them
             u = torch.where(good.unsqueeze(1), u, torch.zeros_like(u))
         grads, product = at.pull(u * size)
-        finite = torch.isfinite(product).all(dim=1)
+        left = product / size + right - u
+        length = task.stop.norm(left)
+        finite = length < float("inf")  # not where it is nan
         if bool(finite.all()):
-            left = product / size + right - u
             if task.approximation is not None:
                 file_residual(task, left, right)
-            elif not _confirmed(task, left, right):
+            elif not _confirmed(task, length, right):
                 at.forget()
                 return at.pull((u + task.rest(system, left)) * size)[0]
             return grads
@@ -164,13 +165,13 @@ def pull_once(
         good, some_bad = good & finite, True
 
 
-def _confirmed(task: Differentiable, left: Tensor, right: Tensor) -> bool:
-    """Is the adjoint as well solved as it was said to be? The residual that was seen is filed."""
+def _confirmed(task: Differentiable, length: Tensor, right: Tensor) -> bool:
+    """Is the adjoint as well solved as it was said to be? The residual that was seen, of that length, is filed."""
     stats, norm = task.problem.report.adjoint, task.stop.norm
     assert stats is not None
     if isinstance(task.solver, Solver) and task.solver.exact:
         return True
-    residual = norm(left) / norm(right).clamp_min(torch.finfo(right.dtype).tiny)
+    residual = length / norm(right).clamp_min(torch.finfo(right.dtype).tiny)
     task.problem.report.adjoint = dataclasses.replace(stats, residual=residual)
     wrong = stats.converged & ~(residual <= task.stop.rtol + FLOOR * task.problem.equation.precision)
     return not bool(wrong.any())
