@@ -9,8 +9,8 @@ BIN := .venv/bin
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
-demo: .venv/installed-train ## Train a small equilibrium classifier on digits and look inside
-	$(BIN)/python examples/digits.py
+demo: .venv/installed-train ## Train equilibrium classifiers on digits beside their explicit twin, with a report
+	$(BIN)/equilibria demo
 
 # One thread per worker: two workers with two threads each would fight over two cores.
 test: lint ## Lint, check types and run the tests
@@ -31,7 +31,7 @@ docs: .venv/installed-docs ## Build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean: ## Remove what the other targets made, but for .venv
-	rm -rf build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info digits.png
+	rm -rf build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info digits.png runs
 	find equilibria tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 $(BIN)/python:

@@ -1,6 +1,6 @@
 """equilibria: deep equilibrium models in PyTorch. What is not named here is not API."""
 
-from equilibria import data, nn
+from equilibria import data, models, nn
 from equilibria.agreement import Agreement, gradient_agreement
 from equilibria.cells.monotone import MonotoneLinear
 from equilibria.cells.monotone_conv import MonotoneConv2d, MonotoneTiers2d
@@ -133,6 +133,7 @@ __all__ = [
     "largest_singular_value",
     "lipschitz_ratio",
     "max_norm",
+    "models",
     "nn",
     "plot_spectrum",
     "plot_steps",

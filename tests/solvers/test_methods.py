@@ -259,7 +259,12 @@ def test_a_budget_of_bytes_bounds_the_history_of_a_batch(kind: Any) -> None:
     w, x = matrix("orthogonal", 80, 0.9), inputs(6, 80)
     x[:4] *= 1e-3
     pair = 2 * x.numel() * x.element_size()
-    for budget, kept in ((3 * pair, 3), (3 * pair + pair // 2, 3), (1, 1), (100 * pair, {eq.Anderson: 4, eq.Broyden: 20, eq.GMRES: 3}[kind])):
+    for budget, kept in (
+        (3 * pair, 3),
+        (3 * pair + pair // 2, 3),
+        (1, 1),
+        (100 * pair, {eq.Anderson: 4, eq.Broyden: 20, eq.GMRES: 3}[kind]),
+    ):
         solver: Any = kind(budget=budget)
         assert solver.init(Map(lambda z: z @ w.T + x), torch.zeros_like(x)).limit == kept
         stop = eq.Stop(rtol=1e-8, atol=0, max_steps=400)  # rows are dropped on the way: the ring must not grow

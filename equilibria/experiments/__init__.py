@@ -1,0 +1,21 @@
+"""Experiments: functions that return everything a run takes, and the tables they make up."""
+
+from equilibria.experiments.base import Claim, Column, Experiment, Figure, Row, Scale, Table
+from equilibria.experiments.catalogue import UnknownName, experiment, experiments, table, tables
+from equilibria.experiments.settings import SettingError
+
+__all__ = [
+    "Claim",
+    "Column",
+    "Experiment",
+    "Figure",
+    "Row",
+    "Scale",
+    "SettingError",
+    "Table",
+    "UnknownName",
+    "experiment",
+    "experiments",
+    "table",
+    "tables",
+]

@@ -1,0 +1,48 @@
+"""Experiments and tables by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from equilibria.experiments.base import Experiment, Row, Scale, Table
+from equilibria.experiments.digits import tables as digits_tables
+from equilibria.experiments.skip_tables import tables as skip_tables
+from equilibria.models.registry import nearest
+
+
+class UnknownName(ValueError):  # noqa: N818
+    """No experiment or table of that name; the message tells the nearest ones."""
+
+
+@cache
+def tables() -> dict[str, Table]:
+    """All tables."""
+    return {table.name: table for table in (*skip_tables(), *digits_tables())}
+
+
+def table(name: str) -> Table:
+    if name not in tables():
+        raise UnknownName(f"There is no table {name!r}. {nearest(name, tables())}")
+    return tables()[name]
+
+
+def experiments() -> dict[str, Callable[[Scale], Experiment[Any]]]:
+    """All experiments: the rows of all tables."""
+    return {f"{table.name}-{row.name}": row.experiment for table in tables().values() for row in table.rows}
+
+
+def experiment(name: str, scale: Scale = "full") -> Experiment[Any]:
+    known = experiments()
+    if name not in known:
+        raise UnknownName(f"There is no experiment {name!r}. {nearest(name, known)}")
+    return known[name](scale)
+
+
+def row(table: Table, name: str) -> Row:
+    """A row of a table by name."""
+    names = [row.name for row in table.rows]
+    if name not in names:
+        raise UnknownName(f"{table.name} has no row {name!r}. {nearest(name, names)}")
+    return table.row(name)

@@ -1,0 +1,105 @@
+"""Settings changed by dotted names: typed dataclasses in, typed dataclasses out."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from equilibria.models.registry import nearest
+
+_BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+class SettingError(ValueError):
+    """A setting that does not exist, or a value of the wrong type; the message tells the choices."""
+
+
+def fields(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Every setting of a dataclass, and of those inside it, by its dotted name."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        name = f"{prefix}{field.name}"
+        found |= fields(value, f"{name}.") if dataclasses.is_dataclass(value) else {name: value}
+    return found
+
+
+def assign(groups: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
+    """Dataclasses by the prefix of their settings' names, changed: each assignment is `name=value`, the value as text."""
+    changed = dict(groups)
+    known = {name: prefix for prefix, group in groups.items() for name in fields(group, prefix)}
+    for text in assignments:
+        name, separator, value = (part.strip() for part in text.partition("="))
+        if not separator or not name:
+            raise SettingError(f"Expected key=value, got {text!r}.")
+        if name not in known:
+            raise SettingError(_unknown(name, known))
+        prefix = known[name]
+        changed[prefix] = _replace(changed[prefix], name.removeprefix(prefix).split("."), value, name)
+    return changed
+
+
+def _unknown(name: str, known: Iterable[str]) -> str:
+    inside = [other for other in known if other.startswith(f"{name}.")]
+    if inside:
+        return f"{name} is a group of settings: {', '.join(inside)}. Set one of them."
+    return f"There is no setting {name!r}. {nearest(name, known)}"
+
+
+def _replace(config: Any, path: list[str], text: str, name: str) -> Any:
+    field, rest = path[0], path[1:]
+    if rest:
+        value = _replace(getattr(config, field), rest, text, name)
+    else:
+        value = convert(text, get_type_hints(type(config))[field], name)
+    try:
+        return dataclasses.replace(config, **{field: value})
+    except SettingError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise SettingError(f"{name}={text}: {error}") from error
+
+
+def convert(text: str, kind: Any, name: str) -> Any:
+    """Text as a value of a type: numbers, booleans, strings, choices, optional ones and tuples of them."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return _optional(text, parts, name)
+    if origin is Literal:
+        if text not in parts:
+            raise SettingError(f"{name} must be one of {', '.join(parts)}, got {text!r}.")
+        return text
+    if origin is tuple:
+        return _tuple(text, parts, name)
+    if kind is bool:
+        if text.lower() not in _BOOLEANS:
+            raise SettingError(f"{name} must be true or false, got {text!r}.")
+        return _BOOLEANS[text.lower()]
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError as error:
+            raise SettingError(f"{name} must be a {'whole ' * (kind is int)}number, got {text!r}.") from error
+    return text
+
+
+def _optional(text: str, parts: tuple[Any, ...], name: str) -> Any:
+    if type(None) in parts and text.lower() in ("none", "null"):
+        return None
+    kinds = [part for part in parts if part is not type(None)]
+    for kind in kinds[:-1]:
+        try:
+            return convert(text, kind, name)
+        except SettingError:
+            continue
+    return convert(text, kinds[-1], name)
+
+
+def _tuple(text: str, parts: tuple[Any, ...], name: str) -> tuple[Any, ...]:
+    items = [item.strip() for item in text.strip("()[]").split(",") if item.strip()]
+    kinds = [parts[0]] * len(items) if parts[1:] == (...,) else list(parts)
+    if len(kinds) != len(items):
+        raise SettingError(f"{name} takes {len(kinds)} values with commas between them, got {text!r}.")
+    return tuple(convert(item, kind, name) for item, kind in zip(items, kinds, strict=True))

@@ -1,0 +1,1 @@
+"""Reports: what was published beside what we measured, and whether the claims held."""

@@ -1,0 +1,29 @@
+"""Writing a table's report: HTML, Markdown, numbers and pictures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from equilibria.experiments.base import Scale, Table
+from equilibria.reports.figures import pictures
+from equilibria.reports.html import page as html_page
+from equilibria.reports.markdown import page as markdown_page
+from equilibria.reports.table import Results, collect, plain
+from equilibria.training.durable import replace_file
+
+PAGE, TEXT, NUMBERS = "report.html", "report.md", "table.json"
+
+
+def write_report(table: Table, scale: Scale, folder: Path) -> Results:
+    """Read the runs below `folder` and write their report there."""
+    results = collect(table, scale, folder)
+    drawn = pictures(results)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, (_, content) in drawn.items():
+        replace_file(folder / f"{name}.png", content)
+    titles = {f"{name}.png": title for name, (title, _) in drawn.items()}
+    replace_file(folder / NUMBERS, (json.dumps(plain(results), indent=1) + "\n").encode())
+    replace_file(folder / TEXT, markdown_page(results, titles).encode())
+    replace_file(folder / PAGE, html_page(results, drawn).encode())
+    return results
