@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from equilibria.maps import FlatMap
 
@@ -50,6 +50,20 @@ def rows_stand_alone(f: FlatMap, smaller: FlatMap, z: Tensor, fz: Tensor, index:
     if f.mode not in verdicts:
         verdicts[f.mode] = _checked(f, smaller, z, fz, index)
     return verdicts[f.mode]
+
+
+def verdicts(module: nn.Module) -> dict[str, Any]:
+    """What is known of the cells in a module: to find it out anew costs an evaluation, and could end differently."""
+    found = ((name, _verdicts.get(part)) for name, part in module.named_modules())
+    return {name: dict(known) for name, known in found if known}
+
+
+def set_verdicts(module: nn.Module, known: Mapping[str, Any]) -> None:
+    """As they were when `verdicts` was called."""
+    for name, part in module.named_modules():
+        _verdicts.pop(part, None)
+        if name in known:
+            _verdicts[part] = dict(known[name])
 
 
 def _checked(f: Owned, smaller: FlatMap, z: Tensor, fz: Tensor, index: Tensor) -> bool:

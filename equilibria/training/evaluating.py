@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from equilibria.compaction import set_verdicts, verdicts
 from equilibria.recording import record
 from equilibria.solution import Solution
 from equilibria.training.processes import gather, other_rng
 from equilibria.training.settings import Training
-from equilibria.training.state import State, set_verdicts, verdicts
+from equilibria.training.state import State
 from equilibria.training.statistics import Meter, observe, radius
 from equilibria.training.task import Loader
 

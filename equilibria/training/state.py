@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import _pytree as pytree
 
-from equilibria import compaction
+from equilibria.compaction import set_verdicts, verdicts
 from equilibria.training.optimisers import Average
 from equilibria.training.processes import gather, rng_state, set_rng_state
 from equilibria.training.statistics import Meter
@@ -101,20 +101,6 @@ class State:
             i: {key: _like(weights[i], value) for key, value in entries.items()} for i, entries in saved["state"].items()
         }
         return {**saved, "state": state}
-
-
-def verdicts(module: nn.Module) -> dict[str, Any]:
-    """What is known of every cell's rows: to find it out anew costs an evaluation, and could in theory end differently."""
-    found = ((name, compaction._verdicts.get(part)) for name, part in module.named_modules())
-    return {name: dict(known) for name, known in found if known}
-
-
-def set_verdicts(module: nn.Module, known: Mapping[str, Any]) -> None:
-    """As they were when `verdicts` was called."""
-    for name, part in module.named_modules():
-        compaction._verdicts.pop(part, None)
-        if name in known:
-            compaction._verdicts[part] = dict(known[name])
 
 
 def whole(tree: Any) -> Any:

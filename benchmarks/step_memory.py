@@ -1,6 +1,6 @@
 """Peak memory of a training step in states, for every solver here and for TorchDEQ's Anderson.
 
-    python benchmarks/memory.py            # writes benchmarks/results/memory.json
+    python benchmarks/step_memory.py            # writes benchmarks/results/step_memory.json
 
 A state is batch x n numbers. Counted is what the allocator of torch hands out during a step, above what was there before:
 cell, solver, adjoint and gradients together. A tolerance ten times tighter takes more
@@ -66,7 +66,7 @@ def measure(name: str) -> dict[str, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Peak memory of a training step in states.")
     parser.add_argument("--cases", nargs="+", default=["mlp-b512", "conv"])
-    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/memory.json"))
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/step_memory.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     results = {
