@@ -19,6 +19,7 @@ import torch
 
 from equilibria.experiments.base import MACHINE, Experiment, Scale, Table, run_folder
 from equilibria.experiments.catalogue import row as find_row
+from equilibria.reports.run import write_run_report
 from equilibria.training.durable import replace_file
 from equilibria.training.folder import SUMMARY, Run, Summary
 from equilibria.training.listeners import Listener
@@ -93,7 +94,11 @@ def run_here(job: Job, *, root: Path | None = None, devices: int = 1, listener: 
     job.folder.mkdir(parents=True, exist_ok=True)
     replace_file(job.folder / MACHINE, json.dumps(machine()).encode())
     e = job.experiment
-    return Trainer(e.task(), e.training, job.folder, config=e.config(), root=root, devices=devices, listener=listener).fit()
+    trainer = Trainer(e.task(), e.training, job.folder, config=e.config(), root=root, devices=devices, listener=listener)
+    summary = trainer.fit()
+    if trainer.fabric.is_global_zero:
+        write_run_report(job.folder)
+    return summary
 
 
 def run_apart(
