@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from equilibria import transforms
 from equilibria.autocast import no_autocast
 from equilibria.equation import BoundMap, Equation
+from equilibria.ledger import Ledger
 from equilibria.maps import Counter, FlatMap
 from equilibria.norms import euclidean_norm, rms_norm
 from equilibria.solve import Flat, Stop, make_ledger, solve
@@ -125,43 +126,48 @@ class Program:
         return tuple(tensor.detach() for tensor in (z0, *extra, *f.args))
 
     def _loop(self, parts: _Parts, z0: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-        """The solve as it is traced: the first step before the loop, since shapes still change in it."""
+        """The solve as it is traced: steps taken, and the books."""
         rest = list(given)
         scale = rest.pop(0) if self.extra[0] else None
         known = rest.pop(0) if self.extra[1] else None
         saved = parts.prepare(*rest)
-        f = _Traced(parts, saved, (z0, known))
+        state, ledger = self._begin(_Traced(parts, saved, (z0, known)), z0, scale)
+        fixed = [*saved, *([] if scale is None else [scale])]
+        own = collect(state, Tensor)
+        one = torch.ones((), dtype=torch.int64, device=z0.device)
+        # the loop takes no tensor twice, nor any view
+        moving = [tensor.clone(memory_format=torch.contiguous_format) for tensor in (one, *own, *ledger.books())]
+
+        def read(tensors: Sequence[Tensor]) -> tuple[Tensor, Any, Ledger]:
+            """Step, solver's state and books."""
+            step, *rest = tensors[: len(moving)]
+            books = make_ledger(self.stop, rest[0], None if scale is None else tensors[-1], self.precision)
+            books.load(rest[len(own) :])
+            return step, rebuild(state, iter(rest[: len(own)]), iter(collect(state, int))), books
+
+        def body(*tensors: Tensor) -> tuple[Tensor, ...]:
+            step, now, books = read(tensors)
+            now = self.solver.step(_Traced(parts, tensors[len(moving) :][: len(saved)]), now)  # type: ignore[arg-type]
+            books.enter(now, step + 1)
+            out = (step + 1, *collect(now, Tensor), *books.books())
+            return tuple(new.clone() if any(new is old for old in tensors) else new.contiguous() for new in out)
+
+        def running(*tensors: Tensor) -> Tensor:
+            step, _, books = read(tensors)
+            assert books.open is not None
+            return (step < self.stop.max_steps) & books.open.any()
+
+        step, *after = while_loop_op(running, body, tuple(moving), tuple(fixed))  # type: ignore[arg-type]
+        return (step, *after[len(own) :])
+
+    def _begin(self, f: _Traced, z0: Tensor, scale: Tensor | None) -> tuple[Any, Ledger]:
+        """State and books after the first step, which comes before the loop since shapes still change in it."""
         ledger = make_ledger(self.stop, z0, scale, self.precision)
         state = self.solver.init(f, z0)  # type: ignore[arg-type]
         ledger.enter(state, 0)
         state = self.solver.step(f, state)  # type: ignore[arg-type]
         ledger.enter(state, 1)
-        state = self.solver.settled(state)
-        moving = [torch.ones((), dtype=torch.int64, device=z0.device), *collect(state, Tensor), *ledger.books()]
-        moving = [tensor.clone(memory_format=torch.contiguous_format) for tensor in moving]  # none twice
-        first, extra = len(collect(state, Tensor)) + 1, [*saved, *([] if scale is None else [scale])]
-
-        def body(*tensors: Tensor) -> tuple[Tensor, ...]:
-            carried, fixed = tensors[: len(moving)], tensors[len(moving) :]
-            books = make_ledger(
-                self.stop, z0=carried[1], scale=None if scale is None else fixed[-1], precision=self.precision
-            )
-            books.load(carried[first:])
-            now = rebuild(state, iter(carried[1:first]), iter(collect(state, int)))
-            step = carried[0] + 1
-            now = self.solver.step(_Traced(parts, fixed[: len(saved)]), now)  # type: ignore[arg-type]
-            books.enter(now, step)
-            out = (step, *collect(now, Tensor), *books.books())
-            return tuple(new.clone() if any(new is old for old in tensors) else new.contiguous() for new in out)
-
-        def running(*tensors: Tensor) -> Tensor:
-            books = make_ledger(self.stop, z0=tensors[1], scale=None, precision=self.precision)
-            books.load(tensors[first : len(moving)])
-            assert books.open is not None
-            return (tensors[0] < self.stop.max_steps) & books.open.any()
-
-        step, *after = while_loop_op(running, body, tuple(moving), tuple(extra))  # type: ignore[arg-type]
-        return (step, *after[first - 1 :])
+        return self.solver.settled(state), ledger
 
 
 @dataclass(frozen=True)
