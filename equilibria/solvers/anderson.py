@@ -80,7 +80,7 @@ class Anderson(Solver[AndersonState]):
     residual grows past five times its shortest, or has not become shorter for three steps, forgets its history. One
     evaluation a step; 2 history + 6 states of memory.
 
-    history  differences kept; None: 4, for states of up to 64 numbers all
+    history  differences kept; None: 4, for states of up to 64 numbers all, of more than 1024 numbers 3
     damping  how much of the mixed residual is added
     ridge    a difference that lies within the others but for this share of its length is left out; None: the square root of
              the dtype's spacing, below which what is left of it is mostly rounding
@@ -100,7 +100,7 @@ class Anderson(Solver[AndersonState]):
 
     def init(self, f: Map, z0: Tensor) -> AndersonState:
         batch, n = z0.shape
-        limit = memory(self.history, self.budget, z0, small=n, medium=4, large=4)
+        limit = memory(self.history, self.budget, z0, small=n, medium=4, large=3)
         start, last, spare = Iterate(z0, f(z0)), z0.new_empty(batch, 2 * n), z0.new_empty(batch, 2 * n)
         shortest, nothing = start.length.unsqueeze(1), z0.new_empty(batch, 0)
         pairs, waited = z0.new_empty(batch, 0, 2 * n), torch.zeros_like(shortest)
