@@ -29,6 +29,9 @@ def reproduce(
     assignments: Assignments = None,
     devices: Devices = 1,
     out: Out = Path("runs"),
+    report: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder of the report; default: beside the runs, OUT/TABLE/SCALE.")
+    ] = None,
     data: DataRoot = None,
     as_json: AsJson = False,
 ) -> None:
@@ -40,9 +43,9 @@ def reproduce(
         say(f"{found.name}, {scale}: {len(planned)} runs, {len(planned) - len(todo)} of them finished.")
         here = jobs is None and scale == "debug" and devices == 1
         failures = run_jobs(todo, data, devices, at_once=0 if here else jobs or 1)
-        folder = found.folder(out, scale)
-        results = write_report(found, scale, folder)
-    _show(results, folder, as_json)
+        runs = found.folder(out, scale)
+        results = write_report(found, scale, runs, report)
+    _show(results, report or runs, as_json)
     tell_failures(failures)
 
 

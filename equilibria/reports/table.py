@@ -113,6 +113,7 @@ def protocol(results: Results) -> list[str]:
     """What was run, as the runs themselves say: seeds, epochs, data, machine, and what differs from the table's settings."""
     runs = [run for found in results.runs.values() for run in found]
     lines = list(results.table.protocol.get(results.scale, ()))
+    lines.append(f"Command: equilibria reproduce {results.table.name} --scale {results.scale}.")
     if runs:
         epochs = sorted({run.config["training"]["epochs"] for run in runs})
         lines.append(f"Runs: {len(runs)}, {_listed(epochs)} epochs; seeds: {_seeds(results)}.")

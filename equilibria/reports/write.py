@@ -15,10 +15,10 @@ from equilibria.training.durable import replace_file
 PAGE, TEXT, NUMBERS = "report.html", "report.md", "table.json"
 
 
-def write_report(table: Table, scale: Scale, folder: Path) -> Results:
-    """Read the runs below `folder` and write their report there."""
-    results = collect(table, scale, folder)
-    drawn = pictures(results)
+def write_report(table: Table, scale: Scale, runs: Path, folder: Path | None = None) -> Results:
+    """Read the runs below `runs` and write their report there, or to another folder."""
+    results = collect(table, scale, runs)
+    drawn, folder = pictures(results), runs if folder is None else folder
     folder.mkdir(parents=True, exist_ok=True)
     for name, (_, content) in drawn.items():
         replace_file(folder / f"{name}.png", content)

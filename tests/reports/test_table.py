@@ -55,13 +55,16 @@ def test_claims_are_judged_by_the_runs(results: Results) -> None:
 def test_a_claim_that_fails_is_said_to_fail(tmp_path: Path) -> None:
     write_run(tmp_path, MNIST, "deq", 1, {"accuracy": 0.98, "nfe": 18.0})
     write_run(tmp_path, MNIST, "v2", 1, {"accuracy": 0.97, "nfe": 17.0})
-    found = write_report(MNIST, "full", tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    found = write_report(MNIST, "full", tmp_path, elsewhere)
     assert word(found, "V2 needs at most half") == "did not hold"
-    text, page = (tmp_path / "report.md").read_text(), (tmp_path / "report.html").read_text()
+    assert not (tmp_path / "report.md").exists()
+    text, page = (elsewhere / "report.md").read_text(), (elsewhere / "report.html").read_text()
+    assert "- Command: equilibria reproduce skipdeq-mnist-mlp --scale full." in text
     assert "**did not hold**: V2 needs at most half of DEQ's evaluations. Seen: test NFE: 17.000 / 18.000 = 0.9444" in text
     assert '<li class="ill"><b>Did not hold:</b> V2 needs at most half of DEQ&#x27;s evaluations.' in page
     assert "asked for at most 0.5" in page
-    claims = {c["claim"]: c["held"] for c in json.loads((tmp_path / "table.json").read_text())["claims"]}
+    claims = {c["claim"]: c["held"] for c in json.loads((elsewhere / "table.json").read_text())["claims"]}
     assert claims["V2 needs at most half of DEQ's evaluations"] is False
     assert claims["V2 loses less than 0.5 points of accuracy to DEQ"] is False
     assert claims["Skip needs at most half of DEQ's evaluations"] is None
