@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from equilibria.models.mdeq import MDEQ
+from equilibria.models.mdeq_configs import MDEQ_CONFIGS
 from equilibria.models.skip_mlp import SkipMLP, SkipPolynomial
 
 
@@ -70,10 +72,25 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     return f"Did you mean {' or '.join(near)}?" if near else f"There are: {', '.join(choices)}."
 
 
-def _skip_models() -> list[ModelInfo]:
-    starts = {"vanilla": "starts at zero", "skip": "starts at a prediction", "v2": "starts at f(0, x)"}
+_STARTS = {"vanilla": "starts at zero", "skip": "starts at a prediction", "v2": "starts at f(0, x)"}
+
+
+def _mdeq_models() -> list[ModelInfo]:
     found = []
-    for variant, start in starts.items():
+    for name, config in MDEQ_CONFIGS.items():
+        summary, option = f"multiscale DEQ, {config.summary}", ("config", config)
+        if not name.startswith("skip-"):
+            found.append(ModelInfo(f"mdeq-{name}", summary, MDEQ, (option,)))
+            continue
+        for variant, start in _STARTS.items():
+            full = f"skip-mdeq-{name.removeprefix('skip-')}-{variant}"
+            found.append(ModelInfo(full, f"{summary}, {start}", MDEQ, (option, ("variant", variant))))
+    return sorted(found, key=lambda entry: entry.name)
+
+
+def _skip_models() -> list[ModelInfo]:
+    found = []
+    for variant, start in _STARTS.items():
         option = (("variant", variant),)
         found.append(ModelInfo(f"skip-mlp-{variant}", f"dense DEQ classifier, {start}", SkipMLP, option))
         found.append(
@@ -82,4 +99,4 @@ def _skip_models() -> list[ModelInfo]:
     return sorted(found, key=lambda entry: entry.name)
 
 
-_MODELS = {entry.name: entry for entry in _skip_models()}
+_MODELS = {entry.name: entry for entry in (*_mdeq_models(), *_skip_models())}
