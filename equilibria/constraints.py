@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
+from equilibria.autocast import no_autocast
 from equilibria.solution import Solution, Status
 from equilibria.state import State
 
@@ -80,7 +81,7 @@ class SpectralNorm(nn.Module):
         return self._bound if self.log_bound is None else self.log_bound.exp()
 
     def forward(self, weight: Tensor) -> Tensor:
-        with torch.autocast(weight.device.type, enabled=False):  # an error in sigma would be one in every entry
+        with no_autocast(weight.device):  # an error in sigma would be one in every entry
             factor = self.bound / self._sigma(weight).clamp(min=self.eps)
             factor = factor.clamp(max=1) if self.clip else factor
             return weight * factor.to(weight.dtype)

@@ -12,11 +12,11 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
 import equilibria as eq
+from equilibria.models.entries import parameters
 from equilibria.models.mdeq import MDEQ, pretraining
 from equilibria.models.mdeq_cell import MDEQCell
 from equilibria.models.mdeq_configs import MDEQ_CONFIGS, PAL, MDEQConfig
 from equilibria.models.mdeq_layers import ResidualBlock
-from equilibria.models.registry import parameters
 
 VARIANTS = ("vanilla", "skip", "v2")
 BATCH, CLASSES = 4, 8

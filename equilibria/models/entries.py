@@ -1,0 +1,113 @@
+"""What models there are, with their defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from equilibria.models.explicit_nets import ResNet
+from equilibria.models.implicit_resnet import JACOBIAN, CIFARResNet, ImplicitResNet, MNISTResNet, SVHNResNet
+from equilibria.models.mdeq import MDEQ
+from equilibria.models.mdeq_configs import MDEQ_CONFIGS
+from equilibria.models.monotone_nets import MonotoneConvConfig, MonotoneMLPConfig, MonotoneNet, MonotoneTiersConfig
+from equilibria.models.neural_ode import ANODE_CIFAR10, ANODE_MNIST, NODE_CIFAR10, NODE_MNIST, NeuralODE
+from equilibria.models.skip_mlp import SkipMLP, SkipPolynomial
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A model before it is made.
+
+    build    its class, or a function that returns it
+    options  what `build` is given unless the caller says otherwise
+    """
+
+    name: str
+    summary: str
+    build: Callable[..., nn.Module]
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def parameters(self) -> int:
+        """How many it has with its defaults."""
+        with torch.device("meta"):
+            return parameters(self.build(**dict(self.options)))
+
+
+def parameters(model: nn.Module) -> int:
+    """How many numbers of a model are trained."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+_STARTS = {"vanilla": "starts at zero", "skip": "starts at a prediction", "v2": "starts at f(0, x)"}
+
+
+def _mdeq_models() -> list[ModelInfo]:
+    found = []
+    for name, config in MDEQ_CONFIGS.items():
+        summary, option = f"multiscale DEQ, {config.summary}", ("config", config)
+        if not name.startswith("skip-"):
+            found.append(ModelInfo(f"mdeq-{name}", summary, MDEQ, (option,)))
+            continue
+        for variant, start in _STARTS.items():
+            full = f"skip-mdeq-{name.removeprefix('skip-')}-{variant}"
+            found.append(ModelInfo(full, f"{summary}, {start}", MDEQ, (option, ("variant", variant))))
+    return found
+
+
+def _skip_models() -> list[ModelInfo]:
+    found = []
+    for variant, start in _STARTS.items():
+        option = (("variant", variant),)
+        found.append(ModelInfo(f"skip-mlp-{variant}", f"dense DEQ classifier, {start}", SkipMLP, option))
+        found.append(
+            ModelInfo(f"skip-polynomial-{variant}", f"DEQ regressor of one number, {start}", SkipPolynomial, option)
+        )
+    return found
+
+
+def _vision_models() -> list[ModelInfo]:
+    found = [ModelInfo("resnet-56", "residual network, explicit", ResNet)]
+    for name, kind in (("mnist", MNISTResNet), ("svhn", SVHNResNet), ("cifar10", CIFARResNet)):
+        plain, bare = ("config", kind()), ("config", kind(latent_norm=False))
+        exact = (bare, ("gradient", JACOBIAN))
+        found += [
+            ModelInfo(f"jfb-resnet-{name}", "implicit residual network, Jacobian-free", ImplicitResNet, (plain,)),
+            ModelInfo(f"jfb-resnet-{name}-jacobian", "the same, exact gradients", ImplicitResNet, exact),
+            ModelInfo(f"jfb-resnet-{name}-explicit", "the same, one application", ImplicitResNet, (plain, ("depth", 1))),
+        ]
+    return found
+
+
+def _monotone_models() -> list[ModelInfo]:
+    colour = (3, 32, 32)
+    configs = {
+        "mlp-mnist": MonotoneMLPConfig(),
+        "conv-mnist": MonotoneConvConfig(),
+        "tiers-mnist": MonotoneTiersConfig(),
+        "conv-cifar10": MonotoneConvConfig(image=colour, channels=81),
+        "conv-cifar10-large": MonotoneConvConfig(image=colour, channels=200),
+        "tiers-cifar10": MonotoneTiersConfig(image=colour, channels=(16, 32, 60)),
+        "tiers-cifar10-large": MonotoneTiersConfig(image=colour, channels=(64, 128, 128)),
+    }
+    return [ModelInfo(f"mon-{n}", "monotone operator network", MonotoneNet, (("config", c),)) for n, c in configs.items()]
+
+
+def _flows() -> list[ModelInfo]:
+    configs = {
+        "node-mnist": NODE_MNIST,
+        "anode-mnist": ANODE_MNIST,
+        "node-cifar10": NODE_CIFAR10,
+        "anode-cifar10": ANODE_CIFAR10,
+    }
+    return [ModelInfo(name, "neural ODE", NeuralODE, (("config", config),)) for name, config in configs.items()]
+
+
+def entries() -> list[ModelInfo]:
+    """All of them, by name."""
+    found = [*_mdeq_models(), *_skip_models(), *_vision_models(), *_monotone_models(), *_flows()]
+    return sorted(found, key=lambda entry: entry.name)
