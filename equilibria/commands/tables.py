@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 from equilibria.commands.console import AsJson, DataRoot, explained, show_json, show_table
@@ -57,6 +58,7 @@ def demo(
     with explained():
         found = find_table(DIGITS)
         todo = [job for job in plan(found, scale, out) if not job.finished]
+        torch.set_num_threads(1)  # its kernels are too small for more, which would only wait for each other
         failures = run_jobs(todo)
         folder = found.folder(out, scale)
         results = write_report(found, scale, folder)
