@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from abc import abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -66,9 +67,9 @@ class _SkipTask(Task[Batch]):
     def __init__(self, settings: SkipSettings) -> None:
         self.settings = settings
 
+    @abstractmethod
     def judge(self, prediction: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor | float]]:
         """Loss and metrics of a prediction."""
-        raise NotImplementedError
 
     def loss(self, model: nn.Module, batch: Batch, step: int) -> Outcome:
         x, y = batch

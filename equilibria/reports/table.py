@@ -149,7 +149,7 @@ def plain(results: Results) -> dict[str, Any]:
         "rows": {
             row.name: {
                 "title": row.title,
-                "runs": [str(run.folder) for run in results.runs.get(row.name, ())],
+                "runs": [f"{row.name}/{run.folder.name}" for run in results.runs.get(row.name, ())],
                 "published": {name: _figure(figure) for name, figure in row.published.items()},
                 "ours": {column.name: _figure(results.figure(row.name, column)) for column in columns},
             }
