@@ -24,4 +24,4 @@ def max_norm(x: Tensor) -> Tensor:
     """Largest entry of each row in absolute value."""
     if x.shape[1] == 0:
         return x.new_zeros(x.shape[0])
-    return torch.linalg.vector_norm(x, ord=float("inf"), dim=1)
+    return x.abs().amax(dim=1)  # several times faster on a CPU than vector_norm

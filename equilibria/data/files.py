@@ -133,6 +133,4 @@ def optional(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ImportError(
-            f"This data needs {module} ({error}). Install it with: pip install 'equilibria[{extra}]'"
-        ) from error
+        raise ImportError(f"This needs {module} ({error}). Install it with: pip install 'equilibria[{extra}]'") from error

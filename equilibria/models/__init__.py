@@ -5,8 +5,24 @@ from equilibria import models
 model = models.create("skip-mlp-v2", classes=10)
 """
 
+from equilibria.models.adaptive_vocabulary import AdaptiveVocabulary, VocabularyConfig
+from equilibria.models.deq_transformer import DEQTransformer, TransformerXL
 from equilibria.models.entries import ModelInfo, parameters
 from equilibria.models.explicit_nets import ResNet, ResNetConfig, UntiedStack, matched_width, untied, weight_tied
+from equilibria.models.files import ModelFileError, SavedModel, load, read_info, save
+from equilibria.models.gcn import GCNLayer, GraphGCN, GraphGCNConfig, NodeGCN, NodeGCNConfig
+from equilibria.models.graph_nets import (
+    ChainNet,
+    ChainNetConfig,
+    GraphClassifier,
+    GraphClassifierConfig,
+    PlanetoidNet,
+    PlanetoidNetConfig,
+    PPINet,
+    PPINetConfig,
+)
+from equilibria.models.graph_ops import Adjacency
+from equilibria.models.ignn import IGNNCell, IGNNLayer
 from equilibria.models.implicit_resnet import CIFARResNet, ImplicitResNet, ImplicitResNetConfig, MNISTResNet, SVHNResNet
 from equilibria.models.lion import Lion, LionConfig, Pruning, PruningConfig
 from equilibria.models.mdeq import MDEQ, pretraining
@@ -20,20 +36,43 @@ from equilibria.models.monotone_nets import (
 )
 from equilibria.models.neural_ode import AdaptiveSteps, FixedSteps, NeuralODE, NeuralODEConfig
 from equilibria.models.registry import create, info, names
+from equilibria.models.sequence import GRUModel, SequenceModel, generate, unrolled_pretraining
 from equilibria.models.skip_mlp import SkipMLP, SkipNet, SkipPolynomial, SkipSolver
+from equilibria.models.summary import summary
+from equilibria.models.summary_table import Summary
+from equilibria.models.transformer_configs import TRANSFORMER_CONFIGS, TRANSFORMER_XL_CONFIGS, TransformerConfig
+from equilibria.models.trellis_cell import TRELLIS_CONFIGS, TrellisConfig
+from equilibria.models.trellisnet import TrellisNet, TrellisParts, activation_penalty
 
 __all__ = [
     "MDEQ",
     "MDEQ_CONFIGS",
+    "TRANSFORMER_CONFIGS",
+    "TRANSFORMER_XL_CONFIGS",
+    "TRELLIS_CONFIGS",
     "AdaptiveSteps",
+    "AdaptiveVocabulary",
+    "Adjacency",
     "CIFARResNet",
+    "ChainNet",
+    "ChainNetConfig",
+    "DEQTransformer",
     "FixedSteps",
+    "GCNLayer",
+    "GRUModel",
+    "GraphClassifier",
+    "GraphClassifierConfig",
+    "GraphGCN",
+    "GraphGCNConfig",
+    "IGNNCell",
+    "IGNNLayer",
     "ImplicitResNet",
     "ImplicitResNetConfig",
     "Lion",
     "LionConfig",
     "MDEQConfig",
     "MNISTResNet",
+    "ModelFileError",
     "ModelInfo",
     "MonotoneConvConfig",
     "MonotoneMLPConfig",
@@ -41,23 +80,45 @@ __all__ = [
     "MonotoneTiersConfig",
     "NeuralODE",
     "NeuralODEConfig",
+    "NodeGCN",
+    "NodeGCNConfig",
+    "PPINet",
+    "PPINetConfig",
+    "PlanetoidNet",
+    "PlanetoidNetConfig",
     "Pruning",
     "PruningConfig",
     "ResNet",
     "ResNetConfig",
     "SVHNResNet",
+    "SavedModel",
+    "SequenceModel",
     "SkipMLP",
     "SkipNet",
     "SkipPolynomial",
     "SkipSolver",
     "SplittingConfig",
+    "Summary",
+    "TransformerConfig",
+    "TransformerXL",
+    "TrellisConfig",
+    "TrellisNet",
+    "TrellisParts",
     "UntiedStack",
+    "VocabularyConfig",
+    "activation_penalty",
     "create",
+    "generate",
     "info",
+    "load",
     "matched_width",
     "names",
     "parameters",
     "pretraining",
+    "read_info",
+    "save",
+    "summary",
+    "unrolled_pretraining",
     "untied",
     "weight_tied",
 ]

@@ -9,13 +9,29 @@ from typing import Any
 import torch
 from torch import nn
 
+from equilibria.models.deq_transformer import DEQTransformer, TransformerXL
 from equilibria.models.explicit_nets import ResNet
+from equilibria.models.gcn import GraphGCN, GraphGCNConfig, NodeGCN, NodeGCNConfig
+from equilibria.models.graph_nets import (
+    ChainNet,
+    ChainNetConfig,
+    GraphClassifier,
+    GraphClassifierConfig,
+    PlanetoidNet,
+    PlanetoidNetConfig,
+    PPINet,
+    PPINetConfig,
+)
 from equilibria.models.implicit_resnet import JACOBIAN, CIFARResNet, ImplicitResNet, MNISTResNet, SVHNResNet
 from equilibria.models.mdeq import MDEQ
 from equilibria.models.mdeq_configs import MDEQ_CONFIGS
 from equilibria.models.monotone_nets import MonotoneConvConfig, MonotoneMLPConfig, MonotoneNet, MonotoneTiersConfig
 from equilibria.models.neural_ode import ANODE_CIFAR10, ANODE_MNIST, NODE_CIFAR10, NODE_MNIST, NeuralODE
+from equilibria.models.sequence import GRUModel
 from equilibria.models.skip_mlp import SkipMLP, SkipPolynomial
+from equilibria.models.transformer_configs import TRANSFORMER_CONFIGS, TRANSFORMER_XL_CONFIGS
+from equilibria.models.trellis_cell import TRELLIS_CONFIGS
+from equilibria.models.trellisnet import TrellisNet
 
 
 @dataclass(frozen=True)
@@ -107,7 +123,50 @@ def _flows() -> list[ModelInfo]:
     return [ModelInfo(name, "neural ODE", NeuralODE, (("config", config),)) for name, config in configs.items()]
 
 
+def _sequence_models() -> list[ModelInfo]:
+    found = [ModelInfo("gru-copy", "GRU, copy memory", GRUModel)]
+    for name, config in TRANSFORMER_CONFIGS.items():
+        summary = f"DEQ transformer, {config.summary}"
+        found.append(ModelInfo(f"deq-transformer-{name}", summary, DEQTransformer, (("config", config),)))
+    for name, config in TRANSFORMER_XL_CONFIGS.items():
+        summary = f"Transformer-XL, {config.summary}"
+        found.append(ModelInfo(f"transformer-xl-{name}", summary, TransformerXL, (("config", config),)))
+    for name, trellis in TRELLIS_CONFIGS.items():
+        size, option = name.removeprefix("deq-"), ("config", trellis)
+        if name.startswith("deq-") or name == "nano":
+            found.append(ModelInfo(f"deq-trellisnet-{size}", f"DEQ TrellisNet, {trellis.summary}", TrellisNet, (option,)))
+        if not name.startswith("deq-"):
+            options = (option, ("depth", trellis.layers))
+            found.append(ModelInfo(f"trellisnet-{size}", f"TrellisNet, {trellis.summary}", TrellisNet, options))
+    return found
+
+
+def _graph_models() -> list[ModelInfo]:
+    kinds: dict[str, tuple[str, Callable[..., nn.Module], Any]] = {
+        "ignn-cox2": ("implicit graph network, a class per graph", GraphClassifier, GraphClassifierConfig(features=35)),
+        "ignn-proteins": ("implicit graph network, a class per graph", GraphClassifier, GraphClassifierConfig(features=3)),
+        "ignn-ppi": ("implicit graph network, labels of nodes", PPINet, PPINetConfig()),
+        "ignn-chains": ("implicit graph network, long range", ChainNet, ChainNetConfig()),
+        "ignn-cora": ("implicit graph network, a class per node", PlanetoidNet, PlanetoidNetConfig()),
+        "ignn-citeseer": (
+            "implicit graph network, a class per node",
+            PlanetoidNet,
+            PlanetoidNetConfig(features=3703, classes=6),
+        ),
+        "ignn-pubmed": (
+            "implicit graph network, a class per node",
+            PlanetoidNet,
+            PlanetoidNetConfig(features=500, classes=3),
+        ),
+        "gcn-cora": ("graph convolutions, a class per node", NodeGCN, NodeGCNConfig()),
+        "gcn-chains": ("graph convolutions, a class per node", NodeGCN, NodeGCNConfig(features=100, classes=2)),
+        "gcn-cox2": ("graph convolutions, a class per graph", GraphGCN, GraphGCNConfig(features=35)),
+        "gcn-proteins": ("graph convolutions, a class per graph", GraphGCN, GraphGCNConfig(features=3)),
+    }
+    return [ModelInfo(name, summary, build, (("config", config),)) for name, (summary, build, config) in kinds.items()]
+
+
 def entries() -> list[ModelInfo]:
     """All of them, by name."""
-    found = [*_mdeq_models(), *_skip_models(), *_vision_models(), *_monotone_models(), *_flows()]
-    return sorted(found, key=lambda entry: entry.name)
+    vision = [*_mdeq_models(), *_skip_models(), *_vision_models(), *_monotone_models(), *_flows()]
+    return sorted([*vision, *_sequence_models(), *_graph_models()], key=lambda entry: entry.name)

@@ -186,6 +186,7 @@ def _stages(config: ResNetConfig) -> list[BasicBlock]:
 def _replaced(model: nn.Module, build: Callable[[DEQ], nn.Module]) -> nn.Module:
     """A copy of the model with other modules in the places of its DEQs."""
     model = copy.deepcopy(model)
+    vars(model).pop("_origin", None)  # it is no longer what `create` made
     if isinstance(model, DEQ):
         return build(model)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, DEQ)}

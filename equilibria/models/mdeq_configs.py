@@ -189,6 +189,28 @@ SKIP_MNIST = replace(
     published=84_000,
 )
 
+NANO = replace(
+    TINY,
+    summary="CIFAR-10 at 16x16, two resolutions, for a processor without a graphics card",
+    channels=(12, 12),
+    head=(4, 8),
+    features=64,
+    groups=4,
+    dropout=0.0,
+    forward_steps=18,
+    backward_steps=20,
+    published=None,
+)
+SKIP_NANO = replace(
+    SKIP_CIFAR,
+    summary="CIFAR-10 or SVHN at 16x16, Skip DEQ paper made small",
+    channels=(12, 12),
+    head=(4, 8),
+    features=64,
+    groups=4,
+    published=None,
+)
+
 MDEQ_CONFIGS: dict[str, MDEQConfig] = {
     "cifar-tiny": TINY,
     "cifar-tiny-2021": replace(
@@ -233,6 +255,9 @@ MDEQ_CONFIGS: dict[str, MDEQConfig] = {
     "cityscapes-xl": replace(
         CITYSCAPES_SMALL, summary="Cityscapes, extra large", channels=IMAGENET_XL.channels, expansion=6, dropout=0.04
     ),
+    "nano": NANO,
+    "nano-segmentation": replace(NANO, summary="CamVid at 72x96, two resolutions", head=None, classes=11, downsampling=1),
     "skip-mnist": SKIP_MNIST,
     "skip-cifar": SKIP_CIFAR,
+    "skip-nano": SKIP_NANO,
 }

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from equilibria.models.entries import ModelInfo, entries
+from equilibria.models.origins import remember_origin
 
 
 def names() -> list[str]:
@@ -30,10 +31,12 @@ def create(name: str, **options: Any) -> nn.Module:
     model = eq.models.create("skip-mlp-v2", classes=10)
     """
     entry = info(name)
-    taken = inspect.signature(entry.build).parameters
-    if unknown := sorted(set(options) - set(taken)):
-        raise TypeError(f"{name} has no option {', '.join(unknown)}. {nearest(unknown[0], taken)}")
-    return entry.build(**(dict(entry.options) | options))
+    signature = inspect.signature(entry.build)
+    if unknown := sorted(set(options) - set(signature.parameters)):
+        raise TypeError(f"{name} has no option {', '.join(unknown)}. {nearest(unknown[0], signature.parameters)}")
+    given = signature.bind(**(dict(entry.options) | options))
+    given.apply_defaults()  # which may change in later versions
+    return remember_origin(entry.build(*given.args, **given.kwargs), name, given.arguments)
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

@@ -1,0 +1,249 @@
+"""Models as files: weights in safetensors, with the name and options that make the model again.
+
+    eq.models.save(model, "digits.safetensors")
+    model = eq.models.load("digits.safetensors")
+
+A file is there whole or not at all, is checked when it is read, and cannot run code. Any program that reads safetensors
+reads the weights. It needs safetensors, which comes with the extra `train`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+import torch
+from torch import Tensor, nn
+
+import equilibria
+from equilibria.data.files import atomic, optional
+from equilibria.models.origins import from_data, origin_of, to_data
+from equilibria.models.registry import create
+from equilibria.models.states import bare, check_fit, check_storable, identities, on_host, take_dtypes
+
+FORMAT = 1
+KEY = "equilibria"  # one alone: safetensors writes several in any order, and the same model would not give the same bytes
+
+State = dict[str, Any]
+M = TypeVar("M", bound=nn.Module)
+
+
+class ModelFileError(RuntimeError):
+    """A file does not hold a model, or not the one that was asked for."""
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """What a file says of the model in it.
+
+    kind     its class
+    name     by which `create` made it; None: it was made by hand
+    lost     options that a file cannot hold, and what they were; without them the model cannot be made again
+    version  of the library that wrote it; None: another program did
+    shapes   of the tensors in the file
+    aliases  names of tensors that are another name's tensor, as of tied weights
+    """
+
+    path: Path
+    kind: str | None
+    name: str | None
+    lost: Mapping[str, str]
+    version: str | None
+    shapes: Mapping[str, tuple[int, ...]]
+    aliases: Mapping[str, str]
+    notes: Mapping[str, Any] = field(repr=False)  # all of this as it stands in the file
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """With which `create` made it, but for those that are lost."""
+        try:
+            return {name: from_data(data) for name, data in self.notes.get("options", {}).items()}
+        except (TypeError, ValueError) as error:
+            raise ModelFileError(
+                f"{self.path} has options that this version of the library, {equilibria.__version__}, cannot read: {error} "
+                f"It was written by version {self.version}. Install that one, or make the model and load(path, model)."
+            ) from error
+
+
+def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
+    """Write the weights and buffers of a model, and what `create` made it from.
+
+    What was changed on a model after it was made, such as `model.layer.solver`, is not in the file. Folders on the way are
+    made; a file of that name is replaced in one moment.
+    """
+    path, model = Path(path), bare(model)
+    tensors, notes = _described(model)
+    notes["sha256"] = _digest(tensors, notes)
+    metadata = {KEY: json.dumps(notes, allow_nan=False)}
+    data = optional("safetensors.torch", "train").save(tensors, metadata)
+    try:
+        with atomic(path) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, f"cannot write {path}: {error.strerror or error}") from error
+    return path
+
+
+@overload
+def load(path: str | os.PathLike[str]) -> nn.Module: ...
+@overload
+def load(path: str | os.PathLike[str], model: M) -> M: ...
+def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
+    """The model in a file.
+
+    Without a `model`, one is created by the name and options in the file; it has the dtypes that were saved. Otherwise the
+    weights go into `model`, in the dtypes that it has; where they do not fit, it is left as it was.
+    """
+    with _opened(Path(path)) as file:
+        saved = _saved(Path(path), file)
+        state = _state(saved, file)  # checked before anything is made of it
+    target = _created(saved) if model is None else model
+    if problem := check_fit(bare(target), state):
+        raise ModelFileError(f"{path} does not fit this {type(bare(target)).__name__}: {problem} {_advice(saved, model)}")
+    if model is None:
+        take_dtypes(target, state)
+    bare(target).load_state_dict(state)
+    return target
+
+
+def read_info(path: str | os.PathLike[str]) -> SavedModel:
+    """What a file says of its model; the weights are neither read nor checked."""
+    with _opened(Path(path)) as file:
+        return _saved(Path(path), file)
+
+
+def _described(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors to write, each once, and everything else."""
+    state = model.state_dict()
+    extra = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+    every = {name: value for name, value in state.items() if name not in extra}
+    for name, tensor in every.items():
+        check_storable(name, tensor)
+    first: dict[Any, str] = {}
+    aliases = {name: first[key] for name, key in identities(every).items() if first.setdefault(key, name) != name}
+    once = {name: tensor for name, tensor in every.items() if name not in aliases}
+    origin = origin_of(model)
+    options, lost = _divided({} if origin is None else origin.options)
+    notes = {
+        "format": FORMAT,
+        "version": equilibria.__version__,
+        "kind": type(model).__name__,
+        "name": None if origin is None else origin.name,
+        "options": options,
+        "lost": lost,
+        "aliases": aliases,
+        "complex": [name for name, tensor in once.items() if tensor.is_complex()],
+        "extra": {name: _extra(name, value) for name, value in extra.items()},
+    }
+    return on_host(once), notes
+
+
+def _divided(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Options as data, and what those are that cannot be data."""
+    kept, lost = {}, {}
+    for name, value in options.items():
+        try:
+            kept[name] = to_data(value)
+        except TypeError:
+            lost[name] = type(value).__name__
+    return kept, lost
+
+
+def _extra(name: str, value: Any) -> Any:
+    try:
+        return to_data(value)
+    except TypeError as error:
+        raise TypeError(f"The state of the model holds at {name} what a file cannot: {error}") from error
+
+
+def _digest(tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> str:
+    """Of everything that is in the file."""
+    rest = {name: value for name, value in notes.items() if name != "sha256"}
+    sums = hashlib.sha256(json.dumps(rest, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        sums.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        sums.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return sums.hexdigest()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    safetensors = optional("safetensors", "train")
+    if not path.is_file():
+        seen = "is a folder" if path.is_dir() else "is not there"
+        raise FileNotFoundError(f"{path} {seen}: give the path of a file that save(model, path) wrote.")
+    try:
+        with safetensors.safe_open(str(path), framework="pt") as file:
+            yield file
+    except safetensors.SafetensorError as error:
+        raise ModelFileError(
+            f"{path} is damaged or not a safetensors file: {error}. Copy it anew, or save the model again with "
+            "save(model, path). A file of torch.save is read by torch.load(path, weights_only=True)."
+        ) from error
+
+
+def _saved(path: Path, file: Any) -> SavedModel:
+    text = (file.metadata() or {}).get(KEY)
+    try:
+        notes = {} if text is None else json.loads(text)
+        if notes.get("format", FORMAT) > FORMAT:
+            raise ModelFileError(
+                f"{path} was written by version {notes.get('version')} of the library, in format {notes['format']}; this "
+                f"version, {equilibria.__version__}, reads up to format {FORMAT}. Install the newer one."
+            )
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+        shapes |= {name: shapes[name][:-1] for name in notes.get("complex", ())}
+        shapes |= {name: shapes[other] for name, other in notes.get("aliases", {}).items()}
+        kind, name, version = (notes.get(key) for key in ("kind", "name", "version"))
+        return SavedModel(path, kind, name, notes.get("lost", {}), version, shapes, notes.get("aliases", {}), notes)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelFileError(f"{path} is damaged: its metadata make no sense ({error}). Save the model again.") from error
+
+
+def _state(saved: SavedModel, file: Any) -> State:
+    """The state dict, checked against its sum where the file has one."""
+    # copies have torch's own alignment: to copy complex numbers from where the file has them ended the process
+    tensors = {name: torch.clone(file.get_tensor(name)) for name in file.keys()}
+    if saved.notes and _digest(tensors, saved.notes) != saved.notes.get("sha256"):
+        raise ModelFileError(f"{saved.path} is damaged: its sha256 differs. Copy it anew, or save the model again.")
+    state: State = tensors | {name: torch.view_as_complex(tensors[name]) for name in saved.notes.get("complex", ())}
+    state |= {name: state[other] for name, other in saved.aliases.items()}
+    return state | {name: from_data(data) for name, data in saved.notes.get("extra", {}).items()}
+
+
+def _created(saved: SavedModel) -> nn.Module:
+    by_hand = "Make the model and load the weights into it: load(path, model)."
+    if saved.name is None:
+        what = f"It holds a {saved.kind} made by hand" if saved.kind else "Another program wrote it"
+        raise ModelFileError(f"{saved.path} does not say how to make its model. {what}. {by_hand}")
+    if saved.lost:
+        what = ", ".join(f"{name} (a {kind})" for name, kind in saved.lost.items())
+        raise ModelFileError(f"{saved.path} could not keep these options of its {saved.name}: {what}. {by_hand}")
+    options = saved.options
+    try:
+        with torch.random.fork_rng(devices=[]):  # the first weights are thrown away: so are the numbers drawn for them
+            return create(saved.name, **options)
+    except (TypeError, ValueError) as error:
+        raise ModelFileError(
+            f"{saved.path} holds a {saved.name} of version {saved.version}, which this version, {equilibria.__version__}, "
+            f"cannot make: {error} {by_hand}"
+        ) from error
+
+
+def _advice(saved: SavedModel, model: nn.Module | None) -> str:
+    if model is None:
+        return (
+            f"It was changed after it was made, or version {saved.version} made it differently: make it as it was and load "
+            "the weights into it, load(path, model)."
+        )
+    if saved.name is None or saved.lost:
+        return "Make the model as the one that was saved."
+    return f"The file is of {saved.name}: load(path) makes it, read_info(path).options tells how."

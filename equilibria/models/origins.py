@@ -1,0 +1,130 @@
+"""What a model was made from: its name and options, kept on the model, and as plain data that JSON holds.
+
+Options come back as they were: plain values, tuples, the library's settings (frozen dataclasses such as Stop or MDEQConfig)
+and its norms. Settings are looked up by name among what is already imported, so that nothing that is read can run code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeGuard, TypeVar
+
+from torch import nn
+
+from equilibria.norms import euclidean_norm, max_norm, rms_norm
+
+PACKAGE = "equilibria."
+NORMS = {norm.__name__: norm for norm in (rms_norm, euclidean_norm, max_norm)}
+_ATTRIBUTE = "_origin"
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What `create` was given, with the defaults filled in."""
+
+    name: str
+    options: Mapping[str, Any]
+
+
+def remember_origin(model: M, name: str, options: Mapping[str, Any]) -> M:
+    """Note on the model what it was made from; copies and pickles of it know it too."""
+    setattr(model, _ATTRIBUTE, Origin(name, dict(options)))
+    return model
+
+
+def origin_of(model: nn.Module) -> Origin | None:
+    """What the model was made from; None: by hand."""
+    found = getattr(model, _ATTRIBUTE, None)
+    return found if isinstance(found, Origin) else None
+
+
+def to_data(value: Any) -> Any:
+    """A value as JSON that tells lists from tuples and one class of settings from another; TypeError for other values."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"float": str(value)}
+    if type(value) is list:
+        return [to_data(each) for each in value]
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        return {"tuple": [to_data(each) for each in value]}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {"dict": {key: to_data(each) for key, each in value.items()}}
+    if any(value is norm for norm in NORMS.values()):
+        return {"norm": value.__name__}
+    if (path := _path(type(value))) is not None:
+        values = {name: to_data(getattr(value, name)) for name in _field_names(type(value))}
+        return {"settings": path, "values": values}
+    raise TypeError(f"A file holds numbers, strings, tuples and the library's settings, got {value!r}.")
+
+
+def from_data(data: Any) -> Any:
+    """What `to_data` was given; ValueError for anything else."""
+    if isinstance(data, list):
+        return [from_data(each) for each in data]
+    if not isinstance(data, dict):
+        return data
+    if set(data) == {"settings", "values"} and isinstance(data["values"], dict):
+        return _made(_class(data["settings"]), {name: from_data(each) for name, each in data["values"].items()})
+    if len(data) == 1:
+        ((kind, inner),) = data.items()
+        if kind == "float" and inner in ("nan", "inf", "-inf"):
+            return float(inner)
+        if kind == "tuple" and isinstance(inner, list):
+            return tuple(from_data(each) for each in inner)
+        if kind == "dict" and isinstance(inner, dict):
+            return {key: from_data(each) for key, each in inner.items()}
+        if kind == "norm" and inner in NORMS:
+            return NORMS[inner]
+    raise ValueError(f"This is no value that was written here: {str(data)[:80]}")
+
+
+def _made(kind: type, values: dict[str, Any]) -> Any:
+    """Settings from their fields, checked by their own constructor where it takes fields."""
+    unknown = sorted(set(values) - set(_field_names(kind)))
+    if unknown:
+        raise ValueError(f"{kind.__name__} has no setting {', '.join(unknown)} in this version of the library.")
+    if vars(kind)["__dataclass_params__"].init:
+        return kind(**values)
+    if missing := sorted(set(_field_names(kind)) - set(values)):
+        raise ValueError(f"{kind.__name__} needs the setting {', '.join(missing)} in this version of the library.")
+    made: Any = object.__new__(kind)  # one whose constructor takes something else, as of Fallback(*solvers)
+    for name, value in values.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def _field_names(kind: type) -> list[str]:
+    assert dataclasses.is_dataclass(kind)
+    return [field.name for field in dataclasses.fields(kind) if field.init]
+
+
+def _path(kind: type) -> str | None:
+    """Where a class of settings is found, below the package; None: it is none of the library's."""
+    full = f"{kind.__module__}.{kind.__qualname__}"
+    return full.removeprefix(PACKAGE) if full.startswith(PACKAGE) and _lookup(full.removeprefix(PACKAGE)) is kind else None
+
+
+def _class(path: Any) -> type:
+    found = _lookup(path) if isinstance(path, str) else None
+    if found is None:
+        raise ValueError(f"There are no settings {path!r} in this version of the library.")
+    return found
+
+
+def _lookup(path: str) -> type | None:
+    """A class of settings among the modules that are imported already."""
+    module, _, name = path.rpartition(".")
+    found = vars(sys.modules[PACKAGE + module]).get(name) if PACKAGE + module in sys.modules else None
+    return found if _is_settings(found) else None
+
+
+def _is_settings(found: Any) -> TypeGuard[type]:
+    parameters = vars(found).get("__dataclass_params__") if isinstance(found, type) else None
+    return parameters is not None and bool(parameters.frozen)

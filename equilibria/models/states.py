@@ -1,0 +1,117 @@
+"""State dicts: what of them goes into a file, and whether one fits a model.
+
+That is asked before anything is copied: a model that does not fit stays as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SHOWN = 3  # names in a message
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The model inside of what `torch.compile` or data parallelism wrapped around it."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def identities(tensors: Mapping[str, Tensor]) -> dict[str, Hashable]:
+    """Names by what they name: tied weights have equal values here, views of other shapes do not."""
+    found: dict[str, Hashable] = {}
+    for name, tensor in tensors.items():
+        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        found[name] = place if tensor.numel() else name  # those without numbers have no place
+    return found
+
+
+def check_storable(name: str, tensor: Tensor) -> None:
+    if nn.parameter.is_lazy(tensor):
+        raise ValueError(f"{name} has no shape yet: run the model once before it is saved.")
+    if tensor.is_meta:
+        raise ValueError(f"{name} is on the meta device and has no numbers to save: make the model on a real device.")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name} is sparse ({tensor.layout}), a file holds dense tensors: convert it with to_dense().")
+
+
+def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As safetensors takes them: contiguous, complex ones as pairs of reals, and no two in the same memory."""
+    stored: dict[str, Tensor] = {}
+    used: set[int] = set()
+    for name, tensor in tensors.items():
+        host = tensor.detach().cpu().resolve_conj().resolve_neg()
+        host = (torch.view_as_real(host) if host.is_complex() else host).contiguous()
+        pointer = host.untyped_storage().data_ptr()
+        stored[name] = host.clone() if pointer in used else host
+        used.add(pointer)
+    return stored
+
+
+def check_fit(model: nn.Module, state: Mapping[str, Any]) -> str | None:
+    """What does not fit, in sentences."""
+    own = model.state_dict()
+    if any(isinstance(value, Tensor) and value.is_meta for value in own.values()):
+        return "the model is on the meta device and has no memory. Give it some: model.to_empty(device=...)."
+    problems = [
+        _listed("the file lacks", [name for name in own if name not in state]),
+        _listed("the model has no", [name for name in state if name not in own]),
+        _listed("", [text for name in own if name in state and (text := _difference(name, state[name], own[name]))]),
+        _listed("the model ties what differs in the file,", _torn(own, state)),
+    ]
+    found = [problem for problem in problems if problem]
+    return "; ".join(found) + "." if found else None
+
+
+def take_dtypes(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Give the tensors of a model the dtypes of a state that fits it; tied ones stay tied."""
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    floating = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    if len(floating) == 1 and not any(tensor.is_complex() for tensor in tensors):
+        model.to(floating.pop())  # buffers that are in no state dict follow
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and tensor.dtype != state[name].dtype:
+            tensor.data = tensor.data.to(state[name].dtype)
+
+
+def _difference(name: str, given: Any, own: Any) -> str | None:
+    """Between a tensor in the file and the model's own."""
+    if not isinstance(given, Tensor) or not isinstance(own, Tensor):
+        return None if isinstance(given, Tensor) == isinstance(own, Tensor) else f"{name} is a tensor in one of them alone"
+    if not nn.parameter.is_lazy(own) and given.shape != own.shape:
+        return f"{name} is {tuple(given.shape)} in the file and {tuple(own.shape)} in the model"
+    if _sort(given) != _sort(own):
+        return f"{name} is {given.dtype} in the file and {own.dtype} in the model"
+    return None
+
+
+def _sort(tensor: Tensor) -> tuple[bool, ...]:
+    """Of numbers: one sort is not turned into another."""
+    return tensor.is_floating_point(), tensor.is_complex(), tensor.dtype == torch.bool
+
+
+def _torn(own: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
+    """Pairs of names that are one tensor in the model and two different ones in the file."""
+    first: dict[Hashable, str] = {}
+    shared = {name: value for name, value in own.items() if isinstance(value, Tensor) and not nn.parameter.is_lazy(value)}
+    pairs = [(first.setdefault(key, name), name) for name, key in identities(shared).items() if name in state]
+    return [f"{a} and {b}" for a, b in pairs if state[a] is not state[b] and not _same_bits(state[a], state[b])]
+
+
+def _same_bits(a: Any, b: Any) -> bool:
+    """A nan is equal to itself here."""
+    same = a.shape == b.shape and a.dtype == b.dtype
+    return bool(same and torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (a, b))))
+
+
+def _listed(what: str, names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{what} {', '.join(names[:SHOWN])}{more}".strip() if names else ""
