@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 
 import equilibria as eq
 from equilibria.bench.cases import Case, make
 from equilibria.bench.driver import setting
 from equilibria.bench.methods import Method, Ours, TorchDEQ
+from equilibria.memory import peak_memory
 
 SOLVERS: dict[str, tuple[Any, Any]] = {
     "Picard, GMRES adjoint": (eq.Picard(), None),
@@ -36,13 +36,7 @@ SOLVERS: dict[str, tuple[Any, Any]] = {
 def peak_states(case: Case, method: Method) -> float:
     """Of a training step, in states."""
     method.step(case, case.rtol)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        method.step(case, case.rtol)
-    now = peak = 0
-    for event in sorted(found.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
-        if event.name() == "[memory]":
-            now += event.nbytes()
-            peak = max(peak, now)
+    peak = peak_memory(lambda: method.step(case, case.rtol))
     state = sum(part.numel() * part.element_size() for part in pytree.tree_leaves(case.start))
     return peak / state
 

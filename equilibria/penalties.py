@@ -139,7 +139,7 @@ class PenaltySchedule:
         require(self.every >= 1, f"every must be at least 1 step, got {self.every}.")
 
     def __call__(self, step: int) -> float:
-        if (self.until is not None and step >= self.until) or _uniform(self.seed, step) >= self.frequency:
+        if (self.until is not None and step >= self.until) or _uniform("penalty", self.seed, step) >= self.frequency:
             return 0.0
         if step < self.pretraining:
             return self.pretraining_weight
@@ -151,13 +151,13 @@ def jitter(stop: Stop, step: int, below: int = 2, above: int = 0, seed: int = 0)
 
     A solver cut off at a length that varies keeps a model from relying on one length.
     """
-    drawn = int(_uniform(seed, step) * (below + above + 1)) - below
+    drawn = int(_uniform("jitter", seed, step) * (below + above + 1)) - below
     return dataclasses.replace(stop, max_steps=max(stop.max_steps + drawn, 1))
 
 
-def _uniform(seed: int, step: int) -> float:
-    """In [0, 1)."""
-    return Random(f"{seed} {step}").random()
+def _uniform(purpose: str, seed: int, step: int) -> float:
+    """In [0, 1), for each purpose on its own: steps drawn for a penalty must not all get the same jitter."""
+    return Random(f"{purpose} {seed} {step}").random()
 
 
 def _point(s: Solution) -> tuple[Tensor, Sequence[Tensor], Tensor]:

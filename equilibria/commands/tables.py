@@ -12,14 +12,19 @@ from equilibria.commands.console import AsJson, DataRoot, explained, show_json, 
 from equilibria.commands.running import run_jobs, say, tell_failures
 from equilibria.commands.runs import Assignments, Devices, Out, ScaleOption
 from equilibria.experiments.catalogue import table as find_table
+from equilibria.experiments.catalogue import tables
 from equilibria.experiments.digits import DIGITS
-from equilibria.experiments.runner import plan
+from equilibria.experiments.runner import Failure, plan
+from equilibria.reports.overview import write_overview
 from equilibria.reports.table import Results, figure_text, plain
 from equilibria.reports.write import NUMBERS, PAGE, TEXT, write_report
 
 
 def reproduce(
-    table: Annotated[str, typer.Argument(help="Its name; `equilibria list` has them.")],
+    table: Annotated[str | None, typer.Argument(help="Its name; `equilibria list` has them.")] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="All tables, one after the other, and a page over them in the folder of --report.")
+    ] = False,
     scale: ScaleOption = "full",
     seeds: Annotated[int | None, typer.Option(min=1, help="Seeds of every row; default: those of the protocol.")] = None,
     rows: Annotated[list[str] | None, typer.Option("--row", help="Only this row; repeatable.")] = None,
@@ -31,23 +36,39 @@ def reproduce(
     devices: Devices = 1,
     out: Out = Path("runs"),
     report: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Folder of the report; default: beside the runs, OUT/TABLE/SCALE.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder of the report, with --all of all reports; default: beside the runs."),
     ] = None,
     data: DataRoot = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a published table and report it beside the published figures; runs that are finished are not run again."""
+    """Run a published table, or --all, and report it beside the published figures; finished runs are not run again."""
     with explained():
-        found = find_table(table)
-        planned = plan(found, scale, out, seeds=seeds, rows=rows or (), assignments=assignments or ())
-        todo = [job for job in planned if not job.finished]
-        say(f"{found.name}, {scale}: {len(planned)} runs, {len(planned) - len(todo)} of them finished.")
-        here = jobs is None and scale == "debug" and devices == 1
-        failures = run_jobs(todo, data, devices, at_once=0 if here else jobs or 1)
-        runs = found.folder(out, scale)
-        results = write_report(found, scale, runs, report)
-    _show(results, report or runs, as_json)
+        names = _chosen(table, everything, rows, assignments, as_json)
+        failures: list[Failure] = []
+        for name in names:
+            found = find_table(name)
+            planned = plan(found, scale, out, seeds=seeds, rows=rows or (), assignments=assignments or ())
+            todo = [job for job in planned if not job.finished]
+            say(f"{found.name}, {scale}: {len(planned)} runs, {len(planned) - len(todo)} of them finished.")
+            here = jobs is None and scale == "debug" and devices == 1
+            failures += run_jobs(todo, data, devices, at_once=0 if here else jobs or 1)
+            folder = found.folder(out, scale) if report is None else report / name if everything else report
+            _show(write_report(found, scale, found.folder(out, scale), folder), folder, as_json)
+        if everything and report is not None:
+            typer.echo(f"overview: {write_overview(report, tables())}")
     tell_failures(failures)
+
+
+def _chosen(
+    table: str | None, everything: bool, rows: list[str] | None, assignments: list[str] | None, as_json: bool
+) -> list[str]:
+    """The tables to run."""
+    if (table is None) != everything:
+        raise typer.BadParameter("Name one table, or give --all for all of them.")
+    if everything and (rows or assignments or as_json):
+        raise typer.BadParameter("--row, --set and --json are for one table, not for --all.")
+    return list(tables()) if table is None else [table]
 
 
 def demo(

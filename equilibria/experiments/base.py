@@ -69,7 +69,8 @@ class Column:
     key       where it stands: "test.accuracy" in the last epoch's splits, "seconds_train" in the summary
     factor    that makes it the unit of the title
     over      the value of this row is divided by ours: a reduction; the column is then a number of times
-    whole     the mean over all epochs in place of the last one's
+    epochs    what is taken of its values over the epochs; "selected": that of the epoch which was best on the validation
+              split, and nothing where there was no such split
     """
 
     name: str
@@ -78,7 +79,7 @@ class Column:
     digits: int = 2
     factor: float = 1.0
     over: str | None = None
-    whole: bool = False
+    epochs: Literal["first", "last", "mean", "min", "max", "selected"] = "last"
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,21 @@ class Figure:
 
     mean: float
     std: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A picture with a line for every row, through columns that differ in a number.
+
+    points  (the number, name of the column), from left to right
+    """
+
+    name: str
+    title: str
+    x_label: str
+    y_label: str
+    points: tuple[tuple[float, str], ...]
+    log: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,7 +119,9 @@ class Row:
 class Claim:
     """What a paper says, as a comparison of means: at_least <= left / right (or left - right) <= at_most.
 
-    right  another row; None: the value of `left` itself is compared
+    right    another row; None: the value of `left` itself is compared
+    against  another column, of `right` or of `left` itself
+    id       under which claims of many tables are collected
     """
 
     text: str
@@ -113,6 +131,8 @@ class Claim:
     by: Literal["ratio", "difference"] = "ratio"
     at_least: float | None = None
     at_most: float | None = None
+    against: str | None = None
+    id: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +140,7 @@ class Table:
     """Experiments that are reported side by side.
 
     protocol  what a reader must know, for each scale
-    curves    what is drawn over the epochs, columns by their names in metrics: ("test.loss", ...)
+    hidden    columns that only claims and profiles use
     """
 
     name: str
@@ -129,6 +149,8 @@ class Table:
     rows: tuple[Row, ...]
     columns: tuple[Column, ...]
     claims: tuple[Claim, ...] = ()
+    profiles: tuple[Profile, ...] = ()
+    hidden: tuple[Column, ...] = ()
     protocol: Mapping[Scale, tuple[str, ...]] = field(default_factory=dict)
     seeds: Mapping[Scale, int] = field(default_factory=lambda: {"debug": 1, "reduced": 1, "full": 3})
 
@@ -136,7 +158,7 @@ class Table:
         return next(row for row in self.rows if row.name == name)
 
     def column(self, name: str) -> Column:
-        return next(column for column in self.columns if column.name == name)
+        return next(column for column in (*self.columns, *self.hidden) if column.name == name)
 
     def folder(self, out: Path, scale: Scale) -> Path:
         return out / self.name / scale

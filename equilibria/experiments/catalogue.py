@@ -8,7 +8,12 @@ from typing import Any
 
 from equilibria.experiments.base import Experiment, Row, Scale, Table
 from equilibria.experiments.digits import tables as digits_tables
+from equilibria.experiments.jfb import tables as jfb_tables
+from equilibria.experiments.mdeq_tables import tables as mdeq_tables
+from equilibria.experiments.memory_tables import tables as memory_tables
+from equilibria.experiments.monotone_tables import tables as monotone_tables
 from equilibria.experiments.skip_tables import tables as skip_tables
+from equilibria.experiments.skip_vision import tables as skip_vision_tables
 from equilibria.models.registry import nearest
 
 
@@ -19,7 +24,16 @@ class UnknownName(ValueError):  # noqa: N818
 @cache
 def tables() -> dict[str, Table]:
     """All tables."""
-    return {table.name: table for table in (*skip_tables(), *digits_tables())}
+    found = (
+        *digits_tables(),
+        *skip_tables(),
+        *skip_vision_tables(),
+        *jfb_tables(),
+        *monotone_tables(),
+        *mdeq_tables(),
+        *memory_tables(),
+    )
+    return {table.name: table for table in found}
 
 
 def table(name: str) -> Table:

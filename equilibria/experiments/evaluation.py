@@ -34,7 +34,7 @@ def evaluate(run: Run, *, which: str = "last", root: Path | None = None) -> dict
         with torch.no_grad(), record(model) as solutions:
             outcome = task.evaluate(model, batch)
         meter.add_batch(observe(outcome, solutions))
-    return meter.means()
+    return task.summarise(meter.means())
 
 
 def model_and_batch(run: Run, *, which: str = "last", root: Path | None = None) -> tuple[nn.Module, Any]:

@@ -19,6 +19,7 @@ import torch
 
 from equilibria.experiments.base import MACHINE, Experiment, Scale, Table, run_folder
 from equilibria.experiments.catalogue import row as find_row
+from equilibria.reports.gallery import write_gallery
 from equilibria.reports.run import write_run_report
 from equilibria.training.durable import replace_file
 from equilibria.training.folder import SUMMARY, Run, Summary
@@ -97,6 +98,7 @@ def run_here(job: Job, *, root: Path | None = None, devices: int = 1, listener: 
     trainer = Trainer(e.task(), e.training, job.folder, config=e.config(), root=root, devices=devices, listener=listener)
     summary = trainer.fit()
     if trainer.fabric.is_global_zero:
+        _keep_gallery(job, root)
         write_run_report(job.folder)
     return summary
 
@@ -150,6 +152,14 @@ def machine() -> dict[str, Any]:
     if torch.cuda.is_available():
         found["devices"] = torch.cuda.get_device_name()
     return found
+
+
+def _keep_gallery(job: Job, root: Path | None) -> None:
+    """The task's own pictures, with their titles beside them."""
+    task = job.experiment.task()
+    drawn = task.gallery(Run.open(job.folder).model(task, "last"), root, job.experiment.training)
+    if drawn:
+        write_gallery(job.folder, drawn)
 
 
 def _start(job: Job, at_once: int, root: Path | None, devices: int) -> subprocess.Popen[bytes]:

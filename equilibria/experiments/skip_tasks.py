@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from abc import abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch.nn import functional as F
 
 from equilibria.data.batches import Batches
 from equilibria.data.catalogue import load
+from equilibria.experiments.images import judged, now
 from equilibria.models.skip_mlp import CONTINUOUS, DISCRETE, SkipMLP, SkipPolynomial, SkipSolver, Variant
 from equilibria.penalties import jacobian_penalty, skip_penalty
 from equilibria.recording import record
@@ -84,9 +84,9 @@ class _SkipTask(Task[Batch]):
         """The loss without penalties, the same from the start of the solver alone, and the time of the prediction."""
         x, y = batch
         with torch.no_grad():
-            before = _now(x)
+            before = now(x)
             prediction, s = self._run(model, x)
-            seconds = _now(x) - before
+            seconds = now(x) - before
             loss, metrics = self.judge(prediction, y)
             metrics["predict_seconds"] = seconds
             if s is not None:
@@ -137,8 +137,7 @@ class Classify(_SkipTask):
         return Loaders(train, None, test)
 
     def judge(self, prediction: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor | float]]:
-        right = (prediction.detach().argmax(dim=1) == y).float().mean()
-        return F.cross_entropy(prediction, y), {"accuracy": right}
+        return judged(prediction, y)
 
 
 class Fit(_SkipTask):
@@ -170,9 +169,3 @@ def _unit(x: Tensor) -> Tensor:
 
 def _part(model: nn.Module, name: str) -> Any:
     return getattr(model, name)
-
-
-def _now(x: Tensor) -> float:
-    if x.is_cuda:
-        torch.cuda.synchronize(x.device)
-    return time.perf_counter()

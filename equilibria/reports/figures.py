@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from equilibria.experiments.base import Profile
 from equilibria.plots import COLOURS, finish, new_axes, png
+from equilibria.reports.gallery import read_gallery
 from equilibria.reports.table import Results, look
 from equilibria.training.folder import Run
 
@@ -45,11 +47,52 @@ CURVES = (
 def pictures(results: Results) -> dict[str, tuple[str, bytes]]:
     """(title, PNG) by name; what no run tells is not drawn."""
     found = {}
+    for profile in results.table.profiles:
+        axes = new_axes()
+        if _draw_profile(axes, results, profile):
+            found[profile.name] = (profile.title, png(axes))
     for curve in CURVES:
         axes = new_axes()
         if _draw(axes, results, curve):
             found[curve.name] = (curve.title, png(axes))
+    return found | _galleries(results)
+
+
+def _galleries(results: Results) -> dict[str, tuple[str, bytes]]:
+    """The pictures of the first run of every row."""
+    found = {}
+    for row in results.table.rows:
+        for run in results.runs.get(row.name, ())[:1]:
+            for name, (title, content) in read_gallery(run.folder).items():
+                found[f"{row.name}-{name}"] = (f"{row.title}: {title}", content)
     return found
+
+
+def _draw_profile(axes: Axes, results: Results, profile: Profile) -> bool:
+    """A line per row, through its figures with their deviations."""
+    drawn = False
+    looks = _looks([row.name for row in results.table.rows])
+    for row in results.table.rows:
+        figures = [(x, results.figure(row.name, results.table.column(name))) for x, name in profile.points]
+        known = [(x, figure) for x, figure in figures if figure is not None]
+        if not known:
+            continue
+        colour, style = looks[row.name]
+        axes.errorbar(
+            [x for x, _ in known],
+            [figure.mean for _, figure in known],
+            yerr=[figure.std or 0.0 for _, figure in known],
+            color=colour,
+            ls=style,
+            marker=".",
+            lw=1.8,
+            label=row.title,
+        )
+        drawn = True
+    if drawn:
+        finish(axes, profile.x_label, profile.y_label, log=profile.log)
+        axes.legend(frameon=False, fontsize=7)
+    return drawn
 
 
 def _draw(axes: Axes, results: Results, curve: Curve) -> bool:

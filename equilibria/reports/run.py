@@ -10,6 +10,7 @@ from typing import Any
 
 from equilibria.plots import COLOURS, finish, new_axes, png
 from equilibria.reports.document import document, plots
+from equilibria.reports.gallery import read_gallery
 from equilibria.training.durable import replace_file
 from equilibria.training.folder import Run
 
@@ -24,7 +25,7 @@ def write_run_report(folder: Path) -> Path:
     for name, (_, content) in drawn.items():
         (folder / "plots").mkdir(exist_ok=True)
         replace_file(folder / "plots" / f"{name}.png", content)
-    replace_file(folder / PAGE, _page(run, drawn).encode())
+    replace_file(folder / PAGE, _page(run, read_gallery(folder) | drawn).encode())
     return folder / PAGE
 
 

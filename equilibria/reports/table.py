@@ -73,10 +73,18 @@ def value(run: Run, column: Column) -> float | None:
     place, _, key = column.key.partition(".")
     if place == "summary":
         return (run.summary or {}).get(key)
+    if column.epochs == "selected":
+        return _selected(run, column.key)
     found = [number for record in run.metrics if (number := look(record, column.key)) is not None]
     if not found:
         return None
-    return _mean(found) if column.whole else found[-1]
+    return {"first": found[0], "last": found[-1], "mean": _mean(found), "min": min(found), "max": max(found)}[column.epochs]
+
+
+def _selected(run: Run, key: str) -> float | None:
+    """A number of the epoch that the validation split chose."""
+    best: Mapping[str, Any] = (run.summary or {}).get("best") or {}
+    return look(best, key) if best.get("by", {}).get("split") == "valid" else None
 
 
 def look(record: Mapping[str, Any], key: str) -> float | None:
@@ -89,18 +97,20 @@ def look(record: Mapping[str, Any], key: str) -> float | None:
 def judge(claim: Claim, results: Results) -> Verdict:
     """Compare the means of the runs as the claim says."""
     column = results.table.column(claim.column)
+    other = column if claim.against is None else results.table.column(claim.against)
+    compared = claim.right or (None if claim.against is None else claim.left)
     left = results.figure(claim.left, column)
-    right = results.figure(claim.right, column) if claim.right is not None else None
-    missing = [name for name, figure in ((claim.left, left), (claim.right, right)) if name is not None and figure is None]
+    right = None if compared is None else results.figure(compared, other)
+    missing = [name for name, figure in ((claim.left, left), (compared, right)) if name is not None and figure is None]
     if left is None or missing:
-        return Verdict(claim, None, f"no finished run of {' and '.join(missing)} with {column.title}")
+        return Verdict(claim, None, f"no finished run of {' and '.join(dict.fromkeys(missing))} with {column.title}")
     if right is None:
         number, shown = left.mean, number_text(left.mean, column.digits)
     elif claim.by == "difference":
         number = left.mean - right.mean
         shown = f"{number_text(left.mean, column.digits)} - {number_text(right.mean, column.digits)} = {number:+.4g}"
     elif right.mean == 0:
-        return Verdict(claim, None, f"{column.title} of {claim.right} is 0: there is no ratio")
+        return Verdict(claim, None, f"{other.title} of {compared} is 0: there is no ratio")
     else:
         number = left.mean / right.mean
         shown = f"{number_text(left.mean, column.digits)} / {number_text(right.mean, column.digits)} = {number:.4g}"
@@ -139,7 +149,7 @@ def deviations(row: Row, scale: Scale, run: Run) -> list[str]:
 
 def plain(results: Results) -> dict[str, Any]:
     """All of it for table.json."""
-    columns = results.table.columns
+    columns = (*results.table.columns, *results.table.hidden)
     return {
         "table": results.table.name,
         "scale": results.scale,
@@ -155,7 +165,7 @@ def plain(results: Results) -> dict[str, Any]:
             }
             for row in results.table.rows
         },
-        "claims": [{"claim": v.claim.text, "held": v.held, "seen": v.seen} for v in results.verdicts()],
+        "claims": [{"id": v.claim.id, "claim": v.claim.text, "held": v.held, "seen": v.seen} for v in results.verdicts()],
     }
 
 

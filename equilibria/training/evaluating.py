@@ -49,8 +49,8 @@ class Evaluator:
             model.train()
 
     def means(self, meter: Meter) -> dict[str, float]:
-        """Over all processes."""
-        return Meter.merged(gather(self.state.fabric, meter.state())).means()
+        """Over all processes, as the task reports them."""
+        return self.state.task.summarise(Meter.merged(gather(self.state.fabric, meter.state())).means())
 
     def _split(self, loader: Loader[Any], look: bool) -> dict[str, float]:
         meter, model, fabric = Meter(), self.state.model, self.state.fabric

@@ -78,7 +78,7 @@ class Stepper:
         )
 
     def _improve(self) -> None:
-        self.optimizer.step()
+        self.state.task.improve(self.state.module, self.optimizer)
         if self.state.average is not None:
             self.state.average.update(self.state.module)
 

@@ -69,6 +69,10 @@ class Task(ABC, Generic[Batch]):
 
     better: tuple[str, Literal["max", "min"]] = ("loss", "min")
 
+    def prepare(self, root: Path | None, training: Training) -> None:
+        """Called by the trainer before `model`, whenever a run is started or resumed: the place for work that new weights
+        need and loaded ones do not, such as pre-training a part. Without it `model` must still give the same shapes."""
+
     @abstractmethod
     def model(self) -> nn.Module:
         """A new model; called under the run's seed."""
@@ -87,11 +91,24 @@ class Task(ABC, Generic[Batch]):
         with torch.no_grad():
             return self.loss(model, batch, 0)
 
+    def summarise(self, means: dict[str, float]) -> dict[str, float]:
+        """What to report of a split, from the means of its metrics over all batches; for figures that are no means
+        themselves, such as a ratio of two."""
+        return means
+
+    def improve(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Take the optimiser's step; a task that projects, rescales or prunes weights does it here."""
+        optimizer.step()
+
     def pretrain(self, model: nn.Module, on: bool) -> None:
         """Switch the model to unrolled pre-training, or back; needed for `Training.pretrain_steps`."""
         raise NotImplementedError(
             f"pretrain_steps needs {type(self).__name__}.pretrain(model, on), which makes the model unrolled, and back."
         )
+
+    def gallery(self, model: nn.Module, root: Path | None, training: Training) -> dict[str, tuple[str, bytes]]:
+        """Pictures of what a trained model does, for its report: (title, PNG) by name."""
+        return {}
 
     def state(self) -> Any:
         """What else to keep in a checkpoint: tensors, numbers, strings, None, in dicts, lists and tuples."""

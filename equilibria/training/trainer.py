@@ -112,6 +112,7 @@ class Trainer:
 
     def _build(self) -> None:
         fabric, training = self.fabric, self.training
+        self.task.prepare(self.root, training)
         seed_all(training.seed)
         module = self.task.model()
         loaders = self.task.batches(self.root, training, fabric.global_rank, fabric.world_size)

@@ -21,17 +21,20 @@ def test_every_experiment_has_all_scales_and_survives_its_config(name: str) -> N
         e = experiment(name, scale)
         assert (e.name, e.scale) == (name, scale)
         config = json.loads(json.dumps(e.config() | {"training": to_plain(e.training)}))
-        assert experiment(name, scale).changed(["skip_weight=9"]).restored(config) == e
+        assert experiment(name, scale).changed(["training.epochs=9"]).restored(config) == e
 
 
 @pytest.mark.parametrize("name", tables())
 def test_claims_and_published_figures_name_what_there_is(name: str) -> None:
     found = table(name)
-    columns, rows = {c.name for c in found.columns}, {r.name for r in found.rows}
-    assert {c.column for c in found.claims} <= columns
-    assert {c.left for c in found.claims} | {c.right for c in found.claims if c.right} <= rows
+    names, rows = [c.name for c in (*found.columns, *found.hidden)], [r.name for r in found.rows]
+    columns = set(names)
+    assert len(columns) == len(names) and len(set(rows)) == len(rows)
+    assert {c.column for c in found.claims} | {c.against for c in found.claims if c.against} <= columns
+    assert {name for profile in found.profiles for _, name in profile.points} <= columns
+    assert {c.left for c in found.claims} | {c.right for c in found.claims if c.right} <= set(rows)
     assert {name for row in found.rows for name in row.published} <= columns
-    assert {c.over for c in found.columns if c.over} <= rows
+    assert {c.over for c in found.columns if c.over} <= set(rows)
     assert all(claim.at_least is not None or claim.at_most is not None for claim in found.claims)
 
 
@@ -49,7 +52,7 @@ def test_unknown_names_lead_to_the_nearest() -> None:
         table("skipdeq-polynom")
     with pytest.raises(UnknownName, match="skipdeq-mnist-mlp-v2"):
         experiment("skipdeq-mnist-mlp-v3")
-    with pytest.raises(UnknownName, match="There are: skipdeq"):
+    with pytest.raises(UnknownName, match="There are: digits"):
         table("zzz")
     with pytest.raises(SettingError, match=r"Did you mean training\.epochs"):
         experiment("digits-deq").changed(["training.epoch=3"])

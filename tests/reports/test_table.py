@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("lightning_fabric")
-from equilibria.experiments.base import Claim
+from equilibria.experiments.base import Claim, Column
 from equilibria.experiments.catalogue import table
 from equilibria.reports.table import Results, collect, deviations, figure_text, judge, plain, protocol
 from equilibria.reports.write import write_report
@@ -110,6 +110,20 @@ def test_the_report_has_published_figures_ours_and_the_protocol(results: Results
     assert numbers["rows"]["deq"]["ours"]["accuracy"]["mean"] == pytest.approx(97.9)
     assert numbers["rows"]["deq"]["published"]["nfe"] == {"mean": 18.345, "std": 0.732}
     assert numbers == json.loads(json.dumps(plain(results)))
+
+
+def test_a_column_may_be_taken_at_the_epoch_that_validation_chose(tmp_path: Path) -> None:
+    chosen = Column("chosen", "test accuracy", "test.accuracy", epochs="selected")
+    for seed, split in ((1, "valid"), (2, "test")):
+        folder = write_run(tmp_path, MNIST, "deq", seed, {"accuracy": 0.9})
+        summary = json.loads((folder / "summary.json").read_text())
+        by = {"split": split, "metric": "accuracy", "value": 0.8}
+        summary["best"] = {"epoch": 1, "split": {split: {"accuracy": 0.8}, "test": {"accuracy": 0.7}}, "by": by}
+        (folder / "summary.json").write_text(json.dumps(summary))
+    write_run(tmp_path, MNIST, "v2", 1, {"accuracy": 0.9})  # whose summary does not tell how the best epoch was found
+    found = collect(MNIST, "full", tmp_path)
+    assert found.values("deq", chosen) == [0.7]  # and nothing of the run whose best epoch the test split chose
+    assert found.figure("v2", chosen) is None
 
 
 def test_other_settings_and_unfinished_runs_are_told(results: Results, tmp_path: Path) -> None:

@@ -1,0 +1,65 @@
+"""One page over the reports of many tables: what was run, and every claim with its verdict."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from equilibria.reports.markdown import MARKS
+from equilibria.reports.write import NUMBERS, TEXT
+from equilibria.training.durable import replace_file
+
+PAGE = "README.md"
+NOTES = "NOTES.md"  # written by hand, shown at the end
+WORDS = {True: "held", False: "did not hold", None: "undecided"}
+
+
+def write_overview(folder: Path, order: Iterable[str]) -> Path:
+    """Read folder/TABLE/table.json, tables in this order, and write folder/README.md."""
+    names = [name for name in order if (folder / name / NUMBERS).is_file()]
+    found = {name: json.loads((folder / name / NUMBERS).read_text()) for name in names}
+    notes = (folder / NOTES).read_text() if (folder / NOTES).is_file() else ""
+    replace_file(folder / PAGE, page(found, notes).encode())
+    return folder / PAGE
+
+
+def page(tables: Mapping[str, Mapping[str, Any]], notes: str = "") -> str:
+    """`tables` are what `reports.table.plain` gives, by name."""
+    parts = [
+        "# Results",
+        "Every folder is the report of one table, written from its runs: figures beside the published ones, the claims, the "
+        "protocol, curves. This page is written from them too; nothing in either is typed in. All of it is run again, or "
+        "gone on with, by `equilibria reproduce --all --scale reduced --report results`.",
+        "\n".join(_listing(tables)),
+        "## Claims",
+        "What the papers say, and what these runs show of it. C1 to C14 are claims that several tables bear on.",
+        "\n".join(_claims(tables)),
+    ]
+    return "\n\n".join([*parts, notes.strip()] if notes.strip() else parts) + "\n"
+
+
+def _listing(tables: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    lines = ["| table | source | scale | runs | claims that held |", "|---|---|---|---:|---:|"]
+    for name, table in tables.items():
+        runs = sum(len(row["runs"]) for row in table["rows"].values())
+        claims = table["claims"]
+        held = f"{sum(claim['held'] is True for claim in claims)} of {len(claims)}"
+        lines.append(f"| [{name}]({name}/{TEXT}) | {table['source']} | {table['scale']} | {runs} | {held} |")
+    return lines
+
+
+def _claims(tables: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    lines = ["| | claim | seen | verdict | table |", "|---|---|---|---|---|"]
+    rows = [(claim.get("id", ""), claim, name) for name, table in tables.items() for claim in table["claims"]]
+    for identity, claim, name in sorted(rows, key=lambda row: _place(row[0])):
+        verdict = MARKS[WORDS[claim["held"]]]
+        lines.append(f"| {identity} | {claim['claim']} | {claim['seen']} | {verdict} | [{name}]({name}/{TEXT}) |")
+    return lines
+
+
+def _place(identity: str) -> int:
+    """C1, C2, ..., and what has no number after them."""
+    number = identity.removeprefix("C")
+    return int(number) if number.isdigit() else 1000

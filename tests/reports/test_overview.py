@@ -1,0 +1,31 @@
+"""The page over all tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("lightning_fabric")
+from equilibria.experiments.catalogue import table, tables
+from equilibria.reports.overview import NOTES, write_overview
+from equilibria.reports.write import write_report
+from tests.reports.runs import write_run
+
+
+def test_the_overview_lists_tables_and_claims_in_order(tmp_path: Path) -> None:
+    for name, row, test in (
+        ("jr-cifar10", "mdeq", {"accuracy": 0.9, "accuracy_at_6": 0.8}),
+        ("mon", "mlp-mnist", {"error": 0.05}),
+    ):
+        write_run(tmp_path / "runs" / name, table(name), row, 0, test)
+        write_report(table(name), "full", tmp_path / "runs" / name, tmp_path / "results" / name)
+    (tmp_path / "results" / NOTES).write_text("Seen beside: nothing.\n")
+    lines = write_overview(tmp_path / "results", tables()).read_text().splitlines()
+    assert [line.split("]")[0] for line in lines if line.startswith("| [")] == ["| [mon", "| [jr-cifar10"]
+    early = next(line for line in lines if "stopping the unregularized model" in line)
+    assert early.startswith("| C3 |") and "80.00 - 90.00 = -10" in early and "| held |" in early
+    error = next(line for line in lines if "dense, mnist: the error" in line)
+    assert error.startswith("|  |") and "5.00" in error
+    assert lines.index(early) < lines.index(error)
+    assert any("undecided" in line for line in lines) and lines[-1] == "Seen beside: nothing."
