@@ -12,6 +12,8 @@ from equilibria.experiments.jfb import tables as jfb_tables
 from equilibria.experiments.mdeq_tables import tables as mdeq_tables
 from equilibria.experiments.memory_tables import tables as memory_tables
 from equilibria.experiments.monotone_tables import tables as monotone_tables
+from equilibria.experiments.prompts import tables as prompt_tables
+from equilibria.experiments.segmentation import tables as segmentation_tables
 from equilibria.experiments.skip_tables import tables as skip_tables
 from equilibria.experiments.skip_vision import tables as skip_vision_tables
 from equilibria.models.registry import nearest
@@ -32,6 +34,8 @@ def tables() -> dict[str, Table]:
         *monotone_tables(),
         *mdeq_tables(),
         *memory_tables(),
+        *segmentation_tables(),
+        *prompt_tables(),
     )
     return {table.name: table for table in found}
 

@@ -34,6 +34,7 @@ CURVES = (
     Curve("train-loss", "Training loss, penalties included", "train.loss", "loss", log=True),
     Curve("test-loss", "Test loss", "test.loss", "loss", log=True),
     Curve("test-accuracy", "Test accuracy", "test.accuracy", "%", factor=100),
+    Curve("test-iou", "Test mean IoU", "test.mean_iou", "%", factor=100),
     Curve("loss-time", "Test loss over the time of training", "test.loss", "loss", log=True, seconds=True),
     Curve("train-nfe", "Evaluations of the cell in training", "train.nfe", "NFE"),
     Curve("test-nfe", "Evaluations of the cell in testing", "test.nfe", "NFE"),
