@@ -19,6 +19,7 @@ from equilibria.gradients.reversible import Reversible
 from equilibria.gradients.shine import Shine
 from equilibria.gradients.unrolled import Unrolled
 from equilibria.gradients.warmup import Warmup
+from equilibria.memory import peak_memory
 from equilibria.norms import euclidean_norm, max_norm, rms_norm
 from equilibria.penalties import (
     ConstantWeights,
@@ -135,6 +136,7 @@ __all__ = [
     "max_norm",
     "models",
     "nn",
+    "peak_memory",
     "plot_spectrum",
     "plot_steps",
     "plot_trace",
