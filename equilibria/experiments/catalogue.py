@@ -8,10 +8,11 @@ from typing import Any
 
 from equilibria.experiments.base import Experiment, Row, Scale, Table
 from equilibria.experiments.digits import tables as digits_tables
+from equilibria.experiments.jacobian_tables import tables as jacobian_tables
 from equilibria.experiments.jfb import tables as jfb_tables
-from equilibria.experiments.mdeq_tables import tables as mdeq_tables
 from equilibria.experiments.memory_tables import tables as memory_tables
 from equilibria.experiments.monotone_tables import tables as monotone_tables
+from equilibria.experiments.phantom_tables import tables as phantom_tables
 from equilibria.experiments.prompts import tables as prompt_tables
 from equilibria.experiments.segmentation import tables as segmentation_tables
 from equilibria.experiments.skip_tables import tables as skip_tables
@@ -32,7 +33,8 @@ def tables() -> dict[str, Table]:
         *skip_vision_tables(),
         *jfb_tables(),
         *monotone_tables(),
-        *mdeq_tables(),
+        *jacobian_tables(),
+        *phantom_tables(),
         *memory_tables(),
         *segmentation_tables(),
         *prompt_tables(),
