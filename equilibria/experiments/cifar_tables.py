@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from equilibria.experiments.base import Column, Experiment, Figure, Row, Scale
+from equilibria.experiments.base import Column, Experiment, Scale
 from equilibria.experiments.images import ImageData
 from equilibria.training.settings import Schedule, Training
 from equilibria.training.task import Task
@@ -33,8 +33,3 @@ def experiment(
     name: str, summary: str, settings: Any, training: Training, make: Callable[[Any], Task[Any]], scale: Scale
 ) -> Experiment[Any]:
     return Experiment(name=name, summary=summary, settings=settings, training=training, make=make, scale=scale)
-
-
-def row(name: str, title: str, made: Callable[[str, Scale], Experiment[Any]], published: Mapping[str, Figure]) -> Row:
-    """A row whose experiment is made from its name and a scale."""
-    return Row(name, title, lambda scale: made(name, scale), published)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from equilibria.experiments.base import Claim, Column, Experiment, Row, Scale, Table
@@ -38,13 +39,6 @@ def digits(row: str, scale: Scale = "full") -> Experiment[MLPSettings]:
     )
 
 
-def _row(name: str) -> Row:
-    def experiment(scale: Scale) -> Experiment[Any]:
-        return digits(name, scale)
-
-    return Row(name, _ROWS[name][0], experiment)
-
-
 def tables() -> tuple[Table, ...]:
     notes = ("1,437 digits of 8x8 pixels to train on, 360 to test on; 64 units, Adam 3e-3 with a cosine, batch 64.",)
     return (
@@ -52,7 +46,7 @@ def tables() -> tuple[Table, ...]:
             name=DIGITS,
             title="An equilibrium layer beside its explicit twin",
             source="the demo; nothing was published of it",
-            rows=tuple(map(_row, _ROWS)),
+            rows=tuple(Row(name, title, partial(digits, name)) for name, (title, _) in _ROWS.items()),
             columns=(
                 Column("parameters", "parameters", "summary.parameters", digits=0),
                 Column("accuracy", "test accuracy, %", "test.accuracy", factor=100),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from equilibria.experiments.base import Claim, Column, Experiment, Figure, Profile, Scale, Table
-from equilibria.experiments.cifar_tables import COLUMNS, COSINE, experiment, images, row
+from equilibria.experiments.base import Claim, Column, Experiment, Figure, Profile, Row, Scale, Table
+from equilibria.experiments.cifar_tables import COLUMNS, COSINE, experiment, images
 from equilibria.experiments.mdeq_task import MDEQOptions, MDEQSettings, Multiscale
 from equilibria.experiments.vision_tasks import Plain, PlainSettings
 from equilibria.training.settings import Optimizer, Training
@@ -133,7 +134,7 @@ def tables() -> tuple[Table, ...]:
         name=JR,
         title="Jacobian regularization: MDEQ on CIFAR-10",
         source=SOURCE,
-        rows=tuple(row(name, title, regularized, _PUBLISHED.get(name, {})) for name, title in _ROWS.items()),
+        rows=tuple(Row(name, title, partial(regularized, name), _PUBLISHED.get(name, {})) for name, title in _ROWS.items()),
         columns=(*COLUMNS, *columns),
         claims=_claims(),
         profiles=(

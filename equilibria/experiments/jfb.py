@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal, get_args
 
 from equilibria.experiments.base import Claim, Column, Experiment, Figure, Row, Scale, Table
@@ -157,10 +158,8 @@ def _training(data: Data, row: str, scale: Scale) -> Training:
 
 
 def _row(data: Data, name: str, published: Mapping[str, float]) -> Row:
-    def made(scale: Scale) -> Experiment[Any]:
-        return experiment(data, name, scale)
-
-    return Row(name, TITLES[name], made, {column: Figure(value) for column, value in published.items()})
+    figures = {column: Figure(value) for column, value in published.items()}
+    return Row(name, TITLES[name], partial(experiment, data, name), figures)
 
 
 def _claims(data: str) -> tuple[Claim, ...]:

@@ -117,13 +117,6 @@ def experiment(kind: Kind, scale: Scale = "full") -> Experiment[Any]:
     )
 
 
-def _row(kind: Kind) -> Row:
-    def made(scale: Scale) -> Experiment[Any]:
-        return experiment(kind, scale)
-
-    return Row(kind, _TITLES[kind], made)
-
-
 def _claims() -> tuple[Claim, ...]:
     most, least = DEPTHS[-1], DEPTHS[0]
     return (
@@ -182,7 +175,7 @@ def tables() -> tuple[Table, ...]:
             name=MEMORY,
             title="Memory of a training step of MDEQ over the steps of its solver",
             source="Bai, Kolter and Koltun 2019, Deep Equilibrium Models: constant memory is claimed, no figure shown",
-            rows=tuple(map(_row, _TITLES)),
+            rows=tuple(Row(kind, title, partial(experiment, kind)) for kind, title in _TITLES.items()),
             columns=(*peaks, *times),
             claims=_claims(),
             profiles=(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from equilibria.experiments.base import Claim, Column, Experiment, Figure, Row, Scale, Table
@@ -51,12 +52,8 @@ def experiment(row: str, scale: Scale = "full") -> Experiment[Any]:
 
 def _row(name: str) -> Row:
     data, kind, _, method, published = _ROWS[name]
-
-    def made(scale: Scale) -> Experiment[Any]:
-        return experiment(name, scale)
-
     title = f"{_KINDS[kind]}, {data}{', forward-backward' if method == 'forward-backward' else ''}"
-    return Row(name, title, made, {} if published is None else {"error": Figure(published)})
+    return Row(name, title, partial(experiment, name), {} if published is None else {"error": Figure(published)})
 
 
 def _claims() -> tuple[Claim, ...]:

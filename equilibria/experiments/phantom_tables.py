@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
-from equilibria.experiments.base import Claim, Column, Experiment, Figure, Profile, Scale, Table
-from equilibria.experiments.cifar_tables import COLUMNS, COSINE, experiment, images, row
+from equilibria.experiments.base import Claim, Column, Experiment, Figure, Profile, Row, Scale, Table
+from equilibria.experiments.cifar_tables import COLUMNS, COSINE, experiment, images
 from equilibria.experiments.images import ImageData
 from equilibria.experiments.mdeq_task import Differentiating, MDEQOptions, MDEQSettings, Multiscale
 from equilibria.training.settings import Optimizer, Training
@@ -225,7 +226,7 @@ def _phantom_table() -> Table:
         title="Phantom gradients: MDEQ on CIFAR-10",
         source=f"{SOURCE}, Table 1",
         rows=tuple(
-            row(name, recipe.title, phantom, {} if recipe.accuracy is None else {"accuracy": recipe.accuracy})
+            Row(name, recipe.title, partial(phantom, name), {} if recipe.accuracy is None else {"accuracy": recipe.accuracy})
             for name, recipe in _RECIPES.items()
         ),
         columns=(*COLUMNS, Column("known", "gradients compared, %", "train.cosines_known", factor=100, epochs="mean")),
@@ -283,7 +284,9 @@ def _large_table() -> Table:
         name=LARGE,
         title="Phantom gradients: MDEQ of 10M parameters on CIFAR-10",
         source=f"{SOURCE}, Table 3",
-        rows=tuple(row(name, title, large, {"accuracy": accuracy}) for name, (title, accuracy) in rows.items()),
+        rows=tuple(
+            Row(name, title, partial(large, name), {"accuracy": accuracy}) for name, (title, accuracy) in rows.items()
+        ),
         columns=(*COLUMNS, Column("speed", "speed over implicit", "seconds_step", over="implicit")),
         claims=(
             Claim(

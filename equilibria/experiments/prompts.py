@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from equilibria.experiments.backbones import Tuning
@@ -52,13 +53,6 @@ def _training(row: str, scale: Scale) -> Training:
         optimizer=Optimizer(lr=1e-3 if row == "finetune" else 3e-3),
         schedule=Schedule(name="cosine"),
     )
-
-
-def _row(name: str) -> Row:
-    def made(scale: Scale) -> Experiment[Any]:
-        return experiment(name, scale)
-
-    return Row(name, _TITLES[name], made)
 
 
 def _claims() -> tuple[Claim, ...]:
@@ -121,7 +115,7 @@ def tables() -> tuple[Table, ...]:
             name=LION,
             title="LION: prompts that are equilibria, around a frozen backbone",
             source=SOURCE,
-            rows=tuple(map(_row, _TITLES)),
+            rows=tuple(Row(name, title, partial(experiment, name)) for name, title in _TITLES.items()),
             columns=(
                 Column("accuracy", "test accuracy, %", "test.accuracy", factor=100),
                 Column("loss", "test loss", "test.loss", digits=4),

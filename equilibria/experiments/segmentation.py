@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 from equilibria.experiments.base import Claim, Column, Experiment, Row, Scale, Table
 from equilibria.experiments.mdeq_task import MDEQOptions
@@ -72,13 +72,6 @@ def _training(row: str, scale: Scale) -> Training:
     )
 
 
-def _row(name: str) -> Row:
-    def made(scale: Scale) -> Experiment[Any]:
-        return experiment(name, scale)
-
-    return Row(name, _TITLES[name], made)
-
-
 def _claims() -> tuple[Claim, ...]:
     return tuple(
         Claim(
@@ -119,7 +112,7 @@ def tables() -> tuple[Table, ...]:
             name=CAMVID,
             title="Segmentation of road scenes: an equilibrium beside its explicit twins",
             source=SOURCE,
-            rows=tuple(map(_row, _TITLES)),
+            rows=tuple(Row(name, title, partial(experiment, name)) for name, title in _TITLES.items()),
             columns=(
                 Column("parameters", "parameters", "summary.parameters", digits=0),
                 Column("iou", "mean IoU, test, %", "test.mean_iou", factor=100),

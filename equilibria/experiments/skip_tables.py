@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
-from equilibria.experiments.base import Claim, Column, Experiment, Figure, Row, Scale, Table
+from equilibria.experiments.base import Claim, Column, Figure, Row, Scale, Table
 from equilibria.experiments.skip_deq import MNIST, MNIST_TSIT5, POLYNOMIAL, TITLES, VARIANTS, mnist_mlp, polynomial
 from equilibria.models.skip_mlp import Method
 
@@ -34,13 +34,6 @@ def _mnist_published(row: str) -> dict[str, Figure]:
     count = Figure(151_050 if row.startswith("skip") else 134_538)
     values = zip(("accuracy", "nfe", "minutes", "predict"), _PUBLISHED[row], strict=True)
     return {"parameters": count} | {name: Figure(mean, std) for name, (mean, std) in values}
-
-
-def _mnist_row(row: str, method: Method) -> Row:
-    def experiment(scale: Scale) -> Experiment[Any]:
-        return mnist_mlp(row, scale, method)
-
-    return Row(row, TITLES[row], experiment, _mnist_published(row))
 
 
 _MNIST_CLAIMS = (
@@ -165,7 +158,7 @@ def _mnist_table(name: str, title: str, method: Method, note: str, claims: tuple
         name=name,
         title=title,
         source=f"{SOURCE}, Table 1",
-        rows=tuple(_mnist_row(row, method) for row in VARIANTS),
+        rows=tuple(Row(row, TITLES[row], partial(mnist_mlp, row, method=method), _mnist_published(row)) for row in VARIANTS),
         columns=_MNIST_COLUMNS,
         claims=(*_MNIST_CLAIMS, *claims),
         protocol=_mnist_protocol(note),
@@ -173,12 +166,8 @@ def _mnist_table(name: str, title: str, method: Method, note: str, claims: tuple
 
 
 def _polynomial_row(row: str) -> Row:
-    published = {"skip": 2.8, "v2": 1.5}
-
-    def experiment(scale: Scale) -> Experiment[Any]:
-        return polynomial(row, scale)
-
-    return Row(row, TITLES[row], experiment, {"reduction": Figure(published[row])} if row in published else {})
+    published = {"skip": {"reduction": Figure(2.8)}, "v2": {"reduction": Figure(1.5)}}
+    return Row(row, TITLES[row], partial(polynomial, row), published.get(row, {}))
 
 
 _POLYNOMIAL_NOTES = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal, get_args
 
 from equilibria.experiments.base import Claim, Column, Experiment, Figure, Row, Scale, Table
@@ -105,12 +106,8 @@ def _training(data: Data, system: str, scale: Scale) -> Training:
 
 def _row(data: Data, name: str, figures: tuple[tuple[float, float], ...]) -> Row:
     variant, _, system = name.partition("-")
-
-    def made(scale: Scale) -> Experiment[Any]:
-        return experiment(data, name, scale)
-
     published = dict(zip(("accuracy", "nfe", "hours", "predict"), (Figure(*pair) for pair in figures), strict=True))
-    return Row(name, f"{_VARIANTS[variant][0]}, {system}", made, published)
+    return Row(name, f"{_VARIANTS[variant][0]}, {system}", partial(experiment, data, name), published)
 
 
 def _claims(data: Data) -> tuple[Claim, ...]:
