@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equilibria.maps import Counter
+from equilibria.maps import FALLEN, Counter
 from equilibria.norms import Norm, euclidean_norm, rms_norm
 from equilibria.solution import Stats, Status
 from equilibria.solvers.base import Iterate, without_graph
@@ -18,7 +18,6 @@ RUNNING = -1
 FLOOR = 8.0  # a relative residual below this many spacings of the numbers is rounding, not progress to come
 FLOOR_PATIENCE = 5  # steps without progress down there until the tolerance is called out of reach
 LEAST = 1e-6  # spacings of the numbers that a tolerance may have: the same as none
-BETTER = 0.999  # stands for any ratio below 1
 PROGRESS = 0.9  # what counts as progress: a tenth off the residual
 
 
@@ -198,7 +197,7 @@ class Ledger:
         counted, self.counted = self.counted, None
         if counted is None:
             running, worse = torch.stack((self.open.sum(), self.worse.sum())).tolist()
-            counted = running, float("inf") if worse else BETTER
+            counted = running, float("inf") if worse else FALLEN
         running, self.growth = counted
         return running
 

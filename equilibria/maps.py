@@ -13,6 +13,8 @@ from equilibria import transforms
 
 FlatMap = Callable[[Tensor], Tensor]  # (batch, n) -> (batch, n)
 
+FALLEN = 0.999  # for `Map.growth`: any ratio below 1, where that is all that is known
+
 
 @runtime_checkable
 class Restrictable(Protocol):

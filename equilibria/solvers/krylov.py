@@ -14,8 +14,21 @@ import torch
 from torch import Tensor
 
 from equilibria import transforms
-from equilibria.maps import Map
-from equilibria.solvers.base import Iterate, Solver, check_memory, divide, dot, memory, products, put, require, room, without
+from equilibria.maps import FALLEN, Map
+from equilibria.solvers.base import (
+    SMALL_STATE,
+    Iterate,
+    Solver,
+    check_memory,
+    divide,
+    dot,
+    memory,
+    products,
+    put,
+    require,
+    room,
+    without,
+)
 
 
 @dataclass(frozen=True)
@@ -37,11 +50,15 @@ class GMRESState(_Carried):
     pairs: Tensor  # (batch, slots, 2 n), q and p side by side
     image: Tensor  # (batch, n), the last q
     before: Tensor  # (batch,), length of the residual a step earlier
-    limit: int  # slots at most
-    count: int | Tensor  # pairs so far; they lie in a ring
+    limit: int  # slots for now
+    most: int  # slots at most
+    count: int | Tensor  # pairs so far
+    oldest: int = 0  # the slot that is written over next, once all are taken
 
 
 STAGNATION = 0.9  # a step that leaves more of the residual than this: the residual alone is no good direction
+SLOW = 0.8  # a step that leaves more than this: to drop a direction now would make it slower still
+FEW = 4  # directions kept as long as steps are not slow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +69,8 @@ class GMRES(Solver[GMRESState]):
     where that has hardly shrunk by the last image as well, so that it always grows. Memory 2 restart + 5 states.
 
     restart  directions kept. Beyond them the oldest one is dropped, in place of beginning anew: near a symmetric A that
-             loses nothing. None: 3, for states of up to 64 numbers their dimension
+             loses nothing. None: 4, and one more with every step that shrinks the residual little, up to 20; for states of
+             up to 64 numbers their dimension
     budget   bytes for the directions of a whole batch: as many are kept as fit, and one
     """
 
@@ -68,11 +86,13 @@ class GMRES(Solver[GMRESState]):
     def init(self, f: Map, z0: Tensor) -> GMRESState:
         fz, nothing = f(z0), z0.new_empty(z0.shape[0], 0, 2 * z0.shape[1])
         start = Iterate(z0, fz)
-        limit = memory(self.restart, self.budget, z0, small=z0.shape[1], medium=3, large=3)
-        return GMRESState(z0, fz, z0, start.residual, nothing, start.residual, start.length, limit, count=0)
+        most = memory(self.restart, self.budget, z0, small=z0.shape[1], medium=20, large=20)
+        limit = most if self.restart is not None or z0.shape[1] <= SMALL_STATE else min(FEW, most)
+        return GMRESState(z0, fz, z0, start.residual, nothing, start.residual, start.length, limit, most, count=0)
 
     def step(self, f: Map, state: GMRESState) -> GMRESState:
         n, length, traced = state.z.shape[1], state.length, transforms.is_tracing()
+        state = _roomier(f, state)
         pairs, pair = self._extend(f, state)
         q, p = pair[:, :n], pair[:, n:]
         share = dot(q, state.remaining)
@@ -80,20 +100,29 @@ class GMRES(Solver[GMRESState]):
         # nobody else knows what is written over here
         remaining = torch.addcmul(state.remaining, share, q, value=-1, out=None if traced else state.remaining)
         fz = torch.add(z, remaining, out=None if traced or state.count == 0 else state.fz)
-        return GMRESState(z, fz, state.base, remaining, pairs, q, length, state.limit, state.count + 1, active=state.active)
+        count, oldest = state.count + 1, state.oldest
+        if isinstance(state.count, int) and state.count >= state.limit:
+            oldest = (oldest + 1) % state.limit
+        limits = (state.limit, state.most, count, oldest)
+        return GMRESState(z, fz, state.base, remaining, pairs, q, length, *limits, active=state.active)
 
     def settled(self, state: GMRESState) -> GMRESState:
         batch, n = state.z.shape
-        pairs = torch.cat((state.pairs[:, :1], state.z.new_zeros(batch, state.limit - 1, 2 * n)), dim=1)
-        return replace(state, pairs=pairs, count=torch.full((), int(state.count), device=state.z.device))
+        limit = min(2 * FEW, state.most)  # of fixed shape it cannot grow, and is carried whole from step to step
+        pairs = torch.cat((state.pairs[:, :1], state.z.new_zeros(batch, limit - 1, 2 * n)), dim=1)
+        return replace(state, pairs=pairs, limit=limit, count=torch.full((), int(state.count), device=state.z.device))
 
     def _extend(self, f: Map, state: GMRESState) -> tuple[Tensor, Tensor]:
         """The pairs with a new one in its slot, and that one."""
         n, p, pairs = state.z.shape[1], state.remaining, state.pairs
         limit = k = state.limit
+        slot: int | Tensor
         if isinstance(state.count, int):
             k = min(state.count, limit)
-            pairs = room(pairs, state.count % limit, limit, blank=False)
+            slot = state.count if state.count < limit else state.oldest
+            pairs = room(pairs, slot, limit, blank=False)
+        else:
+            slot = state.count % limit
         if k and not f.growth < STAGNATION:
             stagnant = state.length * (state.length > STAGNATION * state.before)
             p = torch.addcmul(p, stagnant.unsqueeze(1), state.image)
@@ -106,9 +135,18 @@ class GMRES(Solver[GMRESState]):
         # what is left of an image inside the space is rounding: the space is complete and nothing is to be added
         complete = length <= 10 * torch.finfo(q.dtype).eps * size
         scale = length.reciprocal().masked_fill(complete, 0.0).unsqueeze(1)
-        if isinstance(state.count, Tensor):
-            return put(pairs, state.count % limit, pair * scale), pair * scale
-        return pairs, torch.mul(pair, scale, out=pairs[:, state.count % limit])
+        if isinstance(slot, Tensor):
+            return put(pairs, slot, pair * scale), pair * scale
+        return pairs, torch.mul(pair, scale, out=pairs[:, slot])
+
+
+def _roomier(f: Map, state: GMRESState) -> GMRESState:
+    """With a slot more, where all are taken and the last step was slow."""
+    if isinstance(state.count, Tensor) or state.count < state.limit or state.limit == state.most:
+        return state
+    if f.growth < SLOW or f.growth == FALLEN:  # which does not say how far
+        return state
+    return replace(state, limit=state.limit + 1, count=state.limit)  # the new slot comes after all others
 
 
 @dataclass(frozen=True)
