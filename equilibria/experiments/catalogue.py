@@ -8,6 +8,7 @@ from typing import Any
 
 from equilibria.experiments.base import Experiment, Row, Scale, Table
 from equilibria.experiments.digits import tables as digits_tables
+from equilibria.experiments.graph_tables import tables as graph_tables
 from equilibria.experiments.jacobian_tables import tables as jacobian_tables
 from equilibria.experiments.jfb import tables as jfb_tables
 from equilibria.experiments.memory_tables import tables as memory_tables
@@ -38,6 +39,7 @@ def tables() -> dict[str, Table]:
         *memory_tables(),
         *segmentation_tables(),
         *prompt_tables(),
+        *graph_tables(),
     )
     return {table.name: table for table in found}
 
