@@ -1,0 +1,39 @@
+"""An equilibrium layer in an nn.Sequential, trained like any other layer.
+
+python examples/drop_in_layer.py
+"""
+
+import torch
+from torch import Tensor, nn
+
+import equilibria as eq
+
+
+class Cell(nn.Linear):
+    """f(z, x) = tanh(W z + b + x)."""
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.tanh(super().forward(z) + x)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    cell = eq.spectral_norm(Cell(32, 32), bound=0.95, exact=True)  # keeps the equilibrium easy to find whatever is learnt
+    model = nn.Sequential(nn.Linear(2, 32), eq.DEQ(cell), nn.Linear(32, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    x = torch.rand(256, 2) * 2 - 1
+    y = (x.prod(dim=1, keepdim=True) > 0).float()  # the corners of a square, crosswise
+    for step in range(201):
+        with eq.record(model) as solutions:
+            loss = nn.functional.binary_cross_entropy_with_logits(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step % 50 == 0:
+            print(f"step {step}: loss {loss.item():.4f}; forward: {solutions[0].stats}; backward: {solutions[0].adjoint}")
+    right = ((model(x) > 0) == (y > 0)).float().mean()
+    print(f"accuracy {right.item():.1%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Inexact gradients beside the exact one: what they cost and how far they are off.
+
+python examples/phantom_gradient.py
+"""
+
+import torch
+from torch import Tensor, nn
+
+import equilibria as eq
+
+
+class Cell(nn.Linear):
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.tanh(super().forward(z) + x)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    layer, x = eq.DEQ(eq.spectral_norm(Cell(32, 32), bound=0.9)), torch.randn(64, 32)
+    gradients = {
+        "Jacobian-free": eq.JFB(),
+        "unrolled phantom, 5 steps": eq.UnrolledPhantom(steps=5, damping=0.5),
+        "Neumann phantom, 5 steps": eq.NeumannPhantom(steps=5, damping=0.5),
+        "unrolled phantom, 20 steps": eq.UnrolledPhantom(steps=20, damping=0.5),
+        "implicit": eq.Implicit(),
+    }
+    generator = torch.Generator().manual_seed(0)
+    for agreement in eq.gradient_agreement(layer, x, gradients, generator=generator):
+        print(agreement)
+
+
+if __name__ == "__main__":
+    main()
