@@ -37,9 +37,10 @@ def _mnist_published(row: str) -> dict[str, Figure]:
 
 
 _MNIST_CLAIMS = (
-    Claim(text="Skip needs at most half of DEQ's evaluations", column="nfe", left="skip", right="deq", at_most=0.5),
-    Claim(text="V2 needs at most half of DEQ's evaluations", column="nfe", left="v2", right="deq", at_most=0.5),
+    Claim(id="C1", text="Skip needs at most half of DEQ's evaluations", column="nfe", left="skip", right="deq", at_most=0.5),
+    Claim(id="C1", text="V2 needs at most half of DEQ's evaluations", column="nfe", left="v2", right="deq", at_most=0.5),
     Claim(
+        id="C1",
         text="Skip loses less than 0.5 points of accuracy to DEQ",
         column="accuracy",
         left="skip",
@@ -48,6 +49,7 @@ _MNIST_CLAIMS = (
         at_least=-0.5,
     ),
     Claim(
+        id="C1",
         text="V2 loses less than 0.5 points of accuracy to DEQ",
         column="accuracy",
         left="v2",
@@ -56,10 +58,16 @@ _MNIST_CLAIMS = (
         at_least=-0.5,
     ),
     Claim(
-        text="V2 trains in less time than DEQ (published: a quarter)", column="minutes", left="v2", right="deq", at_most=1.0
+        id="C1",
+        text="V2 trains in less time than DEQ (published: a quarter)",
+        column="minutes",
+        left="v2",
+        right="deq",
+        at_most=1.0,
     ),
     Claim(text="V2 predicts faster than DEQ (published: a quarter)", column="predict", left="v2", right="deq", at_most=1.0),
     Claim(
+        id="C3",
         text="Jacobian regularization at least halves DEQ's evaluations",
         column="nfe",
         left="deq-jr",
@@ -67,6 +75,7 @@ _MNIST_CLAIMS = (
         at_most=0.5,
     ),
     Claim(
+        id="C3",
         text="Jacobian regularization does not lower DEQ's accuracy by more than 0.1 points",
         column="accuracy",
         left="deq-jr",
@@ -82,6 +91,7 @@ _MNIST_CLAIMS = (
         at_least=1.0,
     ),
     Claim(
+        id="C4",
         text="a step with Jacobian regularization takes longer than one of Skip",
         column="step",
         left="deq-jr",
@@ -201,12 +211,14 @@ def _polynomial_table() -> Table:
         ),
         claims=(
             Claim(
+                id="C1",
                 text="Skip needs fewer evaluations than DEQ (published: 2.8 times)",
                 column="reduction",
                 left="skip",
                 at_least=1.1,
             ),
             Claim(
+                id="C1",
                 text="V2 needs fewer evaluations than DEQ (published: 1.5 times)",
                 column="reduction",
                 left="v2",
@@ -232,6 +244,7 @@ def _polynomial_table() -> Table:
                 at_most=1.25,
             ),
             Claim(
+                id="C4",
                 text="Jacobian regularization makes DEQ's training steps slower",
                 column="step",
                 left="deq-jr",
