@@ -223,7 +223,7 @@ VALUES: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_values_survive_as_data(value: Any) -> None:
     back = from_data(json.loads(json.dumps(to_data(value), allow_nan=False)))
     assert back == value and type(back) is type(value) and repr(back) == repr(value)

@@ -138,8 +138,12 @@ def test_the_unrolled_phantom_gradient_is_that_of_its_steps(steps: int, damping:
     torch.testing.assert_close(cell.Omega1.grad, omega1.grad, rtol=CLOSE, atol=CLOSE)
 
 
-@pytest.mark.parametrize("gradient", [eq.JFB(), eq.NeumannPhantom(), eq.Unrolled(), eq.Implicit(stop=TIGHT)], ids=repr)
-@pytest.mark.parametrize("solver", [eq.Picard(), eq.Anderson(), eq.Broyden()], ids=repr)
+@pytest.mark.parametrize(
+    "gradient",
+    [eq.JFB(), eq.NeumannPhantom(), eq.Unrolled(), eq.Implicit(stop=TIGHT)],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("solver", [eq.Picard(), eq.Anderson(), eq.Broyden()], ids=lambda value: type(value).__name__)
 def test_any_solver_with_any_gradient(solver: Any, gradient: Any) -> None:
     model = layer(solver=solver, gradient=gradient, activation=torch.tanh)
     u = features()
