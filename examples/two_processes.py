@@ -16,9 +16,7 @@ class Cell(nn.Linear):
         return torch.tanh(super().forward(z) + x)
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    rank, processes = dist.get_rank(), dist.get_world_size()
+def train(rank: int, processes: int) -> None:
     torch.manual_seed(0)  # the same weights and data everywhere
     model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 16), eq.DEQ(Cell(16, 16)), nn.Linear(16, 1)))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -35,6 +33,11 @@ def main() -> None:
     dist.all_gather(steps, torch.tensor([float(solutions[0].stats.steps.max())]))
     if rank == 0:
         print(f"loss {loss.item():.4f}; steps of the last solve by process: {[int(s) for s in steps]}")
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    train(dist.get_rank(), dist.get_world_size())  # its model is gone before the processes part, or they may wait for ever
     dist.destroy_process_group()
 
 

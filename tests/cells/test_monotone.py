@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import equilibria as eq
-from equilibria.cells.circular import convolve, response
+from equilibria.cells import circular
+from equilibria.cells.circular import Torus, convolve, real_blocks, response
 from equilibria.cells.monotone import MonotoneCell, MonotoneLinear, State
 from equilibria.cells.monotone_conv import MonotoneConv2d, MonotoneTiers2d
 from equilibria.cells.splitting import AdjointCell, ForwardBackward, PeacemanRachford, Readout, Splitting, tune_alpha
@@ -226,6 +227,152 @@ def test_inverse_and_transposes_are_those_of_the_matrix(kind: str) -> None:
 def test_parameter_counts_are_the_published_ones(cell: nn.Module, count: int) -> None:
     """Those of the models, less their linear classifiers."""
     assert sum(parameter.numel() for parameter in cell.parameters()) == count
+
+
+# the transforms
+
+
+def by_fft(z: Tensor, kernel: Tensor) -> Tensor:
+    """A convolution by complex products per frequency between fast transforms: what `Torus.apply` must equal."""
+    spectrum = torch.einsum("yxoi,biyx->boyx", response(kernel, tuple(z.shape[-2:])), torch.fft.rfft2(z))  # type: ignore[arg-type]
+    return torch.fft.irfft2(spectrum, s=z.shape[-2:])
+
+
+def by_torus(z: Tensor, kernel: Tensor) -> Tensor:
+    torus = Torus(tuple(z.shape[-2:]), z)  # type: ignore[arg-type]
+    return torus.apply(z, real_blocks(torus.response(kernel).squeeze(1)))
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=generator(seed))
+
+
+@pytest.fixture(params=["by matrices", "by fast transforms"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "by fast transforms":
+        monkeypatch.setattr(circular, "LONGEST", 0)
+
+
+@pytest.mark.usefixtures("both_ways")
+@pytest.mark.parametrize("size", [(6, 8), (5, 7), (4, 5), (7, 6), (1, 3), (3, 2)], ids=str)
+@pytest.mark.parametrize("batch", [0, 1, 3])
+def test_a_torus_convolves_as_complex_products_do(size: tuple[int, int], batch: int) -> None:
+    z, kernel = random(batch, 3, *size), random(2, 3, 3, 3, seed=1)
+    torch.testing.assert_close(by_torus(z, kernel), by_fft(z, kernel), **ROUNDING)
+
+
+@pytest.mark.parametrize("size", [(30, 30), (64, 33), (65, 12)], ids=str)
+def test_a_torus_of_the_size_of_images_loses_no_digits(size: tuple[int, int]) -> None:
+    z, kernel = random(2, 4, *size), random(5, 4, 3, 3, seed=1)
+    assert (Torus(size, z).bases is None) == (max(size) > circular.LONGEST)
+    torch.testing.assert_close(by_torus(z, kernel), by_fft(z, kernel), **ROUNDING)
+    single = by_torus(z.float(), kernel.float()).double()
+    assert (single - by_fft(z, kernel)).norm() < 1e-6 * single.norm()
+
+
+@pytest.mark.usefixtures("both_ways")
+@pytest.mark.parametrize("size, fold", [((6, 8), 1), ((5, 7), 1), ((6, 8), 2), ((8, 6), 2), ((2, 4), 2)], ids=str)
+def test_a_spectrum_has_the_length_of_its_image(size: tuple[int, int], fold: int) -> None:
+    z = random(3, 2, *size)
+    torus = Torus(size, z, fold)
+    spectrum = torus.analyse(z)
+    assert spectrum.shape == (torus.groups, 2 * fold**2 * 2, 3)
+    torch.testing.assert_close(torus.synthesise(spectrum), z, **ROUNDING)
+    torch.testing.assert_close(torch.linalg.vector_norm(spectrum), torch.linalg.vector_norm(z), **ROUNDING)
+    other = random(*spectrum.shape, seed=1)  # synthesis is the transpose of analysis
+    torch.testing.assert_close((spectrum * other).sum(), (z * torus.synthesise(other)).sum(), **ROUNDING)
+
+
+@pytest.mark.parametrize("size, fold", [((6, 8), 1), ((5, 7), 1), ((6, 8), 2)], ids=str)
+def test_both_transforms_give_the_same_spectrum(size: tuple[int, int], fold: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    z = random(3, 2, *size)
+    slow = Torus(size, z, fold)
+    monkeypatch.setattr(circular, "LONGEST", 0)
+    fast = Torus(size, z, fold)
+    assert slow.bases is not None and fast.bases is None
+    torch.testing.assert_close(slow.analyse(z), fast.analyse(z), **ROUNDING)
+    assert slow == fast and hash(slow) == hash(fast) != hash(Torus(size, z.float(), fold))
+    assert repr(slow) == f"Torus(size={size}, fold={fold})"
+
+
+@pytest.mark.usefixtures("both_ways")
+def test_a_torus_is_differentiable_and_can_be_mapped_over() -> None:
+    z, kernel = random(2, 2, 4, 5).requires_grad_(), random(3, 2, 3, 3, seed=1).requires_grad_()
+    assert torch.autograd.gradcheck(by_torus, (z, kernel), check_forward_ad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(by_torus, (z, kernel), fast_mode=True)
+    z, kernel = z.detach(), kernel.detach()
+    for transform in (torch.func.jacrev, torch.func.jacfwd):
+        for argument in (0, 1):
+            got, want = (transform(f, argument)(z, kernel) for f in (by_torus, by_fft))
+            torch.testing.assert_close(got, want, **ROUNDING)
+    many, kernels = random(3, 2, 2, 4, 5, seed=2), random(3, 3, 2, 3, 3, seed=3)
+    for dims in ((0, None), (0, 0), (None, 0), (1, None)):
+        got, want = (torch.func.vmap(f, dims)(*_args(dims, many, kernels)) for f in (by_torus, by_fft))
+        torch.testing.assert_close(got, want, **ROUNDING)
+
+
+def _args(dims: tuple[int | None, int | None], z: Tensor, kernel: Tensor) -> tuple[Tensor, Tensor]:
+    return z if dims[0] is not None else z[0], kernel if dims[1] is not None else kernel[0]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["conv", "torus", "wide kernel", "tiers", "tori"])
+def test_inverses_by_fast_transforms_are_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = make(kind, size=2.0)
+    y = unflat(random(2, flat(cell.start(inputs(cell, 1))).shape[1]), cell.start(inputs(cell, 1)))
+    operator = cell.operator()
+    slow = cell.invert(operator, 0.7)
+    monkeypatch.setattr(circular, "LONGEST", 0)
+    fast = cell.invert(operator, 0.7)
+    for method in (cell.solve, cell.solve_transposed):
+        torch.testing.assert_close(flat(method(y, slow)), flat(method(y, fast)), **ROUNDING)
+
+
+def published_step(cell: MonotoneConv2d, u: Tensor, x: Tensor, alpha: float) -> Tensor:
+    """2 V(r + alpha c) - r for r = 2 s(u) - u, in complex numbers and with the frame cut off and put back."""
+    matrices = response(cell.operator()[0], cell.shape[1:])
+    V = torch.linalg.inv((1 + alpha) * torch.eye(cell.shape[0], dtype=matrices.dtype) - alpha * matrices)
+    f = cell.frame
+    r = 2 * F.pad(F.relu(u)[..., f:-f, f:-f], (f,) * 4) - u
+    spectrum = torch.einsum("yxoi,biyx->boyx", V, torch.fft.rfft2(r + alpha * cell.source(x)))
+    return 2 * torch.fft.irfft2(spectrum, s=u.shape[-2:]) - r
+
+
+@pytest.mark.parametrize("kind", ["conv", "wide kernel"])
+def test_a_step_of_peaceman_rachford_is_the_published_one(kind: str) -> None:
+    cell = make(kind, size=2.0)
+    assert isinstance(cell, MonotoneConv2d)
+    x = inputs(cell).requires_grad_()
+    u = random(3, *cell.shape).requires_grad_()
+    splitting = PeacemanRachford(cell, alpha=0.3)
+    got, want = splitting(u, *splitting.prepare(x)), published_step(cell, u, x, 0.3)
+    torch.testing.assert_close(got, want, **SAME)
+    leaves = [u, x, *cell.parameters()]
+    for a, b in zip(*(torch.autograd.grad(loss(out), leaves) for out in (got, want)), strict=True):
+        torch.testing.assert_close(a, b, **SAME)
+
+
+def test_the_framed_relu_is_relu_and_a_frame() -> None:
+    cell = make("conv")
+    assert isinstance(cell, MonotoneConv2d)
+
+    def plain(u: Tensor) -> Tensor:
+        return F.pad(F.relu(u)[..., 1:-1, 1:-1], (1, 1, 1, 1))
+
+    def framed(u: Tensor) -> Tensor:
+        return cell.project(u, None)
+
+    u = random(2, *cell.shape)
+    u[0, 0, 2] = 0.0  # where relu has no derivative, and torch takes 0
+    torch.testing.assert_close(framed(u), plain(u), rtol=0.0, atol=0.0)
+    for transform in (torch.func.jacrev, torch.func.jacfwd):
+        torch.testing.assert_close(transform(framed)(u[:1]), transform(plain)(u[:1]), rtol=0.0, atol=0.0)
+    torch.testing.assert_close(torch.func.vmap(framed, 1, 1)(u), plain(u), rtol=0.0, atol=0.0)
+    leaf = random(2, *cell.shape, seed=1).requires_grad_()
+    assert torch.autograd.gradcheck(framed, leaf, check_forward_ad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(framed, leaf, fast_mode=True)
+    u[1, 0, 2, 2] = torch.nan  # must be seen by the solver
+    assert framed(u)[1, 0, 2, 2].isnan() and framed(u).isnan().sum() == 1
 
 
 # the equilibrium
