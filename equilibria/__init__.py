@@ -11,6 +11,7 @@ from equilibria.diagnosis.doctor import Diagnosis, diagnose
 from equilibria.diagnosis.findings import Finding, Severity
 from equilibria.diagnosis.layers import LayerDiagnosis
 from equilibria.explicit import Trajectory, WeightTied
+from equilibria.exporting import export, to_onnx
 from equilibria.gradients.base import Gradient
 from equilibria.gradients.escalate import Escalate
 from equilibria.gradients.implicit import Implicit
@@ -126,6 +127,7 @@ __all__ = [
     "dense_jacobian",
     "diagnose",
     "euclidean_norm",
+    "export",
     "fixed_point",
     "gradient_agreement",
     "jacobian_penalty",
@@ -148,6 +150,7 @@ __all__ = [
     "spectral_norm",
     "spectral_radius",
     "stack",
+    "to_onnx",
     "tune",
     "tune_alpha",
     "visit",

@@ -105,7 +105,7 @@ class Program:
         self.solver, self.stop, self.precision = solver, stop, options["precision"]
         inputs = self._inputs(f, z0, options)
         with torch.no_grad(), transforms.tracing(), no_autocast(z0.device):
-            parts = _Parts.of(f.equation, z0, f.args)
+            parts = Parts.of(f.equation, z0, f.args)
             graph = make_fx(lambda *given: self._loop(parts, *given), tracing_mode="fake")(*inputs)
             self.run = backend(graph, inputs)
 
@@ -125,7 +125,7 @@ class Program:
         self.extra = [options["scale"] is not None, options["known"] is not None]
         return tuple(tensor.detach() for tensor in (z0, *extra, *f.args))
 
-    def _loop(self, parts: _Parts, z0: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+    def _loop(self, parts: Parts, z0: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
         """The solve as it is traced: steps taken, and the books."""
         rest = list(given)
         scale = rest.pop(0) if self.extra[0] else None
@@ -165,26 +165,28 @@ class Program:
         ledger = make_ledger(self.stop, z0, scale, self.precision)
         state = self.solver.init(f, z0)  # type: ignore[arg-type]
         ledger.enter(state, 0)
+        f.growth = 0.0  # as in the plain loop: before the first step nothing can have grown
         state = self.solver.step(f, state)  # type: ignore[arg-type]
+        f.growth = _Traced.growth
         ledger.enter(state, 1)
         return self.solver.settled(state), ledger
 
 
 @dataclass(frozen=True)
-class _Parts:
+class Parts:
     """A map in two: what does not depend on the state, and what does."""
 
     prepare: Callable[..., Sequence[Tensor]]
     apply: Callable[..., Tensor]
 
     @staticmethod
-    def of(equation: Equation, z: Tensor, args: Sequence[Tensor]) -> _Parts:
+    def of(equation: Equation, z: Tensor, args: Sequence[Tensor]) -> Parts:
         function = equation.product if equation.linear else equation
         pure = torch.func.functionalize(lambda z, *args: function(z, *args), remove="mutations")
         return _split(make_fx(pure, tracing_mode="fake")(z, *[arg.detach() for arg in args]))
 
 
-def _split(whole: fx.GraphModule) -> _Parts:
+def _split(whole: fx.GraphModule) -> Parts:
     """At the first placeholder, the state: what can be computed without it comes first."""
     nodes = list(whole.graph.nodes)
     state, output = nodes[0], nodes[-1]
@@ -206,7 +208,7 @@ def _split(whole: fx.GraphModule) -> _Parts:
     (result,) = output.args if isinstance(output.args[0], fx.Node) else output.args[0]
     after.output(inside[result])
     before.eliminate_dead_code()
-    return _Parts(fx.GraphModule(whole, before), fx.GraphModule(whole, after))
+    return Parts(fx.GraphModule(whole, before), fx.GraphModule(whole, after))
 
 
 def _inner(output: fx.Node, late: set[fx.Node]) -> tuple[set[fx.Node], list[fx.Node]]:
@@ -241,7 +243,7 @@ class _Traced:
 
     growth = float("inf")
 
-    def __init__(self, parts: _Parts, saved: Sequence[Tensor], known: tuple[Tensor, Tensor | None] | None = None) -> None:
+    def __init__(self, parts: Parts, saved: Sequence[Tensor], known: tuple[Tensor, Tensor | None] | None = None) -> None:
         self.parts, self.saved, self.known = parts, saved, known
 
     def __call__(self, z: Tensor) -> Tensor:

@@ -85,4 +85,4 @@ class ZeroStates:
 
     def __call__(self, x: Tensor) -> States:
         size = (x.shape[-2], x.shape[-1])
-        return tuple(x.new_zeros(len(x), c, *halved(size, i)) for i, c in enumerate(self.channels))
+        return tuple(x.new_zeros(x.shape[0], c, *halved(size, i)) for i, c in enumerate(self.channels))

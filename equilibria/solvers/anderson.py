@@ -144,7 +144,7 @@ class Anderson(Solver[AndersonState]):
         # all that an affine map can tell lies in n differences, and it may take as many until the residual falls
         limit, n = state.limit, state.z.shape[1]
         usual = (length <= GROWTH * state.shortest) & (waited < (PATIENCE if limit < n else limit + PATIENCE))  # not nan
-        trusted = state.trusted if state.doubted else length.new_ones(len(length), state.pairs.shape[1])
+        trusted = state.trusted if state.doubted else length.new_ones(length.shape[0], state.pairs.shape[1])
         shortest = torch.where(usual, torch.minimum(length, state.shortest), length)
         return Trust(shortest, waited * usual, trusted * usual, doubted=True)
 

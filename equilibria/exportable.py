@@ -1,0 +1,169 @@
+"""Layers that can be written into a graph: which ones, and how their solve becomes one loop in it.
+
+The loop is that of a compiled solve: the same steps of the solver and the same books, row by row. A sample that is done
+stands still in the books with its answer and its steps, whatever the loop goes on to do for the others.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equilibria import transforms
+from equilibria.compiled import Parts, Program
+from equilibria.deq import DEQ
+from equilibria.equation import Equation, uses_batch_statistics
+from equilibria.gradients.base import Gradient, Problem
+from equilibria.gradients.escalate import Escalate
+from equilibria.gradients.implicit import Implicit
+from equilibria.gradients.phantom import JFB, NeumannPhantom, UnrolledPhantom
+from equilibria.gradients.unrolled import Unrolled
+from equilibria.gradients.warmup import Warmup
+from equilibria.maps import Counter
+from equilibria.solution import Status
+from equilibria.solve import Flat, Stop, make_ledger
+from equilibria.solvers.anderson import Anderson
+from equilibria.solvers.base import Solver, require
+from equilibria.solvers.picard import Picard
+from equilibria.starts import memory_of
+
+
+def exportable(model: nn.Module, *, dynamic_batch: bool) -> nn.Module:
+    """A copy of `model` whose layers can be traced, solve by solve; an error where one cannot."""
+    _check_mode(model)
+    for name, layer in _layers(model).items():
+        _check_layer(name, layer)
+        if dynamic_batch:
+            _check_any_size(name, layer)
+    model = copy.deepcopy(model)
+    for name, layer in _layers(model).items():
+        layer.gradient, layer.solves = _traced(name, layer.gradient, layer.solves), None
+    return model
+
+
+@dataclass(frozen=True)
+class Traced(Gradient):
+    """Writes the forward solve into the graph that is being made: nothing is left to differentiate.
+
+    steps, damping  steps from the equilibrium that belong to what the layer returns: one with JFB, none with most
+    """
+
+    steps: int = 0
+    damping: float = 1.0
+
+    def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
+        cause = problem.equation.untraceable()
+        if cause is None and problem.known is not None:
+            cause = "its cell draws dropout masks"
+        if cause is not None:
+            raise TypeError(f"A layer cannot be exported: {cause}.")
+        assert isinstance(problem.solver, Solver)
+        flat = Loop(problem.solver, problem.stop, problem.equation.precision).solve(problem.equation, z0, args)
+        problem.report.stats = flat.stats
+        return self._follow(problem.equation, flat, args) if self.steps else flat.z
+
+    def _follow(self, equation: Equation, flat: Flat, args: Sequence[Tensor]) -> Tensor:
+        h = flat.z
+        for _ in range(self.steps):
+            fh = equation(h, *args)
+            h = fh if self.damping == 1 else torch.lerp(h, fh, self.damping)
+        return torch.where((flat.stats.status != Status.NONFINITE).unsqueeze(1), h, flat.z)
+
+
+class Loop(Program):
+    """The loop of a compiled solve, traced into a graph that others are making."""
+
+    def __init__(self, solver: Solver[Any], stop: Stop, precision: float) -> None:
+        self.solver, self.precision, self.extra = solver, precision, [False, False]
+        # what is kept on the way is nobody's to see, and one graph has no ranks
+        self.stop = dataclasses.replace(stop, trace=False, keep_every=None, process_group=None)
+
+    def solve(self, equation: Equation, z0: Tensor, args: Sequence[Tensor]) -> Flat:
+        with transforms.tracing():
+            ledger = make_ledger(self.stop, z0, None, self.precision)
+            if self.stop.max_steps == 0:
+                ledger.enter(self.solver.init(equation.bind(args), z0), 0)  # type: ignore[arg-type]  # a map all the same
+            else:
+                _, *books = self._loop(Parts(lambda *args: args, equation), z0, *args)
+                ledger.load(books)
+            return Flat(*ledger.close(Counter()), taken=0)  # how many, the graph knows when it is run
+
+
+def _layers(model: nn.Module) -> dict[str, DEQ]:
+    """By what errors call them."""
+    modules = model.named_modules()
+    return {f"The layer {name!r}" if name else "The layer": part for name, part in modules if isinstance(part, DEQ)}
+
+
+def _check_mode(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if module.training:
+            where = f"its part {name!r}" if name else "the model"
+            raise ValueError(
+                f"A model is exported as it predicts, and {where} is in training mode, where dropout and batch statistics "
+                "make other numbers of the same input: call model.eval() first."
+            )
+
+
+def _check_layer(name: str, layer: DEQ) -> None:
+    if not isinstance(layer.solver, (Picard, Anderson)):
+        raise TypeError(
+            f"{name} has solver={layer.solver!r}; eq.Picard and eq.Anderson can be exported. Their equilibria are the same: "
+            "set layer.solver = eq.Anderson() before the export."
+        )
+    if memory_of(layer.init) is not None:
+        raise TypeError(
+            f"{name} starts from what it remembers of samples, init={layer.init!r}, and a graph has no memory: set "
+            "layer.init to its start, such as None, before the export."
+        )
+    if not isinstance(layer.cell, nn.Module):
+        raise TypeError(
+            f"{name} has the function {layer.cell!r} for a cell, which may close over anything; the weights of an nn.Module "
+            "are known and go into the graph: make the cell an nn.Module."
+        )
+    for part in layer.cell.modules():
+        if isinstance(part, DEQ):
+            raise TypeError(f"{name} has another DEQ inside its cell; a loop in a loop cannot be exported.")
+        require(
+            not uses_batch_statistics(part),
+            f"{name} has {part} in its cell, which normalizes over the batch: its samples stop on their own, so they must "
+            "not depend on each other. Take track_running_stats=True, or a norm of each sample such as nn.GroupNorm.",
+        )
+    _traced(name, layer.gradient, layer.solves)
+
+
+def _traced(name: str, gradient: Gradient, solves: Tensor | None) -> Traced:
+    """Most gradients return the equilibrium, some a few steps from it."""
+    if isinstance(gradient, Warmup):
+        return _traced(name, gradient.first if solves is not None and int(solves) < gradient.until else gradient.then, None)
+    if isinstance(gradient, JFB):
+        return Traced(steps=1)
+    if isinstance(gradient, UnrolledPhantom):
+        return Traced(gradient.steps, gradient.damping)
+    if isinstance(gradient, (Implicit, NeumannPhantom, Escalate)) or (
+        isinstance(gradient, Unrolled) and gradient.depth is None
+    ):
+        return Traced()
+    raise TypeError(
+        f"{name} has gradient={gradient!r}, which brings steps of its own in place of the solver's. Gradients play no part "
+        "in a prediction: set layer.gradient = eq.Implicit() before the export, if its equilibrium is what you want."
+    )
+
+
+def _check_any_size(name: str, layer: DEQ) -> None:
+    require(
+        layer.batched,
+        f"{name} has batched=False, its inputs have no batch dimension: export with dynamic_batch=False, for problems of "
+        "the example's size.",
+    )
+    require(
+        not isinstance(layer.solver, Anderson) or layer.solver.budget is None,
+        f"{name} has solver={layer.solver!r}, whose history depends on the size of the batch: set a history in place of the "
+        "budget, or export with dynamic_batch=False.",
+    )
