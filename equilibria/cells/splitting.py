@@ -89,9 +89,10 @@ class PeacemanRachford(Splitting):
 
     def forward(self, u: State, source: Tensors, inverse: Tensors, alpha: float) -> State:
         self.cell.check_state(u)
-        r = each(lambda a, b: 2 * a - b, self.cell.project(u, source), u)
-        right = each(lambda a, c: a + alpha * c, r, self.cell.injection(source))
-        return each(lambda a, b: 2 * a - b, self.cell.solve(right, inverse), r)
+        # with -r and V(-r - alpha c), every line is one pass over the state, in either direction
+        minus_r = each(lambda a, s: torch.add(a, s, alpha=-2), u, self.cell.project(u, source))
+        right = each(lambda a, c: torch.add(a, c, alpha=-alpha), minus_r, self.cell.injection(source))
+        return each(lambda a, v: torch.add(a, v, alpha=-2), minus_r, self.cell.solve(right, inverse))
 
     def readout(self, state: State, *inputs: Any) -> State:
         """z = s(u)."""
