@@ -225,7 +225,7 @@ class Outer(TanhCell):
         ({"batched": False}, "dynamic_batch=False"),
         ({"solver": eq.Anderson(budget=10**6)}, "set a history in place of the budget"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 def test_layers_that_cannot_be_exported_say_why(options: dict[str, Any], message: str) -> None:
     model = nn.Sequential(eq.DEQ(**{"cell": TanhCell(N), **options})).eval()
