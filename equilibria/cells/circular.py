@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 LONGEST = 64  # of a side that is transformed by products with matrices; beyond, the fast Fourier transform is faster
+SCRATCH = 2**21  # numbers between its two products: memory the allocator keeps at hand, where more has to be cleared anew
 
 
 def convolve(z: Tensor, kernel: Tensor, stride: int = 1) -> Tensor:
@@ -179,6 +180,10 @@ def _waves(n: int, fold: int, device: torch.device) -> Tensor:
     return torch.polar(torch.full_like(angle, n**-0.5), angle).unflatten(0, (fold, -1)).transpose(0, 1)
 
 
+def _channels_at_once(torus: Torus, batch: int) -> int:
+    return max(1, SCRATCH // max(1, 2 * torus.fold * torus.kept * torus.size[0] * batch))
+
+
 class _Analysis(torch.autograd.Function):
     """Its derivatives are itself and `_Synthesis`; nothing is saved for them."""
 
@@ -187,14 +192,16 @@ class _Analysis(torch.autograd.Function):
         assert torus.bases is not None
         along, down = torus.bases
         (batch, channels), (height, width) = z.shape[:2], torus.size
-        count = batch * channels
-        images = z.transpose(0, 1).reshape(count * height, width)
-        lines = torch.mm(along, images.T).view(torus.kept, len(down), count, height)
-        spectrum = z.new_empty(torus.kept, down.shape[1], count)
-        for out, parts in zip(spectrum, lines, strict=True):
-            torch.mm(down[0], parts[0].T, out=out)
-            for basis, part in zip(down[1:], parts[1:], strict=True):
-                out.addmm_(basis, part.T)
+        spectrum = z.new_empty(torus.kept, down.shape[1], channels, batch)
+        step = _channels_at_once(torus, batch)
+        for some, whole in zip(z.split(step, dim=1), spectrum.split(step, dim=2), strict=True):
+            count = some.shape[1] * batch
+            images = some.transpose(0, 1).reshape(count * height, width)
+            lines = torch.mm(along, images.T).view(torus.kept, len(down), count, height)
+            for out, parts in zip(whole.flatten(2), lines, strict=True):
+                torch.mm(down[0], parts[0].T, out=out)
+                for basis, part in zip(down[1:], parts[1:], strict=True):
+                    out.addmm_(basis, part.T)
         return spectrum.view(torus.groups, 2 * torus.fold**2 * channels, batch)
 
     @staticmethod
@@ -224,14 +231,17 @@ class _Synthesis(torch.autograd.Function):
         assert torus.bases is not None
         along, down = torus.bases
         (channels, batch), (height, width) = (spectrum.shape[1] // (2 * torus.fold**2), spectrum.shape[2]), torus.size
-        count = batch * channels
-        lines = spectrum.new_empty(torus.kept, len(down), count, height)
-        for whole, parts in zip(spectrum.reshape(torus.kept, down.shape[1], count), lines, strict=True):
-            for basis, part in zip(down, parts, strict=True):
-                torch.mm(whole.T, basis, out=part)
-        images = torch.mm(lines.view(len(along), count * height).T, along)
-        # a view, and no copy: what comes next in a splitting reads it once, in any order
-        return images.view(channels, batch, height, width).transpose(0, 1)
+        whole = spectrum.reshape(torus.kept, down.shape[1], channels, batch)
+        images = spectrum.new_empty(channels, batch, height, width)
+        step = _channels_at_once(torus, batch)
+        for some, out in zip(whole.split(step, dim=2), images.split(step), strict=True):
+            count = len(out) * batch
+            lines = spectrum.new_empty(torus.kept, len(down), count, height)
+            for column, parts in zip(some.flatten(2), lines, strict=True):
+                for basis, part in zip(down, parts, strict=True):
+                    torch.mm(column.T, basis, out=part)
+            torch.mm(lines.view(len(along), count * height).T, along, out=out.view(count * height, width))
+        return images.transpose(0, 1)  # a view, and no copy: what comes next in a splitting reads it once, in any order
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Torus], output: Tensor) -> None:

@@ -248,13 +248,15 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=generator(seed))
 
 
-@pytest.fixture(params=["by matrices", "by fast transforms"])
-def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["by matrices", "by matrices, channel by channel", "by fast transforms"])
+def all_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "by fast transforms":
         monkeypatch.setattr(circular, "LONGEST", 0)
+    if request.param == "by matrices, channel by channel":
+        monkeypatch.setattr(circular, "SCRATCH", 1)
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("all_ways")
 @pytest.mark.parametrize("size", [(6, 8), (5, 7), (4, 5), (7, 6), (1, 3), (3, 2)], ids=str)
 @pytest.mark.parametrize("batch", [1, 3])
 def test_a_torus_convolves_as_complex_products_do(size: tuple[int, int], batch: int) -> None:
@@ -278,7 +280,7 @@ def test_a_torus_of_the_size_of_images_loses_no_digits(size: tuple[int, int]) ->
     assert (single - by_fft(z, kernel)).norm() < 1e-6 * single.norm()
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("all_ways")
 @pytest.mark.parametrize("size, fold", [((6, 8), 1), ((5, 7), 1), ((6, 8), 2), ((8, 6), 2), ((2, 4), 2)], ids=str)
 def test_a_spectrum_has_the_length_of_its_image(size: tuple[int, int], fold: int) -> None:
     z = random(3, 2, *size)
@@ -303,7 +305,7 @@ def test_both_transforms_give_the_same_spectrum(size: tuple[int, int], fold: int
     assert repr(slow) == f"Torus(size={size}, fold={fold})"
 
 
-@pytest.mark.usefixtures("both_ways")
+@pytest.mark.usefixtures("all_ways")
 def test_a_torus_is_differentiable_and_can_be_mapped_over() -> None:
     z, kernel = random(2, 2, 4, 5).requires_grad_(), random(3, 2, 3, 3, seed=1).requires_grad_()
     assert torch.autograd.gradcheck(by_torus, (z, kernel), check_forward_ad=True, fast_mode=True)
