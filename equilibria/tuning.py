@@ -254,6 +254,9 @@ class _Search:
             trial.reason = f"{lost} of {stats.status.numel()} samples are not finite"
         elif not trial.residual <= self.residual:
             trial.reason = f"residual {trial.residual:.3e}"
+        elif trial.setting.stop.on_failure != "ignore" and not bool(stats.converged.all()):
+            short = int((~stats.converged).sum())
+            trial.reason = f"would warn: {short} of {stats.status.numel()} samples miss its own tolerance"
 
     def _compare(self, trials: list[_Trial]) -> list[_Trial]:
         """Cosines of settings with one solver and stop. Another solver may find another equilibrium, of other gradients."""

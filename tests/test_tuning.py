@@ -271,6 +271,17 @@ def test_inference() -> None:
     assert float(deq.solve(x).stats.residual.max()) <= 1e-4
 
 
+def test_what_misses_its_own_tolerance_is_not_recommended() -> None:
+    """It solves to the residual asked for, and would warn at every use."""
+    short = eq.Stop(rtol=1e-12, atol=0.0, max_steps=80)
+    deq, x = eq.DEQ(TanhCell(5, norm=0.9), solver=eq.Picard(), stop=short), inputs(6, 5)
+    present = next(m for m in only(deq, x, residual=1e-3).measurements if m.setting.stop == short)
+    assert present.residual <= 1e-3 and "would warn: 4 of 6 samples" in str(present.reason)
+    deq.stop = dataclasses.replace(short, on_failure="ignore")
+    present = next(m for m in only(deq, x, residual=1e-3).measurements if m.setting.stop == deq.stop)
+    assert present.reason is None
+
+
 def test_inference_needs_nothing_to_differentiate() -> None:
     deq, x = eq.DEQ(lambda z, x: torch.cos(z), eq.Zeros(3)), torch.ones(2, 3, dtype=torch.int64)
     assert only(deq, x, backward=False).reached
