@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint bench docs clean
+.PHONY: help demo test test-all lint bench docs dist clean
 .NOTPARALLEL:
 
 help: ## List the targets
@@ -19,16 +19,20 @@ test: lint ## Lint, check types and run the tests
 test-all: lint ## The same with the slow tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m "not gpu"
 
-lint: .venv/installed-train .venv/installed-dev ## Lint, check format and types
+lint: .venv/installed-dev ## Lint, check format and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-bench: .venv/installed-train .venv/installed-dev ## Measure training steps next to TorchDEQ, two minutes
+bench: .venv/installed-dev ## Measure training steps next to TorchDEQ, two minutes
 	OMP_NUM_THREADS=1 $(BIN)/equilibria bench --quick
 
 docs: .venv/installed-docs ## Build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+dist: .venv/installed-dev ## Build the archive and the wheel of a release into dist/
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
 
 clean: ## Remove what the other targets made, but for .venv
 	rm -rf build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info digits.png runs
