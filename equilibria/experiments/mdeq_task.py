@@ -46,6 +46,7 @@ class MDEQOptions:
 
     size            a name of MDEQ_CONFIGS
     solver          of the equilibrium; "tsit5" is the continuous system
+    relaxation      the share of a step that Picard's method takes
     together        the batch is one system with one norm
     gradient        implicit ones are solved by Broyden's method, or by GMRES if the equilibrium is not
     phantom_steps   of "upg" and "npg"; damping is theirs too
@@ -55,6 +56,7 @@ class MDEQOptions:
     size: str = "nano"
     variant: Variant = "vanilla"
     solver: Solving = "broyden"
+    relaxation: float = 1.0
     together: bool = False
     gradient: Differentiating = "implicit"
     phantom_steps: int = 5
@@ -94,7 +96,7 @@ class MDEQOptions:
             case "anderson":
                 return Anderson()
             case "picard":
-                return Picard()
+                return Picard(damping=self.relaxation)
             case _:
                 return SteadyState(method="tsit5")
 
