@@ -8,6 +8,7 @@ try:
     import typer
 
     from equilibria.commands.diagnosis import diagnose
+    from equilibria.commands.generating import generate
     from equilibria.commands.listing import data_app, list_all
     from equilibria.commands.runs import evaluate, train
     from equilibria.commands.tables import demo, reproduce
@@ -38,6 +39,7 @@ app.command("list")(list_all)
 app.command()(train)
 app.command()(evaluate)
 app.command()(reproduce)
+app.command()(generate)
 app.command()(diagnose)
 app.add_typer(data_app, name="data")
 

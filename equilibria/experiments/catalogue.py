@@ -7,10 +7,15 @@ from functools import cache
 from typing import Any
 
 from equilibria.experiments.base import Experiment, Row, Scale, Table
+from equilibria.experiments.copy_task import tables as copy_tables
 from equilibria.experiments.digits import tables as digits_tables
 from equilibria.experiments.graph_tables import tables as graph_tables
 from equilibria.experiments.jacobian_tables import tables as jacobian_tables
 from equilibria.experiments.jfb import tables as jfb_tables
+from equilibria.experiments.language_memory import tables as language_memory_tables
+from equilibria.experiments.language_methods import tables as language_method_tables
+from equilibria.experiments.language_phantom import tables as language_phantom_tables
+from equilibria.experiments.language_tables import tables as language_tables
 from equilibria.experiments.memory_tables import tables as memory_tables
 from equilibria.experiments.monotone_tables import tables as monotone_tables
 from equilibria.experiments.phantom_tables import tables as phantom_tables
@@ -18,6 +23,8 @@ from equilibria.experiments.prompts import tables as prompt_tables
 from equilibria.experiments.segmentation import tables as segmentation_tables
 from equilibria.experiments.skip_tables import tables as skip_tables
 from equilibria.experiments.skip_vision import tables as skip_vision_tables
+from equilibria.experiments.trellis_tables import tables as trellis_tables
+from equilibria.experiments.wikitext_tables import tables as wikitext_tables
 from equilibria.models.registry import nearest
 
 
@@ -40,6 +47,13 @@ def tables() -> dict[str, Table]:
         *segmentation_tables(),
         *prompt_tables(),
         *graph_tables(),
+        *copy_tables(),
+        *language_tables(),
+        *trellis_tables(),
+        *wikitext_tables(),
+        *language_method_tables(),
+        *language_phantom_tables(),
+        *language_memory_tables(),
     )
     return {table.name: table for table in found}
 
