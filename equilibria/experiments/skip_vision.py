@@ -51,8 +51,8 @@ _PUBLISHED: dict[str, dict[str, tuple[tuple[float, float], ...]]] = {
 }
 _REDUCED: dict[str, dict[str, tuple[int, int]]] = {  # images to train on, epochs
     "mnist": {"discrete": (6_000, 4), "continuous": (2_000, 5)},
-    "cifar10": {"discrete": (3_000, 3), "continuous": (2_000, 3)},
-    "svhn": {"discrete": (3_000, 3), "continuous": (2_000, 3)},
+    "cifar10": {"discrete": (3_000, 3), "continuous": (1_000, 3)},
+    "svhn": {"discrete": (3_000, 3), "continuous": (1_000, 3)},
 }
 
 _SIDE = {"mnist": 14, "cifar10": 16, "svhn": 16}  # of the reduced scale
