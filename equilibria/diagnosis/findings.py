@@ -107,14 +107,14 @@ def _not_contractive(e: Examination) -> Finding | None:
         return None
     expansive = sum(radius >= 1 for radius in radii)
     failing = e.forward.failed > 0
+    reached = f"{e.forward.failed} of {e.samples} samples did not converge with" if failing else "All converged with"
     return Finding(
         "cell not contractive",
         Severity.ILL if failing else Severity.RISK,
         f"The spectral radius of its Jacobian is {max(radii):.2f} at worst, 1 or more for {expansive} of {len(radii)} "
-        f"samples: plain iteration moves away from the equilibrium there. {e.forward.failed} of {e.samples} samples did not "
-        f"converge with {e.solver}.",
+        f"samples: plain iteration moves away from the equilibrium there. {reached} {e.solver}.",
         "eq.jacobian_penalty or eq.skip_penalty in the loss, eq.spectral_norm or weight norm on the cell's weights, a norm "
-        "at its end; for this model as it is: " + _best_solver(e),
+        "at its end" + (f"; for this model as it is: {_best_solver(e)}" if failing else "."),
     )
 
 
@@ -123,12 +123,15 @@ def _too_few_steps(e: Examination) -> Finding | None:
     if more is None or more.failed >= e.forward.failed or _random_cell(e) is not None:
         return None
     needed = max((steps for steps in more.steps if steps < 10 * e.max_steps), default=10 * e.max_steps)
+    enough = f"Stop(max_steps={needed + needed // 4 + 1})"
     return Finding(
         "too few steps",
         Severity.ILL,
         f"{e.forward.failed} of {e.samples} samples ran out of max_steps={e.max_steps}; with ten times as many "
         f"{more.failed} do, and the others need up to {needed}.",
-        f"Stop(max_steps={needed + needed // 4 + 1}), or a stronger solver: " + _best_solver(e),
+        f"{enough}, or a stronger solver: {_best_solver(e)}"
+        if more.failed == 0
+        else f"a stronger solver: {_best_solver(e)} {enough} helps all but {more.failed}.",
     )
 
 

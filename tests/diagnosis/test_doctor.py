@@ -75,6 +75,21 @@ def test_too_few_steps_are_told_from_illness() -> None:
     assert "Stop(max_steps=" in finding.advice
 
 
+def test_steps_are_not_offered_to_samples_that_no_number_of_them_helps() -> None:
+    x = torch.tensor([[0.9], [0.9], [1.0]], dtype=torch.float64)  # the last one swings for ever
+    model = eq.DEQ(lambda z, x: 1 - x * z, solver=eq.Picard(), stop=eq.Stop(rtol=1e-6, max_steps=20))
+    found = {finding.cause: finding for finding in eq.diagnose(model, x).findings}
+    assert "with ten times as many 1 do" in found["too few steps"].seen
+    assert found["too few steps"].advice.startswith("a stronger solver") and "all but 1" in found["too few steps"].advice
+
+
+def test_an_expansive_cell_that_is_solved_needs_no_other_solver() -> None:
+    model = eq.DEQ(TanhCell(6, norm=1.6), solver=eq.Broyden(), stop=eq.Stop(max_steps=200))
+    (finding,) = [f for f in eq.diagnose(model, inputs(4, 6)).findings if f.cause == "cell not contractive"]
+    assert finding.severity is eq.Severity.RISK and "All converged with Broyden" in finding.seen
+    assert "as it is" not in finding.advice
+
+
 def test_samples_that_are_not_finite_are_found() -> None:
     x = inputs(6, 6)
     x[2, 1] = float("nan")
