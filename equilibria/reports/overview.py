@@ -34,7 +34,8 @@ def page(tables: Mapping[str, Mapping[str, Any]], notes: str = "") -> str:
         "gone on with, by `equilibria reproduce --all --scale reduced --report results`.",
         "\n".join(_listing(tables)),
         "## Claims",
-        "What the papers say, and what these runs show of it. C1 to C14 are claims that several tables bear on.",
+        "What the papers say, and what these runs show of it. C1 to C14 are claims that several tables bear on. Commands "
+        "begin with `equilibria`, and lead to the report they write.",
         "\n".join(_claims(tables)),
     ]
     return "\n\n".join([*parts, notes.strip()] if notes.strip() else parts) + "\n"
@@ -51,11 +52,13 @@ def _listing(tables: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _claims(tables: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    lines = ["| | claim | seen | verdict | table |", "|---|---|---|---|---|"]
+    lines = ["| | claim | published | ours | verdict | command |", "|---|---|---|---|---|---|"]
     rows = [(claim.get("id", ""), claim, name) for name, table in tables.items() for claim in table["claims"]]
     for identity, claim, name in sorted(rows, key=lambda row: _place(row[0])):
         verdict = MARKS[WORDS[claim["held"]]]
-        lines.append(f"| {identity} | {claim['claim']} | {claim['seen']} | {verdict} | [{name}]({name}/{TEXT}) |")
+        published, scale = claim.get("published", "–"), tables[name]["scale"]
+        command = f"[`reproduce {name} --scale {scale}`]({name}/{TEXT})"
+        lines.append(f"| {identity} | {claim['claim']} | {published} | {claim['seen']} | {verdict} | {command} |")
     return lines
 
 

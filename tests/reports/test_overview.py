@@ -25,6 +25,8 @@ def test_the_overview_lists_tables_and_claims_in_order(tmp_path: Path) -> None:
     assert [line.split("]")[0] for line in lines if line.startswith("| [")] == ["| [mon", "| [jr-cifar10"]
     early = next(line for line in lines if "stopping the unregularized model" in line)
     assert early.startswith("| C3 |") and "80.00 - 90.00 = -10" in early and "| held |" in early
+    assert "| 89.10 - 93.60 = -4.5 |" in early  # published
+    assert early.endswith("| [`reproduce jr-cifar10 --scale full`](jr-cifar10/report.md) |")
     error = next(line for line in lines if "dense, mnist: the error" in line)
     assert error.startswith("|  |") and "5.00" in error
     assert lines.index(early) < lines.index(error)

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("lightning_fabric")
 from equilibria.experiments.base import Claim, Column
 from equilibria.experiments.catalogue import table
-from equilibria.reports.table import Results, collect, deviations, figure_text, judge, plain, protocol
+from equilibria.reports.table import Results, as_published, collect, deviations, figure_text, judge, plain, protocol
 from equilibria.reports.write import write_report
 from tests.reports.runs import write_run
 
@@ -83,6 +83,21 @@ def test_a_claim_that_fails_is_said_to_fail(tmp_path: Path) -> None:
 )
 def test_every_kind_of_claim(results: Results, claim: Claim, held: bool | None) -> None:
     assert judge(claim, results).held is held
+
+
+def test_equal_counts_are_equal_whatever_their_last_bits(tmp_path: Path) -> None:
+    for row, accuracy in (("deq", 0.993100001), ("v2", 0.9931)):
+        write_run(tmp_path, MNIST, row, 1, {"accuracy": accuracy})
+    found = collect(MNIST, "full", tmp_path)
+    verdict = judge(Claim(text="", column="accuracy", left="v2", right="deq", by="difference", at_least=0.0), found)
+    assert verdict.held and "= +0;" in verdict.seen
+
+
+def test_what_was_published_of_a_claim() -> None:
+    ratio = Claim(text="", column="nfe", left="v2", right="deq", at_most=0.5)
+    deq, v2 = (MNIST.row(row).published["nfe"].mean for row in ("deq", "v2"))
+    assert as_published(ratio, MNIST).endswith(f"= {v2 / deq:.4g}")
+    assert as_published(Claim(text="", column="radius", left="v2", right="deq"), MNIST) == "–"
 
 
 def test_a_reduction_is_against_the_row_it_names(tmp_path: Path) -> None:
