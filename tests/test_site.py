@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +17,13 @@ import pytest
 ROOT = Path(__file__).parent.parent
 pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
 pytest.importorskip("mkdocstrings", reason="the extra `docs` is not installed")
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chrome")
+# for a machine without a screen, and with no words to anybody outside
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync"
+).split()
 
 
 class _Page(HTMLParser):
@@ -49,10 +58,39 @@ def _broken(site: Path) -> Iterator[str]:
                 yield f"{path.relative_to(site)}: {link}"
 
 
-def test_the_site_builds_and_its_links_lead_somewhere(tmp_path: Path) -> None:
-    site = tmp_path.resolve() / "site"
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    site = tmp_path_factory.mktemp("docs").resolve() / "site"
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
     build = subprocess.run(command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True)
     assert build.returncode == 0, build.stdout + build.stderr
+    return site
+
+
+def test_links_lead_somewhere(site: Path) -> None:
     assert sum(1 for _ in site.rglob("*.html")) > 15
     assert list(_broken(site)) == []
+
+
+LOOK = """<script>
+addEventListener("load", () => {
+  const seen = image => image.complete && image.naturalWidth > 10 && image.getBoundingClientRect().width > 10;
+  const missing = [...document.images].filter(image => !seen(image)).map(image => image.src);
+  document.body.dataset.seen = `${document.documentElement.scrollWidth > innerWidth ? "too wide " : "fits "}${missing}`;
+});
+</script>"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium here")
+def test_pages_are_readable_on_a_phone(site: Path, tmp_path: Path) -> None:
+    """As wide as a phone, no page is wider than the screen, and every picture is there."""
+    wrong = {}
+    for page in sorted(path for path in site.rglob("index.html")):
+        page.write_text(page.read_text().replace("</body>", f"{LOOK}</body>"))
+        own = ["--window-size=500,900", f"--user-data-dir={tmp_path}", "--dump-dom", page.as_uri()]
+        shown = subprocess.run([str(BROWSER), *FLAGS, *own], capture_output=True, text=True, timeout=120, check=True).stdout
+        seen = re.findall(r'data-seen="([^"]*)"', shown)
+        if seen != ["fits "]:
+            wrong[page.parent.name] = seen
+    assert wrong == {}
