@@ -129,6 +129,28 @@ def as_good(better: str, other: str, text: str, most: float = 1.0) -> Claim:
     return Claim(id="C11", text=text, column="valid", left=better, right=other, at_most=most)
 
 
+def slower(other: str, name: str, training: str, prediction: str) -> tuple[Claim, Claim]:
+    """The equilibrium's time beside that of the row `other`; `training` and `prediction` are what was published of it."""
+    return (
+        Claim(
+            id="C11",
+            text=f"a training step takes at most 3 times that of {name} (published: {training})",
+            column="step",
+            left="deq",
+            right=other,
+            at_most=3.0,
+        ),
+        Claim(
+            id="C11",
+            text=f"prediction takes at most 2 times that of {name} (published: {prediction})",
+            column="predict",
+            left="deq",
+            right=other,
+            at_most=2.0,
+        ),
+    )
+
+
 def settles(row: str) -> Claim:
     return Claim(
         id="C12",
