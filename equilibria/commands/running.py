@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import typer
 
 from equilibria.commands.console import progress_console
 from equilibria.commands.progress import listening, summary_line
-from equilibria.experiments.runner import Failure, Job, run_apart, run_here
+from equilibria.experiments.runner import HERE, Failure, Job, Place, run_apart, run_here
 from equilibria.training.folder import Run
 from equilibria.training.stepping import TrainingError
 
 
-def run_jobs(jobs: Sequence[Job], data: Path | None = None, devices: int = 1, at_once: int = 0) -> list[Failure]:
+def run_jobs(jobs: Sequence[Job], place: Place = HERE, at_once: int = 0) -> list[Failure]:
     """One after the other in this process, or `at_once` as processes of their own."""
     if at_once:
-        return run_apart(jobs, at_once=at_once, root=data, devices=devices, watch=_Watch(len(jobs)))
+        return run_apart(jobs, at_once=at_once, place=place, watch=_Watch(len(jobs)))
     failures = []
     for job in jobs:
         try:
             with listening(job.label) as listener:
-                run_here(job, root=data, devices=devices, listener=listener)
+                run_here(job, place, listener)
         except TrainingError as error:
             failures.append(Failure(job, str(error)))
     return failures

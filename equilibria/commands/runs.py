@@ -13,8 +13,9 @@ from equilibria.commands.running import run_jobs, tell_failures
 from equilibria.experiments.base import Scale
 from equilibria.experiments.catalogue import experiment as find_experiment
 from equilibria.experiments.evaluation import evaluate as evaluate_run
-from equilibria.experiments.runner import Job, seed_number
+from equilibria.experiments.runner import Job, Place, seed_number
 from equilibria.training.folder import Run
+from equilibria.training.processes import Strategy
 
 Assignments = Annotated[
     list[str] | None,
@@ -37,6 +38,9 @@ def train(
     seed: Annotated[int | None, typer.Option(help="One seed of your own instead.")] = None,
     scale: ScaleOption = "full",
     devices: Devices = 1,
+    strategy: Annotated[
+        Strategy, typer.Option(help="Of several devices: ddp copies the model to each, fsdp shards it; auto: ddp.")
+    ] = "auto",
     out: Out = Path("runs"),
     folder: Annotated[
         Path | None, typer.Option(help="Folder of the run itself, for one seed; default: OUT/EXPERIMENT/SCALE/seed-S.")
@@ -47,7 +51,7 @@ def train(
     """Train an experiment, or go on with it where it was interrupted."""
     with explained():
         jobs = _jobs(experiment, scale, assignments or [], seeds, seed, out, folder)
-        failures = run_jobs(jobs, data, devices, at_once=1 if devices > 1 and len(jobs) > 1 else 0)
+        failures = run_jobs(jobs, Place(data, devices, strategy), at_once=1 if devices > 1 and len(jobs) > 1 else 0)
     tell_failures(failures)
     if not is_first_process():
         return

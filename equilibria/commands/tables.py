@@ -14,7 +14,7 @@ from equilibria.commands.runs import Assignments, Devices, Out, ScaleOption
 from equilibria.experiments.catalogue import table as find_table
 from equilibria.experiments.catalogue import tables
 from equilibria.experiments.digits import DIGITS
-from equilibria.experiments.runner import Failure, plan
+from equilibria.experiments.runner import Failure, Place, plan
 from equilibria.reports.overview import write_overview
 from equilibria.reports.table import Results, figure_text, plain
 from equilibria.reports.write import NUMBERS, PAGE, TEXT, write_report
@@ -52,7 +52,7 @@ def reproduce(
             todo = [job for job in planned if not job.finished]
             say(f"{found.name}, {scale}: {len(planned)} runs, {len(planned) - len(todo)} of them finished.")
             here = jobs is None and scale == "debug" and devices == 1
-            failures += run_jobs(todo, data, devices, at_once=0 if here else jobs or 1)
+            failures += run_jobs(todo, Place(data, devices), at_once=0 if here else jobs or 1)
             folder = found.folder(out, scale) if report is None else report / name if everything else report
             _show(write_report(found, scale, found.folder(out, scale), folder), folder, as_json)
         if everything and report is not None:

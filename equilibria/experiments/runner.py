@@ -24,6 +24,7 @@ from equilibria.reports.run import write_run_report
 from equilibria.training.durable import replace_file
 from equilibria.training.folder import SUMMARY, Run, Summary
 from equilibria.training.listeners import Listener
+from equilibria.training.processes import Strategy
 from equilibria.training.trainer import Trainer
 
 LOG = "log.txt"
@@ -90,15 +91,28 @@ def seed_number(experiment: Experiment[Any], place: int) -> int:
     return list(others)[place - len(experiment.seeds)]
 
 
-def run_here(job: Job, *, root: Path | None = None, devices: int = 1, listener: Listener | None = None) -> Summary:
+@dataclass(frozen=True)
+class Place:
+    """Where jobs run: folder of the datasets (None: the default one), devices of this machine, how they share the work."""
+
+    root: Path | None = None
+    devices: int = 1
+    strategy: Strategy = "auto"
+
+
+HERE = Place()
+
+
+def run_here(job: Job, place: Place = HERE, listener: Listener | None = None) -> Summary:
     """Run a job in this process, or go on with it."""
     job.folder.mkdir(parents=True, exist_ok=True)
     replace_file(job.folder / MACHINE, json.dumps(machine()).encode())
     e = job.experiment
-    trainer = Trainer(e.task(), e.training, job.folder, config=e.config(), root=root, devices=devices, listener=listener)
+    options: dict[str, Any] = {"root": place.root, "devices": place.devices, "strategy": place.strategy}
+    trainer = Trainer(e.task(), e.training, job.folder, config=e.config(), listener=listener, **options)
     summary = trainer.fit()
     if trainer.fabric.is_global_zero:
-        _keep_gallery(job, root)
+        _keep_gallery(job, place.root)
         write_run_report(job.folder)
     return summary
 
@@ -107,8 +121,7 @@ def run_apart(
     jobs: Sequence[Job],
     *,
     at_once: int,
-    root: Path | None = None,
-    devices: int = 1,
+    place: Place = HERE,
     watch: Callable[[Job, str], None] = lambda job, event: None,
 ) -> list[Failure]:
     """Run jobs as processes, so many at once; `watch` is told "started", "finished" or "failed" and each epoch of each."""
@@ -119,7 +132,7 @@ def run_apart(
         while waiting or running:
             while waiting and len(running) < at_once:
                 job = waiting.pop(0)
-                running[job] = _start(job, at_once, root, devices)
+                running[job] = _start(job, at_once, place)
                 watch(job, "started")
             time.sleep(POLL)
             for job, process in list(running.items()):
@@ -133,12 +146,12 @@ def run_apart(
     return failures
 
 
-def command(job: Job, root: Path | None, devices: int) -> list[str]:
+def command(job: Job, place: Place) -> list[str]:
     """The command line that runs a job."""
     e = job.experiment
     words = [sys.executable, "-m", "equilibria", "train", e.name, "--scale", e.scale, "--seed", str(job.seed)]
-    words += ["--folder", str(job.folder), "--devices", str(devices)]
-    words += ["--data", str(root)] if root is not None else []
+    words += ["--folder", str(job.folder), "--devices", str(place.devices), "--strategy", place.strategy]
+    words += ["--data", str(place.root)] if place.root is not None else []
     return words + [word for text in job.assignments for word in ("--set", text)]
 
 
@@ -162,14 +175,14 @@ def _keep_gallery(job: Job, root: Path | None) -> None:
         write_gallery(job.folder, drawn)
 
 
-def _start(job: Job, at_once: int, root: Path | None, devices: int) -> subprocess.Popen[bytes]:
+def _start(job: Job, at_once: int, place: Place) -> subprocess.Popen[bytes]:
     job.folder.mkdir(parents=True, exist_ok=True)
     threads = max(1, (os.cpu_count() or 1) // at_once)
     environment = {"OMP_NUM_THREADS": str(threads)} | os.environ
     with open(job.folder / LOG, "ab") as log:
         # a session of its own: Ctrl-C reaches this process alone, which passes it on once
         return subprocess.Popen(
-            command(job, root, devices), stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            command(job, place), stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from equilibria.compaction import set_verdicts, verdicts
 from equilibria.recording import record
 from equilibria.solution import Solution
-from equilibria.training.processes import gather, other_rng
+from equilibria.training.processes import gather, gathered, other_rng
 from equilibria.training.settings import Training
 from equilibria.training.state import State
 from equilibria.training.statistics import Meter, observe, radius
@@ -43,7 +43,7 @@ class Evaluator:
         average, model = self.state.average, self.state.model
         model.eval()
         try:
-            with nullcontext() if average is None else average.in_place(self.state.module):
+            with nullcontext() if average is None else average.in_place(self.state.module), gathered(self.state.module):
                 yield
         finally:
             model.train()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import signal
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from random import Random
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,14 +20,17 @@ from lightning_fabric import Fabric
 from lightning_fabric.strategies.model_parallel import ModelParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 from equilibria.deq import DEQ
+from equilibria.solve import Stop
 
 T = TypeVar("T")
 
+Strategy = Literal["auto", "ddp", "fsdp"]
 
-def make_fabric(devices: int, strategy: str, accelerator: str, precision: Any) -> Fabric:
+
+def make_fabric(devices: int, strategy: Strategy, accelerator: str, precision: Any) -> Fabric:
     """Lightning's hand on devices, precision and processes; under torchrun there are as many processes as that started."""
     nodes = 1
     if dist.is_available() and dist.is_torchelastic_launched():
@@ -41,14 +45,38 @@ def make_fabric(devices: int, strategy: str, accelerator: str, precision: Any) -
 def _shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """The cells of equilibrium layers each for themselves, then all the rest.
 
+    A run of a sharded cell is a collective, so its layer must take as many on every rank: all agree when to stop.
     The outermost module would stay gathered after a forward pass without a backward one, and evaluation is such a pass.
     """
     options: dict[str, Any] = {"mesh": mesh["data_parallel"], "reshard_after_forward": True}
     for module in list(model.modules()):
         if isinstance(module, DEQ) and isinstance(module.cell, nn.Module) and list(module.cell.parameters()):
             fully_shard(module.cell, **options)
+            if hasattr(module.cell, "prepare"):
+                register_fsdp_forward_method(module.cell, "prepare")
+            module.stop = _together(module.stop)
+            module.eval_stop = None if module.eval_stop is None else _together(module.eval_stop)
     fully_shard(model, **options)
     return model
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Inside the block every process has all weights of a sharded model, so that parts of it may be called on their own."""
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        module.set_reshard_after_forward(False, recurse=False)
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in sharded:
+            module.set_reshard_after_forward(True, recurse=False)
+            module.reshard()
+
+
+def _together(stop: Stop) -> Stop:
+    return stop if stop.process_group is not None else dataclasses.replace(stop, process_group="world")
 
 
 def agree(fabric: Fabric, flags: Sequence[bool]) -> list[bool]:

@@ -18,7 +18,7 @@ from equilibria.training.evaluating import Evaluator
 from equilibria.training.folder import Folder, Summary, versions
 from equilibria.training.listeners import Listener, PlainLog
 from equilibria.training.optimisers import Average, make_optimizer
-from equilibria.training.processes import Interrupts, agree, deterministic, make_fabric, peak_bytes, seed_all
+from equilibria.training.processes import Interrupts, Strategy, agree, deterministic, make_fabric, peak_bytes, seed_all
 from equilibria.training.settings import Training, to_plain
 from equilibria.training.state import State, whole
 from equilibria.training.statistics import Meter
@@ -47,8 +47,8 @@ class Trainer:
     config       what to keep beside the training settings, as JSON: {"experiment": name, "settings": {...}}
     root         folder of the datasets; None: the default one
     devices      of this machine; under torchrun, as many as that starts
-    strategy     lightning-fabric's: "auto", "ddp" ...; "fsdp" shards every DEQ's cell, then the rest, with torch's
-                 fully_shard, and needs Stop(process_group="world") in the model
+    strategy     of several processes: "ddp" copies the model to each, "fsdp" shards every DEQ's cell, then the rest, with
+                 torch's fully_shard, and lets all processes stop a solve together; "auto" is "ddp"
     accelerator  lightning-fabric's: "auto", "cpu", "cuda" ...
     listener     who is told how it goes; None: a line per epoch on stderr
     """
@@ -62,7 +62,7 @@ class Trainer:
         config: Mapping[str, Any] | None = None,
         root: Path | None = None,
         devices: int = 1,
-        strategy: str = "auto",
+        strategy: Strategy = "auto",
         accelerator: str = "auto",
         listener: Listener | None = None,
     ) -> None:

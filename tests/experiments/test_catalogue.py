@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("lightning_fabric")
 from equilibria.experiments.base import SCALES
 from equilibria.experiments.catalogue import UnknownName, experiment, experiments, table, tables
-from equilibria.experiments.runner import command, plan, seed_number
+from equilibria.experiments.runner import Place, command, plan, seed_number
 from equilibria.experiments.settings import SettingError
 from equilibria.training.settings import to_plain
 
@@ -63,9 +63,10 @@ def test_a_plan_runs_the_first_seed_of_every_row_first(tmp_path: Path) -> None:
     assert len(jobs) == 18
     assert [job.seed for job in jobs[:7]] == [6171] * 6 + [3859]
     assert jobs[0].folder == tmp_path / "skipdeq-mnist-mlp" / "full" / "deq" / "seed-6171"
-    words = command(jobs[0], tmp_path, 2)
+    words = command(jobs[0], Place(tmp_path, 2, "fsdp"))
     assert words[3:5] == ["train", "skipdeq-mnist-mlp-deq"]
     assert "--set" in words and "training.epochs=1" in words
+    assert words[words.index("--strategy") + 1] == "fsdp"
     with pytest.raises(UnknownName, match="has no row 'v4'"):
         plan(table("skipdeq-mnist-mlp"), "full", tmp_path, rows=["v4"])
 

@@ -42,7 +42,7 @@ def assert_same(folder: Path, alone: Path) -> None:
             for name in ("loss", "accuracy"):
                 assert a["split"][split][name] == pytest.approx(b["split"][split][name], rel=TOLERANCE)
     for which in ("raw", "last"):
-        first, second = (each.model(Shared("auto"), which).state_dict() for each in (ours, theirs))
+        first, second = (each.model(Shared(), which).state_dict() for each in (ours, theirs))
         for name in second:
             torch.testing.assert_close(first[name], second[name], rtol=TOLERANCE, atol=TOLERANCE)
 
