@@ -12,7 +12,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from equilibria.commands.console import progress_console
 from equilibria.training.listeners import Listener, Silent
 
-SHOWN = {"loss": "loss", "accuracy": "accuracy", "nfe": "NFE", "failed": "failed"}
+SHOWN = {
+    "loss": "loss",
+    "accuracy": "accuracy",
+    "mean_iou": "mean IoU",
+    "perplexity": "perplexity",
+    "nfe": "NFE",
+    "failed": "failed",
+}
 
 
 class Lines(Silent):
@@ -70,4 +77,4 @@ def summary_line(record: Mapping[str, Any]) -> str:
 
 
 def _number(name: str, value: float) -> str:
-    return f"{value:.2%}" if name in ("accuracy", "failed") else f"{value:.4g}"
+    return f"{value:.2%}" if name in ("accuracy", "mean_iou", "failed") else f"{value:.4g}"
