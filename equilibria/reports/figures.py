@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from equilibria.experiments.base import Profile
 from equilibria.plots import COLOURS, finish, new_axes, png
-from equilibria.reports.gallery import read_gallery
+from equilibria.reports.gallery import SHOW_DATA, read_gallery
 from equilibria.reports.table import Results, look
 from equilibria.training.folder import Run
 
@@ -45,8 +45,8 @@ CURVES = (
 )
 
 
-def pictures(results: Results) -> dict[str, tuple[str, bytes]]:
-    """(title, PNG) by name; what no run tells is not drawn."""
+def pictures(results: Results, *, with_data: bool = True) -> dict[str, tuple[str, bytes]]:
+    """(title, PNG) by name; what no run tells is not drawn. Without `with_data` those that show samples are left out."""
     found = {}
     for profile in results.table.profiles:
         axes = new_axes()
@@ -56,16 +56,17 @@ def pictures(results: Results) -> dict[str, tuple[str, bytes]]:
         axes = new_axes()
         if _draw(axes, results, curve):
             found[curve.name] = (curve.title, png(axes))
-    return found | _galleries(results)
+    return found | _galleries(results, () if with_data else SHOW_DATA)
 
 
-def _galleries(results: Results) -> dict[str, tuple[str, bytes]]:
+def _galleries(results: Results, hidden: Sequence[str]) -> dict[str, tuple[str, bytes]]:
     """The pictures of the first run of every row."""
     found = {}
     for row in results.table.rows:
         for run in results.runs.get(row.name, ())[:1]:
             for name, (title, content) in read_gallery(run.folder).items():
-                found[f"{row.name}-{name}"] = (f"{row.title}: {title}", content)
+                if name not in hidden:
+                    found[f"{row.name}-{name}"] = (f"{row.title}: {title}", content)
     return found
 
 

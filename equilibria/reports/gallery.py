@@ -9,6 +9,7 @@ from pathlib import Path
 from equilibria.training.durable import replace_file
 
 FOLDER, TITLES = "gallery", "titles.json"
+SHOW_DATA = ("segmentation",)  # samples of a dataset: they stay beside the runs, since a report elsewhere may be published
 
 
 def write_gallery(run: Path, pictures: Mapping[str, tuple[str, bytes]]) -> None:

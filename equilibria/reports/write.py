@@ -16,9 +16,9 @@ PAGE, TEXT, NUMBERS = "report.html", "report.md", "table.json"
 
 
 def write_report(table: Table, scale: Scale, runs: Path, folder: Path | None = None) -> Results:
-    """Read the runs below `runs` and write their report there, or to another folder."""
+    """Read the runs below `runs` and write their report there, or to another folder, but for pictures of the data."""
     results = collect(table, scale, runs)
-    drawn, folder = pictures(results), runs if folder is None else folder
+    drawn, folder = pictures(results, with_data=folder is None), runs if folder is None else folder
     folder.mkdir(parents=True, exist_ok=True)
     for name, (_, content) in drawn.items():
         replace_file(folder / f"{name}.png", content)

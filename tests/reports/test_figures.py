@@ -61,3 +61,14 @@ def test_a_column_takes_one_of_the_epochs_or_all(tmp_path: Path) -> None:
     run = collect(JR, "full", tmp_path).runs["mdeq"][0]
     for epochs, expected in {"first": 0.2, "last": 0.5, "min": 0.2, "max": 0.8, "mean": 0.5}.items():
         assert value(run, Column("a", "", "test.accuracy", epochs=epochs)) == pytest.approx(expected)  # type: ignore[arg-type]
+
+
+def test_pictures_of_the_data_stay_beside_the_runs(results: Results, tmp_path: Path) -> None:
+    run = results.runs["mdeq"][0].folder
+    write_gallery(run, {"looks": ("what it sees", PNG), "segmentation": ("images", PNG)})
+    runs, elsewhere = run.parent.parent, tmp_path / "elsewhere"
+    write_report(results.table, results.scale, runs)
+    write_report(results.table, results.scale, runs, elsewhere)
+    assert (runs / "mdeq-segmentation.png").is_file() and "mdeq-segmentation.png" in (runs / "report.md").read_text()
+    assert (elsewhere / "mdeq-looks.png").is_file() and not (elsewhere / "mdeq-segmentation.png").exists()
+    assert "segmentation.png" not in (elsewhere / "report.md").read_text()
