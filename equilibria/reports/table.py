@@ -128,15 +128,16 @@ def _opposite(claim: Claim, table: Table) -> tuple[Column, str | None]:
 
 
 def _comparison(claim: Claim, left: Figure, right: Figure | None, digits: int) -> tuple[float, str]:
-    """The number a claim is about, and how it comes about."""
+    """The number a claim is about, and how it comes about.
+
+    Values and differences are rounded three digits beyond those shown: means of the same counts differ in their last bits.
+    """
     if right is None:
-        return left.mean, number_text(left.mean, digits)
+        return round(left.mean, digits + 3), number_text(left.mean, digits)
     first, second = number_text(left.mean, digits), number_text(right.mean, digits)
     if claim.by == "ratio":
         return left.mean / right.mean, f"{first} / {second} = {left.mean / right.mean:.4g}"
-    number = (
-        round(left.mean - right.mean, digits + 3) + 0.0
-    )  # not -0; two equal counts of images differ in the last bit of their means
+    number = round(left.mean - right.mean, digits + 3) + 0.0  # 0, not -0
     return number, f"{first} - {second} = {number:+.4g}"
 
 

@@ -91,6 +91,7 @@ def test_equal_counts_are_equal_whatever_their_last_bits(tmp_path: Path) -> None
     found = collect(MNIST, "full", tmp_path)
     verdict = judge(Claim(text="", column="accuracy", left="v2", right="deq", by="difference", at_least=0.0), found)
     assert verdict.held and "= +0;" in verdict.seen
+    assert judge(Claim(text="", column="accuracy", left="deq", at_most=99.31), found).held
 
 
 def test_what_was_published_of_a_claim() -> None:
