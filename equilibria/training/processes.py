@@ -1,4 +1,4 @@
-"""The process a run lives in: devices and their strategy, random numbers, signals, memory."""
+"""The process a run lives in: devices and their strategy, random numbers, signals, time, memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from random import Random
 from types import FrameType
@@ -169,6 +170,11 @@ class Interrupts:
         if self.asked:
             raise KeyboardInterrupt("interrupted twice")
         self.asked = True
+
+
+def step_clock(device: torch.device) -> Callable[[], float]:
+    """A clock for steps: of the work of one thread on a CPU, which other programs do not lengthen; else the wall's."""
+    return time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
 
 def peak_bytes(device: torch.device) -> int | None:

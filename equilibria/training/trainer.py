@@ -18,7 +18,16 @@ from equilibria.training.evaluating import Evaluator
 from equilibria.training.folder import Folder, Summary, versions
 from equilibria.training.listeners import Listener, PlainLog
 from equilibria.training.optimisers import Average, make_optimizer
-from equilibria.training.processes import Interrupts, Strategy, agree, deterministic, make_fabric, peak_bytes, seed_all
+from equilibria.training.processes import (
+    Interrupts,
+    Strategy,
+    agree,
+    deterministic,
+    make_fabric,
+    peak_bytes,
+    seed_all,
+    step_clock,
+)
 from equilibria.training.settings import Training, to_plain
 from equilibria.training.state import State, whole
 from equilibria.training.statistics import Meter
@@ -170,16 +179,18 @@ class Trainer:
         if self.fabric.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.fabric.device)
         self._state.model.train()
-        begin = time.perf_counter()
+        clock = step_clock(self.fabric.device)
+        begin, step_begin = time.perf_counter(), clock()
         for batch in loader:
             self._switch_pretraining()
             stepped = self._stepper.step(self.fabric.to_device(batch), self._interrupts.asked, self._checkpoint_is_due())
+            self._seconds.append(clock() - step_begin)
             self._count(stepped, time.perf_counter() - begin)
             if stepped.asked:
                 raise Interrupted(f"Interrupted after step {progress.step}.")
             if stepped.due:
                 self._checkpoint()
-            begin = time.perf_counter()
+            begin, step_begin = time.perf_counter(), clock()
         progress.trained = True
 
     def _count(self, stepped: Stepped, seconds: float) -> None:
@@ -187,7 +198,6 @@ class Trainer:
         progress.step += 1
         progress.seconds_epoch += seconds
         progress.seconds_train += seconds
-        self._seconds.append(seconds)
         if self.fabric.is_global_zero:
             self.listener.step_done(progress.step, stepped.loss, seconds)
         if self._events is not None and progress.step % EVENTS_EVERY == 0:

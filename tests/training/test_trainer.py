@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 import equilibria as eq
 from equilibria.training import Loaders, Optimizer, Outcome, Run, Schedule, Summary, Trainer, Training, TrainingError
+from equilibria.training.processes import step_clock
 from tests.training.tasks import Classifying, Noted, Pair, timeless, weights
 
 TRAINING = Training(epochs=2, batch_size=8, optimizer=Optimizer(lr=0.05))
@@ -43,6 +45,14 @@ def test_a_run_learns_and_leaves_a_complete_folder(tmp_path: Path) -> None:
     assert summary.parameters == sum(p.numel() for p in Classifying().model().parameters())
     assert listener.epochs == run.metrics and len(listener.losses) == 6 * STEPS
     assert run.training.epochs == 6 and run.config["versions"]["torch"] == torch.__version__
+
+
+def test_steps_are_timed_by_work_where_one_thread_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, threads = torch.device("cpu"), 1
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert step_clock(cpu) is time.process_time and step_clock(torch.device("cuda")) is time.perf_counter
+    threads = 2
+    assert step_clock(cpu) is time.perf_counter
 
 
 def test_metrics_are_the_means_over_samples(tmp_path: Path) -> None:
