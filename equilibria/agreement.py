@@ -21,9 +21,11 @@ from equilibria.measuring import untouched
 from equilibria.solution import ConvergenceWarning, Solution, Status
 from equilibria.solve import Stop
 from equilibria.solvers.base import require
+from equilibria.solvers.krylov import GMRES
 from equilibria.state import Layout, State
 
 NAN = float("nan")
+DIRECTIONS = 100  # that the exact gradient's adjoint may keep where the default's do not suffice
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,15 @@ class _Measured:
     meter: _Meter
     seconds: float
 
+    @property
+    def residual(self) -> float:
+        """The worst of both solves, samples aside that are not finite."""
+        stats, adjoint = self.solution.stats, self.solution.adjoint
+        good = stats.status != Status.NONFINITE
+        if not bool(good.any()):
+            return 0.0
+        return max(float(solve.residual[good].max()) for solve in (stats, adjoint) if solve is not None)
+
 
 class Bench:
     """A DEQ with inputs and a loss, on which gradients are run."""
@@ -130,18 +141,19 @@ class Bench:
             process_group=given.process_group,
         )
         measured = self.measure(Implicit(stop=tight), stop=tight)
-        solution = measured.solution
-        solves = [stats for stats in (solution.stats, solution.adjoint) if stats is not None]
-        good = solution.stats.status != Status.NONFINITE
-        worst = max((float(stats.residual[good].max()) for stats in solves if bool(good.any())), default=0.0)
-        if not worst <= solution.equation.precision**0.5:
+        if not self._is_exact(measured):  # then with the memory of as many directions as a stubborn adjoint may take
+            measured = self.measure(Implicit(solver=GMRES(restart=DIRECTIONS), stop=tight), stop=tight)
+        if not self._is_exact(measured):
             warnings.warn(
                 f"The exact gradient, which the others are measured by, is not exact: its solves ended with a relative "
-                f"residual of {worst:.1e}. Give the DEQ a solver that converges here, such as eq.Newton().",
+                f"residual of {measured.residual:.1e}. Give the DEQ a solver that converges here, such as eq.Newton().",
                 ConvergenceWarning,
                 stacklevel=3,
             )
         return measured.gradient
+
+    def _is_exact(self, measured: _Measured) -> bool:
+        return measured.residual <= measured.solution.equation.precision**0.5
 
     def measure(self, gradient: Gradient, **changes: Any) -> _Measured:
         """Run it as the DEQ would in training, with some settings changed."""

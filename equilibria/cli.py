@@ -13,6 +13,8 @@ try:
     from equilibria.commands.runs import evaluate, train
     from equilibria.commands.tables import demo, reproduce
 except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] == "equilibria":
+        raise
     raise SystemExit(f"The command line needs the extra `train`: pip install 'equilibria[train]'. ({error})") from error
 
 import equilibria

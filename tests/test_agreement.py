@@ -225,6 +225,16 @@ def test_unsolvable_reference_warns() -> None:
         gradient_agreement(deq, inputs(2, 3).requires_grad_(), [eq.JFB()])
 
 
+def test_a_stubborn_adjoint_gets_more_directions() -> None:
+    """I - 3 P, where P moves 40 numbers round, has eigenvalues all around zero: GMRES with 20 directions gets nowhere."""
+    ring = torch.arange(4000).view(-1, 40).roll(1, 1).flatten()
+    tight = eq.Stop(rtol=1e-12, max_steps=300, on_failure="ignore")
+    deq = eq.DEQ(lambda z, x: 3 * z[:, ring] + x, solver=eq.GMRES(restart=60), stop=tight)
+    stuck, solved = eq.Implicit(stop=tight), eq.Implicit(solver=eq.GMRES(restart=60), stop=tight)
+    few, many = gradient_agreement(deq, inputs(2, 4000).requires_grad_(), [stuck, solved])
+    assert few.relative_error > 0.1 and many.relative_error < 1e-9
+
+
 def test_nothing_to_compare_and_no_gradient_are_refused() -> None:
     with pytest.raises(ValueError, match="neither a parameter of the DEQ nor an input requires one"):
         gradient_agreement(eq.DEQ(lambda z, x: torch.cos(z)), inputs(2, 3), [eq.JFB()])

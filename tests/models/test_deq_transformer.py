@@ -23,6 +23,7 @@ from equilibria.models.relative_attention import RelativeAttention, out_of_sight
 from equilibria.models.sequence import GRUModel, SequenceModel, generate, unrolled_pretraining
 from equilibria.models.transformer_cell import TransformerCell
 from equilibria.models.transformer_configs import TRANSFORMER_CONFIGS, TRANSFORMER_XL_CONFIGS, TransformerConfig
+from tests.models.learning import check_that_it_learns_by_heart
 
 TOKENS = 11
 SMALL = TransformerConfig(
@@ -435,19 +436,7 @@ def test_a_model_learns_one_batch_by_heart_and_round_trips(name: str) -> None:
         config = replace(style, **wide, forward_steps=10, backward_steps=10)  # type: ignore[arg-type]
         return DEQTransformer(config, depth=None if name in STYLES else 3)
 
-    torch.manual_seed(0)
-    model, tokens = build(), torch.arange(10).view(2, 5)
-    targets = tokens.flip(1)
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-2)
-    for _ in range(60):
-        loss, _ = model(tokens, None, targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert loss < 0.5
-    other = build()
-    other.load_state_dict(model.state_dict())
-    torch.testing.assert_close(other.eval()(tokens)[0], model.eval()(tokens)[0], rtol=0, atol=0)
+    check_that_it_learns_by_heart(build, torch.arange(10).view(2, 5), lr=3e-2)
 
 
 # generating

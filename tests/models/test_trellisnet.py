@@ -18,6 +18,7 @@ from equilibria.models.explicit_nets import weight_tied
 from equilibria.models.sequence import generate, unrolled_pretraining
 from equilibria.models.trellis_cell import TRELLIS_CONFIGS, TrellisCell, TrellisConfig, TrellisStack
 from equilibria.models.trellisnet import TrellisNet, TrellisParts, activation_penalty
+from tests.models.learning import check_that_it_learns_by_heart
 
 TOKENS = 9
 SMALL = TrellisConfig(summary="for tests", tokens=TOKENS, embedding=4, hidden=3, layers=6)
@@ -347,19 +348,7 @@ def test_a_model_learns_one_batch_by_heart_and_round_trips(name: str) -> None:
         mixed, rereading = replace(wide, experts=2), replace(wide, carry="tokens", horizon=3)
         return TrellisNet({"mixture": mixed, "rereading": rereading}.get(name, wide))
 
-    torch.manual_seed(0)
-    model, tokens = build(), torch.arange(8).view(2, 4)
-    targets = tokens.flip(1)
-    optimizer = torch.optim.Adam(model.parameters(), lr=5e-2)
-    for _ in range(60):
-        loss, _ = model(tokens, None, targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert loss < 0.5
-    other = build()
-    other.load_state_dict(model.state_dict())
-    torch.testing.assert_close(other.eval()(tokens)[0], model.eval()(tokens)[0], rtol=0, atol=0)
+    check_that_it_learns_by_heart(build, torch.arange(8).view(2, 4), lr=5e-2)
 
 
 @pytest.mark.parametrize("name", ["equilibrium", "rereading", "explicit"])
