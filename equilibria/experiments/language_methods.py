@@ -14,9 +14,9 @@ from equilibria.experiments.language_recipes import (
     CUTOFFS,
     DEBUG,
     DIRECTIONS,
+    GAIN,
     LENGTH,
     MEMORY_NOTE,
-    PRETRAINING,
     STEPS,
     made,
     reduced_note,
@@ -78,6 +78,7 @@ class Recipe:
             gradient=self.gradient,
             adjoint=self.adjoint,
             directions=None if full else DIRECTIONS,
+            gain=1.0 if full else GAIN,
             cutoffs=None if full else CUTOFFS,
         )
         return tiny(model) if scale == "debug" else model
@@ -149,7 +150,7 @@ def _untied(scale: Scale) -> LanguageSettings:
     if scale == "full":
         model = LanguageModel(kind="untied", size="base", depth=18, width=500, heads=10, inner=2750, divisor=4)
         return LanguageSettings(data=text(scale, "wikitext-103", length=150, eval_length=150), model=model)
-    model = LanguageModel(kind="untied", cutoffs=CUTOFFS)
+    model = LanguageModel(kind="untied", gain=GAIN, cutoffs=CUTOFFS)
     return LanguageSettings(data=text(scale, "ptb", length=150), model=tiny(model) if scale == "debug" else model)
 
 
@@ -211,7 +212,7 @@ def _jr_table() -> Table:
             "reduced": (
                 reduced_note("nano models on the Penn Treebank", WORDS),
                 f"Penalty: weight {NANO_WEIGHT:g}, chosen from 4 by validation perplexity of post-LN after 400 steps; in "
-                f"35 % (post-LN) or 40 % (pre-LN) of the steps. {PRETRAINING} steps of pre-training. "
+                f"35 % (post-LN) or 40 % (pre-LN) of the steps. "
                 f"Segments of {2 * LENGTH} where it says 300.",
                 *notes,
             ),

@@ -16,6 +16,7 @@ from equilibria.experiments.language_recipes import (
     DEPTHS,
     DEQ_SOURCE,
     DIRECTIONS,
+    GAIN,
     LAYERS,
     MEMORY_NOTE,
     as_good,
@@ -69,7 +70,7 @@ def _ptb(table: str, row: str, scale: Scale, level: Level) -> Experiment[Any]:
     elif scale == "full":
         model = dataclasses.replace(model, **(_WIDE_UNTIED if row == "untied" else _WIDE))
     else:
-        model = dataclasses.replace(model, directions=DIRECTIONS, cutoffs=CUTOFFS if level == "word" else None)
+        model = dataclasses.replace(model, directions=DIRECTIONS, gain=GAIN, cutoffs=CUTOFFS if level == "word" else None)
     training = small_training(scale, pretraining=row == "deq") if scale != "full" else _full_ptb(row)
     data = text(scale, "ptb", length=128, level=level)
     debug = scale == "debug"
@@ -130,7 +131,11 @@ def tables() -> tuple[Table, ...]:
     )
     nano = "nano models of 64 channels; the untied one has 4 layers of 48, and as many parameters"
     words = f"softmax in clusters beginning at {CUTOFFS[0]:,} and {CUTOFFS[1]:,}"
-    notes = ("All rows see the same tokens; the equilibrium is unrolled over 2 layers at first.", MEMORY_NOTE)
+    notes = (
+        "All rows see the same tokens and have the same rates and initial deviations; at full scale the equilibrium is "
+        "unrolled over 2 layers for 1,000 steps.",
+        MEMORY_NOTE,
+    )
     protocol: dict[str, dict[Scale, tuple[str, ...]]] = {
         level: {
             "debug": (DEBUG, *notes),

@@ -16,6 +16,7 @@ from equilibria.experiments.language_recipes import (
     DIRECTIONS,
     MEMORY_NOTE,
     TRELLIS_LAYERS,
+    TRELLIS_RATE,
     as_good,
     made,
     reduced_note,
@@ -60,7 +61,7 @@ def trellisnet(row: str, scale: Scale = "full") -> Experiment[Any]:
         activation=(2.0, 1.0) if full else (0.0, 0.0),
         depths=DEPTHS if scale != "debug" else DEPTHS[:2],
     )
-    training = _full_trellis(deq) if full else small_training(scale, pretraining=deq)
+    training = _full_trellis(deq) if full else small_training(scale, pretraining=deq, trellis=True)
     return made(f"{TRELLIS}-{row}", f"{_TRELLIS_TITLES[row]} on PTB", settings, training, scale)
 
 
@@ -112,7 +113,8 @@ def _trellis_table() -> Table:
                 reduced_note(
                     f"{TRELLIS_LAYERS} layers of 32 + 64 channels",
                     f"softmax in clusters beginning at {CUTOFFS[0]:,} and {CUTOFFS[1]:,}",
-                    1,
+                    memory=1,
+                    rates=f"{TRELLIS_RATE:g}",
                 ),
                 "Anderson's method in place of Broyden's, which keeps two states for every step.",
                 *notes,

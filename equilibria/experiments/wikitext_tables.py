@@ -13,9 +13,12 @@ from equilibria.experiments.language_recipes import (
     DEBUG,
     DEQ_SOURCE,
     DIRECTIONS,
+    GAIN,
     LAYERS,
     MEMORY_NOTE,
+    RATE,
     TRELLIS_LAYERS,
+    TRELLIS_RATE,
     made,
     reduced_note,
     row,
@@ -103,7 +106,8 @@ def wikitext(row: str, scale: Scale = "full") -> Experiment[Any]:
     """A row of the table on WikiText-103; the reduced scale has WikiText-2."""
     title, model, reduced, _ = _ROWS[row]
     if scale != "full":
-        model = dataclasses.replace(model, size="nano", directions=DIRECTIONS, **reduced)
+        gain = 1.0 if model.kind == "trellis" else GAIN
+        model = dataclasses.replace(model, size="nano", directions=DIRECTIONS, gain=gain, **reduced)
     if scale == "debug":
         model = tiny(model)
     trellis, deq = model.kind == "trellis", model.depth is None and model.kind != "untied"
@@ -112,7 +116,7 @@ def wikitext(row: str, scale: Scale = "full") -> Experiment[Any]:
     if scale == "full":
         training = _trellis_training(deq) if trellis else _transformer_training(deq)
     else:
-        training = small_training(scale, pretraining=deq)
+        training = small_training(scale, pretraining=deq, trellis=trellis)
     return made(f"{WIKITEXT}-{row}", title, LanguageSettings(data=data, model=model), training, scale)
 
 
@@ -192,8 +196,8 @@ def _published(name: str) -> dict[str, float]:
 
 def tables() -> tuple[Table, ...]:
     notes = (
-        "All rows of a kind see the same tokens, equilibria unrolled over a few layers at first; at full scale "
-        "DEQ-TrellisNet has 49 rows, TrellisNet 40, as published.",
+        "All rows of a kind see the same tokens, equilibria unrolled over a few layers at first, but for nano "
+        "transformers; at full scale DEQ-TrellisNet has 49 rows, TrellisNet 40, as published.",
         MEMORY_NOTE,
     )
     return (
@@ -217,6 +221,7 @@ def tables() -> tuple[Table, ...]:
                         f"softmax in clusters beginning at {CUTOFFS[0]:,} and {CUTOFFS[1]:,}, vectors half as wide from "
                         "cluster to cluster where it says adaptive",
                         steps=STEPS,
+                        rates=f"{RATE:g} (TrellisNet {TRELLIS_RATE:g})",
                     ),
                     *notes,
                 ),
