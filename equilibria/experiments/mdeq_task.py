@@ -215,13 +215,12 @@ class Multiscale(ImageTask):
             warnings.simplefilter("always")
             with torch.no_grad():
                 injected = mdeq.stem(x)
-            found = gradient_agreement(_tight(mdeq.layer), injected, gradients, lambda z: judged(mdeq.head(z), y)[0])
+            found = gradient_agreement(_stronger(mdeq.layer), injected, gradients, lambda z: judged(mdeq.head(z), y)[0])
         if any(issubclass(warning.category, ConvergenceWarning) for warning in told):
             return {"cosines_known": 0.0}
         return {"cosines_known": 1.0} | {agreement.name: agreement.cosine for agreement in found}
 
 
-def _tight(layer: DEQ) -> DEQ:
-    """The layer, solved so far that gradients differ by how they are taken and not by where."""
-    stop = Stop(rtol=1e-4, atol=0.0, max_steps=200, on_failure="ignore")
-    return DEQ(layer.cell, layer.init, Anderson(history=20), stop, batched=layer.batched).train(layer.training)
+def _stronger(layer: DEQ) -> DEQ:
+    """The layer, with a solver that finds the equilibrium for the exact gradient also where the cell does not contract."""
+    return DEQ(layer.cell, layer.init, Anderson(history=20), layer.stop, batched=layer.batched).train(layer.training)
