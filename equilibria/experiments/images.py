@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from equilibria.data.catalogue import load
 from equilibria.data.sets import Dataset, Split, generator
 from equilibria.recording import record
 from equilibria.solution import Solution
+from equilibria.training.processes import step_clock
 from equilibria.training.settings import Training
 from equilibria.training.task import Loaders, Outcome, Task
 
@@ -158,7 +158,7 @@ def inside(model: nn.Module, kind: type[M]) -> M:
 
 
 def now(x: Tensor) -> float:
-    """Seconds, when all work on the device of x is done."""
+    """Seconds by the clock of training steps, when all work on the device of x is done."""
     if x.is_cuda:
         torch.cuda.synchronize(x.device)
-    return time.perf_counter()
+    return step_clock(x.device)()
