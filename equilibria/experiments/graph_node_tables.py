@@ -181,7 +181,7 @@ def _chain_table() -> Table:
         "2 classes of 20 chains of each length, 100 features, of which the first node has the class and all others nothing; "
         "20 nodes for training, 100 for validation, 200 for testing, drawn anew for each seed. One layer of 16 channels, "
         f"kappa 0.9, solved to {FAR:g}; Adam 1e-2, decay 5e-4, the gradient of each parameter shortened to 0.5.",
-        "A network for each length, all in one run: the time of a step is a mean over lengths. Validation, over all lengths, "
+        "A network for each length, all in one run: the time of a step is a mean over lengths. Validation over all lengths "
         "chose the epoch; one of ours has 20 of the published, which are single steps.",
     )
     return Table(
