@@ -70,11 +70,11 @@ class Nodes(GraphTask):
 
 @dataclass(frozen=True, kw_only=True)
 class ChainSettings:
-    """Of chains whose class only the first node tells.
+    """Of chains whose class only the first node tells. All is in double precision: what comes from afar is small.
 
     lengths         of the chains; for each of them a network of its own is trained, one after the other
     chains          per class
-    train, valid, test  nodes
+    train           share of the nodes; valid, test: their number
     gcn_layers      of graph convolutions, the explicit network
     clip            the gradient of each parameter is shortened to this length
     passes          steps of each network in an epoch
@@ -84,7 +84,7 @@ class ChainSettings:
     net: Net = "ignn"
     layers: LayerOptions = field(default_factory=LayerOptions)
     chains: int = 20
-    train: int = 20
+    train: float = 0.05
     valid: int = 100
     test: int = 200
     gcn_layers: int = 2
@@ -122,13 +122,14 @@ class Chains(GraphTask):
 
     def model(self) -> nn.Module:
         s = self.settings
-        return ChainNets({2 * s.chains * length: self._net() for length in s.lengths})
+        return ChainNets({2 * s.chains * length: self._net() for length in s.lengths}).double()
 
     def batches(self, root: Path | None, training: Training, rank: int, world_size: int) -> Loaders[Graph]:
         s = self.settings
-        options = {"chains": s.chains, "train": s.train, "valid": s.valid, "test": s.test}
-        sets = [chains(length=length, seed=42 + training.seed, **options) for length in s.lengths]
-        train, valid, test = ([found[0] for found in split] for split in zip(*map(_splits, sets), strict=True))
+        options = {"chains": s.chains, "valid": s.valid, "test": s.test, "seed": 42 + training.seed}
+        nodes = {length: round(s.train * 2 * s.chains * length) for length in s.lengths}
+        sets = [chains(length=length, train=train, **options) for length, train in nodes.items()]
+        train, valid, test = ([_double(found[0]) for found in split] for split in zip(*map(_splits, sets), strict=True))
         return whole(Dataset("chains", tuple(train), tuple(test), tuple(valid)), training, world_size, s.passes)
 
     def loss(self, model: nn.Module, batch: Graph, step: int) -> Outcome:
@@ -152,6 +153,10 @@ class Chains(GraphTask):
         if s.net == "gcn":
             return NodeGCN(NodeGCNConfig(features=100, classes=2, layers=s.gcn_layers))
         return ChainNet(ChainNetConfig(kappa=s.layers.kappa), **s.layers.parts())
+
+
+def _double(graph: Graph) -> Graph:
+    return dataclasses.replace(graph, x=graph.x.double())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -214,7 +214,7 @@ def test_micro_f1_is_that_of_the_whole_split_however_it_is_cut() -> None:
 
 
 def test_networks_of_all_lengths_train_as_each_would_alone() -> None:
-    sizes: dict[str, Any] = {"chains": 3, "train": 8, "valid": 4, "test": 4, "clip": 0.05}
+    sizes: dict[str, Any] = {"chains": 3, "train": 0.3, "valid": 4, "test": 4, "clip": 0.05}
     together = Chains(ChainSettings(lengths=(4, 6), **sizes))
     torch.manual_seed(0)
     model = together.model()
@@ -243,8 +243,15 @@ def _steps(task: Chains, model: nn.Module) -> None:
             optimizer.zero_grad()
 
 
+def test_training_nodes_are_a_share_of_each_length_and_all_is_double() -> None:
+    task = Chains(ChainSettings(lengths=(10, 20)))
+    batches = list(task.batches(None, Training(batch_size=1), 0, 1).train)
+    assert [int(batch.mask.sum()) for batch in batches if batch.mask is not None] == [20, 40]
+    assert {batch.x.dtype for batch in batches} | {w.dtype for w in task.model().parameters()} == {torch.float64}
+
+
 def test_the_gradient_of_each_parameter_is_shortened_by_itself() -> None:
-    task = Chains(ChainSettings(lengths=(4,), chains=3, train=8, valid=4, test=4, clip=0.5))
+    task = Chains(ChainSettings(lengths=(4,), chains=3, train=0.3, valid=4, test=4, clip=0.5))
     model = nn.Linear(2, 1)
     model.weight.grad, model.bias.grad = torch.tensor([[3.0, 4.0]]), torch.tensor([0.1])
     before = model.weight.detach().clone()
