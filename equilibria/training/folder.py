@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
 import json
 import math
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from torch import nn
 
 from equilibria.training.checkpoints import Checkpoints, CorruptCheckpointError, Found, read
@@ -19,7 +22,7 @@ from equilibria.training.durable import append_to, replace_file
 from equilibria.training.settings import Training, from_plain, one_of
 from equilibria.training.task import Task
 
-CONFIG, METRICS, SUMMARY = "config.json", "metrics.jsonl", "summary.json"
+CONFIG, METRICS, SUMMARY, LOCK = "config.json", "metrics.jsonl", "summary.json", ".lock"
 FREE = {"training.checkpoint_minutes"}  # may differ when a run is resumed: the results do not depend on it
 
 
@@ -47,9 +50,23 @@ class Folder:
         self.checkpoints = Checkpoints(path / "checkpoints")
         self.best = Checkpoints(path / "best", keep=1)
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside the block no other process holds the folder; a process that is killed lets go of it."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(self.path / LOCK, timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            message = f"another process is training in {self.path}. Wait for it, stop it, or take another folder"
+            raise BlockingIOError(errno.EAGAIN, message) from None
+        try:
+            yield
+        finally:
+            lock.release()
+
     def begin(self, config: Mapping[str, Any]) -> list[str]:
         """Write the config, or compare it with that of the run to go on with; returns versions that have changed since."""
-        self.path.mkdir(parents=True, exist_ok=True)
         file = self.path / CONFIG
         if not file.exists():
             replace_file(file, _json(config))

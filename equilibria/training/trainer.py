@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +85,10 @@ class Trainer:
     def fit(self) -> Summary:
         """Start the run, or go on with it; a finished one is not trained again."""
         self.fabric.launch()
+        with self.folder.held() if self.fabric.is_global_zero else nullcontext():
+            return self._fit()
+
+    def _fit(self) -> Summary:
         if self.fabric.is_global_zero:
             self._open_folder()
         self.fabric.barrier()

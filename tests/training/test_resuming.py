@@ -57,6 +57,14 @@ def test_a_run_cut_off_anywhere_ends_the_same(
     same(tmp_path, uninterrupted)
 
 
+def test_one_process_at_a_time_trains_in_a_folder(tmp_path: Path) -> None:
+    first = trainer(tmp_path)
+    with first.folder.held(), pytest.raises(BlockingIOError, match=r"another process is training in .* take another"):
+        trainer(tmp_path).fit()
+    assert not (tmp_path / "config.json").exists()
+    assert first.fit().finished and trainer(tmp_path).fit().finished
+
+
 class _CutAfterMetrics(Noted):
     def epoch_done(self, record: Mapping[str, Any]) -> None:
         if record["epoch"] == 2:
