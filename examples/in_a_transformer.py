@@ -4,6 +4,7 @@ python examples/in_a_transformer.py
 """
 
 import importlib.util
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,20 @@ class BlockCell(nn.Module):
         return self.norm((out[0] if isinstance(out, tuple) else out) + x)
 
 
+class InPlace(nn.Module):
+    """The DEQ where a block stood, called and answering as blocks do; masks are left out, for nothing is padded here."""
+
+    def __init__(self, block: nn.Module, width: int) -> None:
+        super().__init__()
+        with torch.no_grad():
+            self.in_a_tuple = isinstance(block(torch.zeros(1, 1, width)), tuple)
+        self.deq = eq.DEQ(BlockCell(block, width), stop=eq.Stop(rtol=1e-3, max_steps=60))
+
+    def forward(self, hidden: Tensor, *others: Any, **options: Any) -> Tensor | tuple[Tensor]:
+        z = self.deq(hidden)
+        return (z,) if self.in_a_tuple else z
+
+
 class Encoder(nn.Module):
     """torch's own, for a machine without the other two."""
 
@@ -36,8 +51,8 @@ class Encoder(nn.Module):
         return tokens
 
 
-def small_encoder(width: int) -> tuple[nn.Module, nn.ModuleList]:
-    """A model from vectors to vectors, and the list of its blocks."""
+def small_encoder(width: int) -> tuple[nn.Module, nn.ModuleList | nn.Sequential]:
+    """A model from vectors to vectors, and its blocks."""
     if importlib.util.find_spec("transformers") is not None:
         from transformers import BertConfig
         from transformers.models.bert.modeling_bert import BertEncoder
@@ -48,8 +63,8 @@ def small_encoder(width: int) -> tuple[nn.Module, nn.ModuleList]:
     if importlib.util.find_spec("timm") is not None:
         from timm.models.vision_transformer import Block
 
-        blocks = nn.ModuleList([Block(width, 4), Block(width, 4)])
-        return nn.Sequential(*blocks), blocks
+        blocks = nn.Sequential(Block(width, 4), Block(width, 4))
+        return blocks, blocks
     encoder = Encoder(width)
     return encoder, encoder.layer
 
@@ -57,7 +72,7 @@ def small_encoder(width: int) -> tuple[nn.Module, nn.ModuleList]:
 def main() -> None:
     torch.manual_seed(0)
     encoder, blocks = small_encoder(32)
-    blocks[-1] = eq.DEQ(BlockCell(blocks[-1], 32), stop=eq.Stop(rtol=1e-3, max_steps=60))
+    blocks[-1] = InPlace(blocks[-1], 32)
     with eq.record(encoder) as solutions:
         out = encoder(torch.randn(2, 7, 32))
         out = out if isinstance(out, Tensor) else out[0]
