@@ -12,7 +12,7 @@ from equilibria.diagnosis.findings import Finding, Severity
 from equilibria.diagnosis.layers import LayerDiagnosis
 from equilibria.explicit import Trajectory, WeightTied
 from equilibria.exporting import export, to_onnx
-from equilibria.gradients.base import Gradient
+from equilibria.gradients.base import Gradient, Problem, quarantine
 from equilibria.gradients.escalate import Escalate
 from equilibria.gradients.implicit import Implicit
 from equilibria.gradients.phantom import JFB, NeumannPhantom, UnrolledPhantom
@@ -97,6 +97,7 @@ __all__ = [
     "PeacemanRachford",
     "PenaltySchedule",
     "Picard",
+    "Problem",
     "Readout",
     "Remember",
     "Restart",
@@ -144,6 +145,7 @@ __all__ = [
     "plot_trace",
     "project_",
     "project_rows",
+    "quarantine",
     "record",
     "rms_norm",
     "skip_penalty",

@@ -1,4 +1,4 @@
-"""A state of several tensors: two coupled populations, an image and a vector, solved as one equilibrium.
+"""A state of two tensors, an image and a vector that depend on each other, solved as one equilibrium.
 
 python examples/multi_tensor_state.py
 """
@@ -12,7 +12,7 @@ State = dict[str, Tensor]
 
 
 class TwoStreams(nn.Module):
-    """An image that is brightened by a vector, which is the mean of the image."""
+    """An image shifted by a vector, and the vector made from the mean of the image."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -21,8 +21,8 @@ class TwoStreams(nn.Module):
 
     def forward(self, z: State, x: Tensor) -> State:
         image, vector = z["image"], z["vector"]
-        brighter = torch.tanh(0.5 * self.conv(image) + vector[:, :, None, None] + x)
-        return {"image": brighter, "vector": torch.tanh(0.5 * self.mix(image.mean(dim=(2, 3))))}
+        shifted = torch.tanh(0.5 * self.conv(image) + vector[:, :, None, None] + x)
+        return {"image": shifted, "vector": torch.tanh(0.5 * self.mix(image.mean(dim=(2, 3))))}
 
 
 def start(x: Tensor) -> State:

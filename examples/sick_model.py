@@ -1,7 +1,9 @@
-"""A model that trains badly, what is wrong with it, and the same model made well.
+"""A model without equilibria, what is wrong with it, and the same model made well.
 
 python examples/sick_model.py
 """
+
+import copy
 
 import torch
 from torch import Tensor, nn
@@ -9,20 +11,26 @@ from torch import Tensor, nn
 import equilibria as eq
 
 
-class Cell(nn.Linear):
-    def forward(self, z: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
-        return torch.tanh(super().forward(z) + x)
+class Cell(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(z) + x)
 
 
 def main() -> None:
     torch.manual_seed(0)
-    encoder, cell, head = nn.Linear(8, 24), Cell(24, 24), nn.Linear(24, 2)
+    encoder, cell, head = nn.Linear(8, 24), Cell(24), nn.Linear(24, 2)
     with torch.no_grad():
-        cell.weight.mul_(6)  # as after training with too high a rate
+        cell.inner.weight.mul_(6)  # as after training with too high a rate
     sick = nn.Sequential(encoder, eq.DEQ(cell, solver=eq.Picard()), head)
     x = torch.randn(16, 8)
     print(eq.diagnose(sick, x))
-    well = nn.Sequential(encoder, eq.DEQ(eq.spectral_norm(cell, bound=0.9)), head)
+    bounded = copy.deepcopy(cell)
+    eq.spectral_norm(bounded.inner, bound=0.9)  # in place
+    well = nn.Sequential(encoder, eq.DEQ(bounded), head)
     print(eq.diagnose(well, x))
 
 

@@ -32,7 +32,7 @@ def train(name: str, init: eq.FirstStep | nn.Module | None) -> None:
         optimizer.zero_grad()
         (loss + penalty).backward()
         optimizer.step()
-    print(f"{name}: loss {loss.item():.4f}, {s.stats.evaluations} evaluations of the cell")
+    print(f"{name}: loss {loss.item():.4f}, {s.stats.steps.float().mean().item():.1f} steps of the solver on average")
 
 
 def main() -> None:

@@ -7,8 +7,11 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -48,18 +51,54 @@ def test_example(
     [
         ("drop_in_layer.py", "accuracy 9"),
         ("multi_tensor_state.py", "3 samples: 3 converged"),
-        ("skip_deq.py", "Skip DEQ V2"),
+        ("skip_deq.py", "steps of the solver on average"),
         ("phantom_gradient.py", "implicit: cosine 1.0000"),
         ("continuous_deq.py", "steps rejected"),
         ("second_derivatives.py", "forward mode"),
         ("graph_layer.py", "implicit graph network: 100.0%"),
         ("in_a_transformer.py", "2 samples: 2 converged"),
-        ("sick_model.py", "not contractive"),
     ],
 )
 def test_short_example(name: str, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run(name, [], monkeypatch)
     assert printed in capsys.readouterr().out
+
+
+def test_a_sick_model_is_made_well(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run("sick_model.py", [], monkeypatch)
+    told = capsys.readouterr().out
+    assert -1 < told.find("not contractive") < told.find("Healthy")
+
+
+@pytest.mark.parametrize("in_a_tuple", [True, False])
+def test_a_deq_answers_as_the_block_did_whose_place_it_takes(in_a_tuple: bool) -> None:
+    """Blocks of Hugging Face's older encoders answer with a tuple, all of them are given masks."""
+
+    class Block(nn.Linear):
+        def forward(self, z: Tensor) -> Any:
+            return (super().forward(z),) if in_a_tuple else super().forward(z)
+
+    torch.manual_seed(0)
+    in_place = runpy.run_path(str(EXAMPLES / "in_a_transformer.py"))["InPlace"](Block(8, 8), 8)
+    out = in_place(torch.randn(2, 3, 8), None, encoder_attention_mask=None)
+    z = out[0] if in_a_tuple else out
+    assert isinstance(out, tuple) == in_a_tuple and z.shape == (2, 3, 8) and z.requires_grad
+
+
+def test_the_pictures_of_the_docs_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    monkeypatch.setattr(sys, "argv", ["pictures.py", "--folder", str(tmp_path)])
+    runpy.run_path(str(EXAMPLES.parent / "docs" / "pictures.py"), run_name="__main__")
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"concepts-{name}.png" for name in ("residuals", "rows", "spectra")
+    }
+    assert all(path.stat().st_size > 10_000 for path in tmp_path.iterdir())
+
+
+def test_every_short_example_is_listed() -> None:
+    page = (EXAMPLES.parent / "docs" / "index.md").read_text()
+    assert all(f"`{path.name}`" in page or f"`examples/{path.name}`" in page for path in EXAMPLES.glob("*.py"))
 
 
 def test_the_example_of_two_processes() -> None:

@@ -103,9 +103,8 @@ def test_the_wheel_works_in_an_environment_of_its_own(dist: Path, tmp_path: Path
 
 
 def test_the_changelog_tells_of_this_version() -> None:
-    """A version is either released, with its date, or what the next release is made of."""
-    text = (ROOT / "CHANGELOG.md").read_text()
-    assert (
-        re.search(rf"^## \[{re.escape(eq.__version__)}\] - \d{{4}}-\d\d-\d\d$", text, re.MULTILINE)
-        or "## [Unreleased]" in text
-    )
+    """With its date, which the citation has too; what comes after it stands above."""
+    text, citation = (ROOT / "CHANGELOG.md").read_text(), (ROOT / "CITATION.cff").read_text()
+    dated = re.search(rf"^## \[{re.escape(eq.__version__)}\] - (\d{{4}}-\d\d-\d\d)$", text, re.MULTILINE)
+    assert dated is not None and text.index("## [Unreleased]") < dated.start()
+    assert f"version: {eq.__version__}\n" in citation and f"date-released: {dated[1]}\n" in citation

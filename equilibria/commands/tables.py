@@ -11,13 +11,14 @@ import typer
 from equilibria.commands.console import AsJson, DataRoot, explained, show_json, show_table
 from equilibria.commands.running import run_jobs, say, tell_failures
 from equilibria.commands.runs import Assignments, Devices, Out, ScaleOption
+from equilibria.experiments.base import SCALES, Scale, Table
 from equilibria.experiments.catalogue import table as find_table
 from equilibria.experiments.catalogue import tables
 from equilibria.experiments.digits import DIGITS
 from equilibria.experiments.runner import Failure, Place, plan
 from equilibria.reports.overview import write_overview
 from equilibria.reports.table import Results, figure_text, plain
-from equilibria.reports.write import NUMBERS, PAGE, TEXT, write_report
+from equilibria.reports.write import NUMBERS, PAGE, TEXT, reported_scale, write_report
 
 
 def reproduce(
@@ -53,11 +54,23 @@ def reproduce(
             say(f"{found.name}, {scale}: {len(planned)} runs, {len(planned) - len(todo)} of them finished.")
             here = jobs is None and scale == "debug" and devices == 1
             failures += run_jobs(todo, Place(data, devices), at_once=0 if here else jobs or 1)
-            folder = found.folder(out, scale) if report is None else report / name if everything else report
+            folder = _folder(found, scale, out, report, everything)
             _show(write_report(found, scale, found.folder(out, scale), folder), folder, as_json)
         if everything and report is not None:
             typer.echo(f"overview: {write_overview(report, tables())}")
     tell_failures(failures)
+
+
+def _folder(table: Table, scale: Scale, out: Path, report: Path | None, everything: bool) -> Path:
+    """Where the report goes; with --all that of a larger scale is not replaced."""
+    own = table.folder(out, scale)
+    if report is None or not everything:
+        return report or own
+    before = reported_scale(report / table.name)
+    if before is None or SCALES.index(before) <= SCALES.index(scale):
+        return report / table.name
+    say(f"{report / table.name} has a report of the {before} scale, which stays; this one goes to {own}.")
+    return own
 
 
 def _chosen(

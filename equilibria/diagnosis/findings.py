@@ -120,7 +120,7 @@ def _not_contractive(e: Examination) -> Finding | None:
 
 def _too_few_steps(e: Examination) -> Finding | None:
     more = e.more_steps
-    if more is None or more.failed >= e.forward.failed or _random_cell(e) is not None:
+    if more is None or 2 * more.failed > e.forward.failed or _random_cell(e) is not None:
         return None
     needed = max((steps for steps in more.steps if steps < 10 * e.max_steps), default=10 * e.max_steps)
     enough = f"Stop(max_steps={needed + needed // 4 + 1})"
@@ -131,7 +131,7 @@ def _too_few_steps(e: Examination) -> Finding | None:
         f"{more.failed} do, and the others need up to {needed}.",
         f"{enough}, or a stronger solver: {_best_solver(e)}"
         if more.failed == 0
-        else f"a stronger solver: {_best_solver(e)} {enough} helps all but {more.failed}.",
+        else f"a stronger solver: {_best_solver(e)} {enough} helps {e.forward.failed - more.failed} of {e.forward.failed}.",
     )
 
 

@@ -1,6 +1,6 @@
 """Experiments: functions that return everything a run takes, and the tables they make up."""
 
-from equilibria.experiments.base import Claim, Column, Experiment, Figure, Row, Scale, Table
+from equilibria.experiments.base import Claim, Column, Experiment, Figure, Profile, Row, Scale, Table
 from equilibria.experiments.catalogue import UnknownName, experiment, experiments, table, tables
 from equilibria.experiments.settings import SettingError
 
@@ -9,6 +9,7 @@ __all__ = [
     "Column",
     "Experiment",
     "Figure",
+    "Profile",
     "Row",
     "Scale",
     "SettingError",

@@ -173,9 +173,9 @@ def _table(data: Data, honest: bool) -> Table:
         protocol={
             "debug": ("Debug scale: 60 random graphs, 8 channels, 2 epochs. It proves nothing.",),
             "reduced": (
-                f"Reduced: {_EPOCHS[data]} epochs in place of 200, {_BATCH[data]} graphs a step in place of 128, Adam 1e-2 in "
-                "place of 1e-3. All were chosen after trial runs on fold 0 in which its test accuracy was seen: the figures of "
-                "this scale are not free of that choice.",
+                f"Reduced: {_EPOCHS[data]} epochs in place of 200, {_BATCH[data]} graphs a step in place of 128, Adam 1e-2 "
+                "in place of 1e-3. All were chosen after trial runs on fold 0 in which its test accuracy was seen: the "
+                "figures of this scale are not free of that choice.",
                 *notes,
             ),
             "full": ("200 epochs, 128 graphs a step, Adam 1e-3.", *notes),

@@ -63,7 +63,8 @@ _STARTS = {"vanilla": "starts at zero", "skip": "starts at a prediction", "v2": 
 
 
 def _mdeq_models() -> list[ModelInfo]:
-    found = []
+    tiny = MDEQ_CONFIGS["cifar-tiny"]
+    found = [ModelInfo("mdeq-tiny", "short for mdeq-cifar-tiny", MDEQ, (("config", tiny),))]
     for name, config in MDEQ_CONFIGS.items():
         summary, option = f"multiscale DEQ, {config.summary}", ("config", config)
         if not name.startswith("skip-"):

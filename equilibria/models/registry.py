@@ -28,10 +28,16 @@ def info(name: str) -> ModelInfo:
 def create(name: str, **options: Any) -> nn.Module:
     """A model by name.
 
-    model = eq.models.create("skip-mlp-v2", classes=10)
+        model = eq.models.create("mdeq-tiny", num_classes=10)
+
+    `num_classes` is another name of the option `classes`.
     """
     entry = info(name)
     signature = inspect.signature(entry.build)
+    if "num_classes" in options and "classes" in signature.parameters:
+        if "classes" in options:
+            raise TypeError("classes and num_classes are two names of one option: give one of them.")
+        options["classes"] = options.pop("num_classes")
     if unknown := sorted(set(options) - set(signature.parameters)):
         raise TypeError(f"{name} has no option {', '.join(unknown)}. {nearest(unknown[0], signature.parameters)}")
     given = signature.bind(**(dict(entry.options) | options))

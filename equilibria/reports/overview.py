@@ -13,6 +13,22 @@ from equilibria.training.durable import replace_file
 
 PAGE = "README.md"
 NOTES = "NOTES.md"  # written by hand, shown at the end
+NUMBERED = {
+    "C1": "Skip DEQ and V2 need fewer evaluations at equal accuracy",
+    "C2": "a continuous Skip DEQ converges where the plain one meets its limit of evaluations",
+    "C3": "Jacobian regularization saves evaluations at about equal accuracy; without it, stopping early costs accuracy",
+    "C4": "a training step with Jacobian regularization takes longer than one of Skip DEQ",
+    "C5": "the Jacobian-free gradient is as accurate as the exact one, in less time",
+    "C6": "an implicit ResNet is as good as its explicit twin",
+    "C7": "a training step with an unrolled phantom gradient is faster than an implicit one, at about equal accuracy",
+    "C8": "phantom gradients point uphill: their cosine with the exact gradient is positive, and rises with their steps",
+    "C9": "Neumann phantom gradients of many steps degrade where the cell expands, unrolled ones do not",
+    "C10": "memory does not grow with the solver's steps; it grows with a stack's layers, with checkpoints as their root",
+    "C11": "a step of an equilibrium takes longer than one of an explicit network, which is no better for its parameters",
+    "C12": "stacks of one layer approach a fixed point with depth",
+    "C13": "implicit graph networks are as accurate with phantom gradients as with exact ones",
+    "C14": "implicit training loses accuracy without unrolled pre-training, training with phantom gradients does not",
+}
 WORDS = {True: "held", False: "did not hold", None: "undecided"}
 
 
@@ -30,12 +46,14 @@ def page(tables: Mapping[str, Mapping[str, Any]], notes: str = "") -> str:
     parts = [
         "# Results",
         "Every folder is the report of one table, written from its runs: figures beside the published ones, the claims, the "
-        "protocol, curves. This page is written from them too; nothing in either is typed in. All of it is run again, or "
-        "gone on with, by `equilibria reproduce --all --scale reduced --report results`.",
+        "protocol, curves. The tables on this page are written from them; only the notes at its end are by hand. Each "
+        "command runs its table; finished runs are not run again. `equilibria reproduce --all --scale reduced --report "
+        "results` runs all of them, and leaves reports of the full scale as they are.",
         "\n".join(_listing(tables)),
         "## Claims",
-        "What the papers say, and what these runs show of it. C1 to C14 are claims that several tables bear on. Commands "
-        "begin with `equilibria`, and lead to the report they write.",
+        "What the papers say, and what these runs show of it. Commands begin with `equilibria`, and lead to the report they "
+        "write. Some claims are made by several papers, and are numbered:",
+        "\n".join(f"- {number}: {text}." for number, text in NUMBERED.items()),
         "\n".join(_claims(tables)),
     ]
     return "\n\n".join([*parts, notes.strip()] if notes.strip() else parts) + "\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from equilibria.experiments.base import Scale, Table
+from equilibria.experiments.base import SCALES, Scale, Table
 from equilibria.reports.figures import pictures
 from equilibria.reports.html import page as html_page
 from equilibria.reports.markdown import page as markdown_page
@@ -27,3 +27,10 @@ def write_report(table: Table, scale: Scale, runs: Path, folder: Path | None = N
     replace_file(folder / TEXT, markdown_page(results, titles).encode())
     replace_file(folder / PAGE, html_page(results, drawn).encode())
     return results
+
+
+def reported_scale(folder: Path) -> Scale | None:
+    """Of the report in a folder; None where there is none."""
+    file = folder / NUMBERS
+    scale = json.loads(file.read_bytes()).get("scale") if file.exists() else None
+    return next((known for known in SCALES if known == scale), None)

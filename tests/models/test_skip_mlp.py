@@ -56,6 +56,16 @@ def test_a_model_keeps_its_options_and_refuses_others() -> None:
         models.create("skip-mlp")
 
 
+def test_num_classes_is_another_name_of_classes() -> None:
+    with torch.device("meta"):
+        a, b = models.create("mdeq-tiny", num_classes=7), models.create("mdeq-cifar-tiny", classes=7)
+    assert models.parameters(a) == models.parameters(b) != models.info("mdeq-tiny").parameters
+    with pytest.raises(TypeError, match="two names of one option"):
+        models.create("mdeq-tiny", num_classes=7, classes=7)
+    with pytest.raises(TypeError, match="no option num_classes"):
+        models.create("skip-polynomial-v2", num_classes=7)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_output_is_f_of_an_equilibrium_of_the_paper_s_cell(variant: Any) -> None:
     torch.manual_seed(0)
