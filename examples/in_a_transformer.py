@@ -58,6 +58,7 @@ def small_encoder(width: int) -> tuple[nn.Module, nn.ModuleList | nn.Sequential]
         from transformers.models.bert.modeling_bert import BertEncoder
 
         config = BertConfig(hidden_size=width, num_hidden_layers=2, num_attention_heads=4, intermediate_size=2 * width)
+        config._attn_implementation = "eager"
         encoder = BertEncoder(config).eval()
         return encoder, encoder.layer
     if importlib.util.find_spec("timm") is not None:

@@ -158,6 +158,7 @@ def test_the_core_needs_torch_alone() -> None:
         "training.state": {"lightning_fabric"},
         "training.trainer": {"lightning_fabric"},
         "reports.figures": {"matplotlib"},
+        "training.folder": {"filelock"},
         "commands.progress": {"rich"},
         "commands.console": {"typer", "rich"},
         "commands.listing": {"typer"},

@@ -80,7 +80,13 @@ def test_steps_are_not_offered_to_samples_that_no_number_of_them_helps() -> None
     model = eq.DEQ(lambda z, x: 1 - x * z, solver=eq.Picard(), stop=eq.Stop(rtol=1e-6, max_steps=20))
     found = {finding.cause: finding for finding in eq.diagnose(model, x).findings}
     assert "with ten times as many 1 do" in found["too few steps"].seen
-    assert found["too few steps"].advice.startswith("a stronger solver") and "all but 1" in found["too few steps"].advice
+    assert found["too few steps"].advice.startswith("a stronger solver") and "helps 2 of 3" in found["too few steps"].advice
+
+
+def test_steps_are_not_offered_where_they_help_few() -> None:
+    x = torch.tensor([[0.9], [1.0], [1.0]], dtype=torch.float64)  # the last two swing for ever
+    model = eq.DEQ(lambda z, x: 1 - x * z, solver=eq.Picard(), stop=eq.Stop(rtol=1e-6, max_steps=20))
+    assert "too few steps" not in {finding.cause for finding in eq.diagnose(model, x).findings}
 
 
 def test_an_expansive_cell_that_is_solved_needs_no_other_solver() -> None:
