@@ -54,14 +54,14 @@ def reproduce(
             say(f"{found.name}, {scale}: {len(planned)} runs, {len(planned) - len(todo)} of them finished.")
             here = jobs is None and scale == "debug" and devices == 1
             failures += run_jobs(todo, Place(data, devices), at_once=0 if here else jobs or 1)
-            folder = _folder(found, scale, out, report, everything)
+            folder = report_folder(found, scale, out, report, everything=everything)
             _show(write_report(found, scale, found.folder(out, scale), folder), folder, as_json)
         if everything and report is not None:
             typer.echo(f"overview: {write_overview(report, tables())}")
     tell_failures(failures)
 
 
-def _folder(table: Table, scale: Scale, out: Path, report: Path | None, everything: bool) -> Path:
+def report_folder(table: Table, scale: Scale, out: Path, report: Path | None, *, everything: bool) -> Path:
     """Where the report goes; with --all that of a larger scale is not replaced."""
     own = table.folder(out, scale)
     if report is None or not everything:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from equilibria.experiments.base import Table
 from equilibria.reports.markdown import MARKS
 from equilibria.reports.write import NUMBERS, TEXT
 from equilibria.training.durable import replace_file
@@ -32,24 +33,26 @@ NUMBERED = {
 WORDS = {True: "held", False: "did not hold", None: "undecided"}
 
 
-def write_overview(folder: Path, order: Iterable[str]) -> Path:
+def write_overview(folder: Path, tables: Mapping[str, Table]) -> Path:
     """Read folder/TABLE/table.json, tables in this order, and write folder/README.md."""
-    names = [name for name in order if (folder / name / NUMBERS).is_file()]
-    found = {name: json.loads((folder / name / NUMBERS).read_text()) for name in names}
+    found = {
+        name: json.loads((folder / name / NUMBERS).read_text()) for name in tables if (folder / name / NUMBERS).is_file()
+    }
+    others = [table for name, table in tables.items() if name not in found]
     notes = (folder / NOTES).read_text() if (folder / NOTES).is_file() else ""
-    replace_file(folder / PAGE, page(found, notes).encode())
+    replace_file(folder / PAGE, page(found, others, notes).encode())
     return folder / PAGE
 
 
-def page(tables: Mapping[str, Mapping[str, Any]], notes: str = "") -> str:
-    """`tables` are what `reports.table.plain` gives, by name."""
+def page(tables: Mapping[str, Mapping[str, Any]], others: Sequence[Table], notes: str = "") -> str:
+    """`tables` are what `reports.table.plain` gives, by name; `others` have not been run."""
     parts = [
         "# Results",
         "Every folder is the report of one table, written from its runs: figures beside the published ones, the claims, the "
         "protocol, curves. The tables on this page are written from them; only the notes at its end are by hand. Each "
         "command runs its table; finished runs are not run again. `equilibria reproduce --all --scale reduced --report "
         "results` runs all of them, and leaves reports of the full scale as they are.",
-        "\n".join(_listing(tables)),
+        "\n".join([*_listing(tables), *map(_unreported, others)]),
         "## Claims",
         "What the papers say, and what these runs show of it. Commands begin with `equilibria`, and lead to the report they "
         "write. Some claims are made by several papers, and are numbered:",
@@ -67,6 +70,10 @@ def _listing(tables: Mapping[str, Mapping[str, Any]]) -> list[str]:
         held = f"{sum(claim['held'] is True for claim in claims)} of {len(claims)}"
         lines.append(f"| [{name}]({name}/{TEXT}) | {table['source']} | {table['scale']} | {runs} | {held} |")
     return lines
+
+
+def _unreported(table: Table) -> str:
+    return f"| `equilibria reproduce {table.name}` | {table.source} | | not run | {len(table.claims)} to judge |"
 
 
 def _claims(tables: Mapping[str, Mapping[str, Any]]) -> list[str]:

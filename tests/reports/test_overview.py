@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("lightning_fabric")
+from equilibria.commands.tables import report_folder
 from equilibria.experiments.catalogue import table, tables
-from equilibria.reports.overview import NOTES, write_overview
-from equilibria.reports.write import write_report
+from equilibria.reports.overview import NOTES, NUMBERED, write_overview
+from equilibria.reports.write import reported_scale, write_report
 from tests.reports.runs import write_run
 
 
@@ -23,6 +24,9 @@ def test_the_overview_lists_tables_and_claims_in_order(tmp_path: Path) -> None:
     (tmp_path / "results" / NOTES).write_text("Seen beside: nothing.\n")
     lines = write_overview(tmp_path / "results", tables()).read_text().splitlines()
     assert [line.split("]")[0] for line in lines if line.startswith("| [")] == ["| [mon", "| [jr-cifar10"]
+    assert all(
+        any(f"`equilibria reproduce {name}`" in line and "not run" in line for line in lines) for name in ("lion", "camvid")
+    )
     early = next(line for line in lines if "stopping the unregularized model" in line)
     assert early.startswith("| C3 |") and "80.00 - 90.00 = -10" in early and "| held |" in early
     assert "| 89.10 - 93.60 = -4.5 |" in early  # published
@@ -31,3 +35,19 @@ def test_the_overview_lists_tables_and_claims_in_order(tmp_path: Path) -> None:
     assert error.startswith("|  |") and "5.00" in error
     assert lines.index(early) < lines.index(error)
     assert any("undecided" in line for line in lines) and lines[-1] == "Seen beside: nothing."
+
+
+def test_every_number_of_a_claim_is_explained() -> None:
+    assert {claim.id for table in tables().values() for claim in table.claims if claim.id} == set(NUMBERED)
+
+
+def test_all_tables_do_not_replace_a_report_of_a_larger_scale(tmp_path: Path) -> None:
+    mon = table("mon")
+    assert reported_scale(tmp_path / "mon") is None
+    write_run(tmp_path / "runs", mon, "mlp-mnist", 0, {"error": 0.05})
+    write_report(mon, "full", tmp_path / "runs", tmp_path / "mon")
+    assert reported_scale(tmp_path / "mon") == "full"
+    assert report_folder(mon, "reduced", tmp_path / "out", tmp_path, everything=True) == tmp_path / "out" / "mon" / "reduced"
+    assert report_folder(mon, "full", tmp_path / "out", tmp_path, everything=True) == tmp_path / "mon"
+    assert report_folder(mon, "reduced", tmp_path / "out", tmp_path, everything=False) == tmp_path
+    assert report_folder(mon, "reduced", tmp_path / "out", None, everything=True) == tmp_path / "out" / "mon" / "reduced"
