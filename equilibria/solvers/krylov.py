@@ -66,7 +66,7 @@ class GMRES(Solver[GMRESState]):
     """The least residual over the Krylov space of A (Saad and Schultz 1986); one product a step.
 
     In the form of Jiranek and Rozloznik (2010), which needs no Hessenberg matrix: the space grows by the residual, and
-    where that has hardly shrunk by the last image as well, so that it always grows. Memory 2 restart + 5 states.
+    where that has hardly shrunk by the last image as well, so that it always grows. Memory 2 restart + 6 states.
 
     restart  directions kept. Beyond them the oldest one is dropped, in place of beginning anew: near a symmetric A that
              loses nothing. None: 4, and one more with every step that shrinks the residual little, up to 20; for states of
