@@ -9,14 +9,18 @@ from torch import Tensor, nn
 import equilibria as eq
 
 
-class Cell(nn.Linear):
-    def forward(self, z: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
-        return torch.tanh(super().forward(z) + x)
+class Cell(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = eq.spectral_norm(nn.Linear(width, width), bound=0.95)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(z) + x)
 
 
 def main() -> None:
     torch.manual_seed(0)
-    cell, x = eq.spectral_norm(Cell(16, 16), bound=0.95), torch.randn(8, 16)
+    cell, x = Cell(16), torch.randn(8, 16)
     stop = eq.Stop(rtol=1e-5, max_steps=200)
     discrete = eq.DEQ(cell, solver=eq.Anderson(), stop=stop).solve(x)
     for method in ("tsit5", "bs3"):

@@ -9,17 +9,20 @@ from torch import Tensor, nn
 import equilibria as eq
 
 
-class Cell(nn.Linear):
+class Cell(nn.Module):
     """f(z, x) = tanh(W z + b + x)."""
 
-    def forward(self, z: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
-        return torch.tanh(super().forward(z) + x)
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = eq.spectral_norm(nn.Linear(width, width), bound=0.95, exact=True)  # keeps the equilibrium easy to find
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(z) + x)
 
 
 def main() -> None:
     torch.manual_seed(0)
-    cell = eq.spectral_norm(Cell(32, 32), bound=0.95, exact=True)  # keeps the equilibrium easy to find whatever is learnt
-    model = nn.Sequential(nn.Linear(2, 32), eq.DEQ(cell), nn.Linear(32, 1))
+    model = nn.Sequential(nn.Linear(2, 32), eq.DEQ(Cell(32)), nn.Linear(32, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     x = torch.rand(256, 2) * 2 - 1
     y = (x.prod(dim=1, keepdim=True) > 0).float()  # the corners of a square, crosswise

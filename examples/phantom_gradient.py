@@ -9,14 +9,18 @@ from torch import Tensor, nn
 import equilibria as eq
 
 
-class Cell(nn.Linear):
-    def forward(self, z: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
-        return torch.tanh(super().forward(z) + x)
+class Cell(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = eq.spectral_norm(nn.Linear(width, width), bound=0.9)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(z) + x)
 
 
 def main() -> None:
     torch.manual_seed(0)
-    layer, x = eq.DEQ(eq.spectral_norm(Cell(32, 32), bound=0.9)), torch.randn(64, 32)
+    layer, x = eq.DEQ(Cell(32)), torch.randn(64, 32)
     gradients = {
         "Jacobian-free": eq.JFB(),
         "unrolled phantom, 5 steps": eq.UnrolledPhantom(steps=5, damping=0.5),

@@ -11,14 +11,18 @@ from torch.nn.parallel import DistributedDataParallel
 import equilibria as eq
 
 
-class Cell(nn.Linear):
-    def forward(self, z: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
-        return torch.tanh(super().forward(z) + x)
+class Cell(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(z) + x)
 
 
 def train(rank: int, processes: int) -> None:
     torch.manual_seed(0)  # the same weights and data everywhere
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 16), eq.DEQ(Cell(16, 16)), nn.Linear(16, 1)))
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 16), eq.DEQ(Cell(16)), nn.Linear(16, 1)))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     x = torch.randn(64, 4)
     y = x.sin().sum(dim=1, keepdim=True)
