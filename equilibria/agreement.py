@@ -112,6 +112,10 @@ class _Measured:
             return 0.0
         return max(float(solve.residual[good].max()) for solve in (stats, adjoint) if solve is not None)
 
+    @property
+    def exact(self) -> bool:
+        return self.residual <= self.solution.equation.precision**0.5
+
 
 class Bench:
     """A DEQ with inputs and a loss, on which gradients are run."""
@@ -141,9 +145,9 @@ class Bench:
             process_group=given.process_group,
         )
         measured = self.measure(Implicit(stop=tight), stop=tight)
-        if not self._is_exact(measured):  # then with the memory of as many directions as a stubborn adjoint may take
+        if not measured.exact:  # then with the memory of as many directions as a stubborn adjoint may take
             measured = self.measure(Implicit(solver=GMRES(restart=DIRECTIONS), stop=tight), stop=tight)
-        if not self._is_exact(measured):
+        if not measured.exact:
             warnings.warn(
                 f"The exact gradient, which the others are measured by, is not exact: its solves ended with a relative "
                 f"residual of {measured.residual:.1e}. Give the DEQ a solver that converges here, such as eq.Newton().",
@@ -151,9 +155,6 @@ class Bench:
                 stacklevel=3,
             )
         return measured.gradient
-
-    def _is_exact(self, measured: _Measured) -> bool:
-        return measured.residual <= measured.solution.equation.precision**0.5
 
     def measure(self, gradient: Gradient, **changes: Any) -> _Measured:
         """Run it as the DEQ would in training, with some settings changed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -95,3 +96,23 @@ def test_bench_takes_its_own_options() -> None:
 
 def test_version() -> None:
     assert run("--version") == (0, f"{eq.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "told"),
+    [
+        ("typer", SystemExit, r"needs the extra `train`: pip install 'equilibria\[train\]'"),
+        ("equilibria.commands.generating", ModuleNotFoundError, r"equilibria\.commands\.generating"),
+    ],
+)
+def test_only_packages_that_are_missing_are_to_be_installed(
+    module: str, error: type[BaseException], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(error, match=told):
+        runpy.run_path(str(Path(eq.__file__).parent / "cli.py"))
+
+
+def test_an_error_does_not_list_hundreds_of_names() -> None:
+    code, told = run("train", "nosuch")
+    assert code == 2 and "more." in told and len(told.splitlines()) < 40

@@ -12,6 +12,8 @@ from torch import nn
 from equilibria.models.entries import ModelInfo, entries
 from equilibria.models.origins import remember_origin
 
+SHOWN = 40  # names in an error: more are not read
+
 
 def names() -> list[str]:
     """All models."""
@@ -49,7 +51,10 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     """The choices most like a name that is not among them, as a sentence."""
     choices = list(choices)
     near = difflib.get_close_matches(name, choices, n=3, cutoff=0.5)
-    return f"Did you mean {' or '.join(near)}?" if near else f"There are: {', '.join(choices)}."
+    if near:
+        return f"Did you mean {' or '.join(near)}?"
+    more = len(choices) - SHOWN
+    return f"There are: {', '.join(choices[:SHOWN])}{f' and {more} more' if more > 0 else ''}."
 
 
 _MODELS = {entry.name: entry for entry in entries()}
