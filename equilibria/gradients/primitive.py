@@ -159,6 +159,7 @@ def pull_once(
                 file_residual(task, left, right)
             elif not _confirmed(task, length, right):
                 at.forget()
+                del grads, product  # or they would be held through another run of the cell
                 return at.pull((u + task.rest(system, left)) * size)[0]
             return grads
         # a derivative of this sample is not finite: it would poison the sum over the batch even with weight zero

@@ -14,7 +14,9 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 from torch.utils import _pytree as pytree
 
 import equilibria as eq
+from equilibria.maps import Map
 from equilibria.solvers.fallback import AnySolver
+from equilibria.solvers.krylov import GMRESState
 from tests.problems import (
     LINEAR_SOLVERS,
     NONLINEAR_SOLVERS,
@@ -457,3 +459,26 @@ def test_between_forward_and_backward_only_equilibrium_and_inputs_are_kept(solve
         kept.append(stored_bytes(eq.DEQ(TanhCell(32, norm=0.99), solver=solver, stop=stop), x))
     assert kept[0] == kept[1] == kept[2]
     assert kept[0] <= 2 * state + 16 * 8  # z, x and a status per sample
+
+
+class Boasting(eq.GMRES):
+    """Believes to be done after a step."""
+
+    def step(self, f: Map, state: GMRESState) -> GMRESState:
+        state = super().step(f, state)
+        return dataclasses.replace(state, remaining=torch.zeros_like(state.remaining)) if state.count == 1 else state
+
+
+def test_gradients_that_were_not_believed_are_not_held_while_they_are_taken_again() -> None:
+    cell, x = TanhCell(256, norm=0.9), inputs(4, 256)
+
+    def peak(solver: eq.GMRES) -> int:
+        deq = eq.DEQ(cell, gradient=eq.Implicit(solver=solver, on_failure="ignore"))
+
+        def step() -> None:
+            torch.autograd.grad(deq(x).square().sum(), list(cell.parameters()))
+
+        step()
+        return eq.peak_memory(step)
+
+    assert peak(Boasting()) <= 1.05 * peak(eq.GMRES())
