@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+__all__ = ["VariationalDropout"]
+
 
 class VariationalDropout(nn.Module):
     """Dropout whose mask is drawn once per solve, so that the cell stays one function and has an equilibrium.

@@ -1,16 +1,20 @@
-"""Every Python block of README and docs runs as it stands, in order, page by page."""
+"""Every Python block of README and docs runs as it stands, in order, page by page; the API page has all that is public."""
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
 import pytest
 
+import equilibria as eq
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+ENTRY = re.compile(r"^::: (equilibria[.\w]*)(?:\n +options:\n +members: \[([^\]]*)\])?", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
@@ -27,3 +31,16 @@ def test_code_runs(page: Path) -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for target in LINK.findall(FENCED.sub("", page.read_text())):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_api_page_has_every_public_name_and_no_other() -> None:
+    shown: dict[str, set[str]] = {}
+    for name, members in ENTRY.findall((ROOT / "docs" / "api.md").read_text()):
+        home, _, last = name.rpartition(".")
+        shown.setdefault(home, set()).add(last)
+        if members:
+            shown.setdefault(name, set()).update(members.replace(",", " ").split())
+    imported_when_asked_for = {"training", "experiments"}
+    assert (shown.pop("equilibria") | {"nn"}) - imported_when_asked_for == set(eq.__all__)
+    for name, members in shown.items():
+        assert members == set(importlib.import_module(name).__all__), name
