@@ -2,11 +2,12 @@
 
 What does not depend on the state (input injections, the linearisation behind an adjoint) is computed once, before the loop.
 Shapes are fixed: no row is dropped, so where that would pay, or where kernels are large, the plain loop is faster. Which of
-the two runs is measured when a shape comes up first.
+the two runs is measured when a shape comes up first, after the compiled one has given a right answer.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import time
 import warnings
@@ -22,14 +23,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from equilibria import transforms
 from equilibria.autocast import no_autocast
 from equilibria.equation import BoundMap, Equation
-from equilibria.ledger import Ledger
+from equilibria.ledger import FLOOR, Ledger
 from equilibria.maps import Counter, FlatMap
 from equilibria.norms import euclidean_norm, rms_norm
+from equilibria.solution import Status
 from equilibria.solve import Flat, Stop, make_ledger, solve
 from equilibria.solvers.base import Solver, collect, rebuild
+from equilibria.solvers.picard import Picard
 
 SHAPES = 8  # different ones that are compiled for one layer; further ones take the plain loop
 TRIALS = 5  # of either loop, when a shape comes up first
+SLACK = 10.0  # residuals may differ by this factor: linear solvers carry theirs by recurrence
 Run = Callable[..., Sequence[Tensor]]
 Backend = Callable[[fx.GraphModule, Sequence[Tensor]], Run]
 
@@ -76,9 +80,12 @@ class Compiler:
     ) -> Program | None:
         try:
             program = Program(self.backend, f, z0, solver, stop, options)
-            program(f, z0, options)
+            found = program(f, z0, options)
         except Exception as error:  # whatever a cell may do that cannot be traced or compiled, the plain loop can
             self._give_up(f"{type(error).__name__}: {error}".strip().splitlines()[0][:300])
+            return None
+        if not _believable(found, plain(), f, stop, options):
+            self._give_up("the machine code made of this cell gives other values than the cell does")
             return None
         compiled: list[float] = []
         uncompiled: list[float] = []
@@ -256,6 +263,16 @@ class _Traced:
 
     def product(self, z: Tensor) -> Tensor:
         return self.parts.apply(z, *self.saved)
+
+
+def _believable(found: Flat, expected: Flat, f: BoundMap, stop: Stop, options: dict[str, Any]) -> bool:
+    """Is what a program found finite where the plain loop's answer is, and an equilibrium where it says so?"""
+    if not torch.equal(found.stats.status == Status.NONFINITE, expected.stats.status == Status.NONFINITE):
+        return False
+    given = options | {"known": None, "verify": False}
+    seen = solve(f, found.z, Picard(), dataclasses.replace(stop, max_steps=0), **given).stats.residual
+    within = SLACK * found.stats.residual.clamp_min(stop.rtol) + FLOOR * options["precision"]
+    return not bool((found.stats.converged & ~(seen <= within)).any())
 
 
 def _seconds(run: Callable[[], Any]) -> float:

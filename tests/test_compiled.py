@@ -141,6 +141,20 @@ def test_control_flow_on_values_is_not_compiled_and_says_so() -> None:
     torch.testing.assert_close(z, x / 0.75, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("factor", [float("nan"), 1.1], ids=["nan", "off"])
+def test_machine_code_that_is_wrong_is_not_believed(factor: float) -> None:
+    """Torch's compiler gives such for cells with Fourier transforms, for one."""
+
+    class Wrong(Seen):
+        def __call__(self, graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
+            return lambda *given: [out * factor if out.is_floating_point() else out for out in graph(*given)]
+
+    cell, x = TanhCell(6, norm=0.8), inputs(5, 6)
+    with pytest.warns(UserWarning, match="without being compiled: the machine code made of this cell gives other values"):
+        s = compiled(cell, Wrong(), stop=LOOSE).solve(x)
+    torch.testing.assert_close(s.z, eq.DEQ(cell, stop=LOOSE).solve(x).z, rtol=0, atol=0)
+
+
 def test_what_has_no_graph_runs_as_ever() -> None:
     x, seen = inputs(3, 4), Seen()
     for options in ({"solver": eq.Broyden()}, {"stop": eq.Stop(rtol=1e-8, trace=True)}, {"stop": eq.Stop(norm=eq.max_norm)}):
