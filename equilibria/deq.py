@@ -76,7 +76,7 @@ class DEQ(nn.Module):
     def solve(self, *inputs: Any, init: Solution | State | None = None) -> Solution:
         """The equilibrium with its record. `init` starts this solve from a state or an earlier Solution instead."""
         stop = self.stop if self.training or self.eval_stop is None else self.eval_stop
-        start = self.init if init is None else _constant(init)
+        start = self.init if init is None else constant(init)
         solves = self._count_solve()
         solution = _solve(self.cell, start, inputs, self.solver, stop, self.gradient, self.batched, self._compiler, solves)
         memory = memory_of(self.init)
@@ -130,7 +130,7 @@ def fixed_point(
     pass them as inputs.
     """
     _check_parts(f, None, solver, stop, gradient, None)
-    return _solve(f, _constant(z0), inputs, solver, stop, gradient, batched)
+    return _solve(f, constant(z0), inputs, solver, stop, gradient, batched)
 
 
 def _solve(
@@ -222,7 +222,7 @@ def _check_ranks_agree(stop: Stop) -> None:
         )
 
 
-def _constant(start: Solution | State) -> Callable[..., State]:
+def constant(start: Solution | State) -> Callable[..., State]:
     """A start as an `init`, cut from whatever graph it came from."""
     state = start.z if isinstance(start, Solution) else start
     state = pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, state)

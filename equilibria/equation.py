@@ -115,6 +115,7 @@ class CellEquation(Equation):
         self._inputs = len(tensors)
         may_move = cell.training and len(own.buffers) > 0
         self._moving = None if may_move else False  # None: not known before the cell has been run
+        self._writes: bool | None = None  # likewise: does it write over its state?
         kept = [buffer.clone() if may_move else buffer for buffer in own.buffers.values()]  # `settle` moves the originals
         still = (*own.parameters.values(), *own.weights.values())
         masks = tuple(own.masks.values())
@@ -153,7 +154,7 @@ class CellEquation(Equation):
         return None
 
     def fingerprint(self) -> Hashable:
-        constants = tuple(leaf for leaf in self._leaves if not isinstance(leaf, Tensor))
+        constants = tuple(_known(leaf) for leaf in self._leaves if not isinstance(leaf, Tensor))
         settings = tuple(_settings(module) for module in self.cell.modules)
         return self.mode, self.autocast, constants, self._inputs_spec, self.layout.leaves, settings
 
@@ -172,27 +173,34 @@ class CellEquation(Equation):
         if not self._moving:
             return False
         with torch.no_grad(), self.autocast.inside(), self.cell.in_place():
-            self.cell.cell(self.layout.unpack(z), *self._unflatten(self.args))
+            self.cell.cell(self.layout.unpack(z.clone() if self._writes else z), *self._unflatten(self.args))
         return True
 
     def _run(self, z: Tensor, args: Sequence[Tensor], inputs: Sequence[Any], *, direct: bool) -> Tensor:
-        state, direct = self.layout.unpack(z), direct and self._moving is False
-        if direct and not self._needs_context:  # the innermost of all loops: a context manager would be felt
+        first = self._writes is None
+        given = z.clone() if first or self._writes else z  # a cell may write over its state, which is the solver's
+        state, direct = self.layout.unpack(given), direct and self._moving is False
+        if direct and not first and not self._needs_context:  # the innermost of all loops: a context would be felt
             return self.layout.pack_output(self.cell.cell(state, *inputs), z.shape[0])
         with self.autocast.inside(), self.cell.in_place():
             out = self.cell.cell(state, *inputs) if direct else self._run_functional(state, inputs, args[self._inputs :])
+        if first:
+            self._writes = _written(given, z)
         return self.layout.pack_output(out, z.shape[0], cast=self.autocast.enabled)
 
     def _run_functional(self, state: State, inputs: Sequence[Any], tensors: Sequence[Tensor]) -> State:
         named = dict(zip(self._names, tensors, strict=True))
         if self._moving is not False:
             named |= {name: named[name].clone() for name in self._buffers}
-        versions = [named[name]._version for name in self._buffers]
+        before = [(named[name], named[name]._version) for name in self._buffers]
         arguments = (state, *inputs)
         module = self.cell.module
         out: State = stateless.call(module, named, arguments) if module is not None and named else self.cell.cell(*arguments)
         if self._moving is None:
-            self._moving = versions != [named[name]._version for name in self._buffers]
+            after = [named[name] for name in self._buffers]
+            self._moving = any(
+                new is not old or new._version != version for new, (old, version) in zip(after, before, strict=True)
+            )
         return out
 
     def _unflatten(self, args: Sequence[Tensor]) -> Sequence[Any]:
@@ -223,10 +231,26 @@ OUT_OF_REACH = (
 )
 
 
+def _written(copy: Tensor, original: Tensor) -> bool:
+    """Was something written into this copy?"""
+    if copy.is_inference():
+        return not torch.equal(copy, original)
+    return copy._version > 0
+
+
 def _settings(module: nn.Module) -> Hashable:
-    """A module's plain attributes: what a trace of it takes for constant."""
-    values = vars(module).items()
-    return type(module), tuple((name, value) for name, value in values if isinstance(value, (bool, int, float, str)))
+    """A module's attributes but for tensors and modules: what a trace of it takes for constant, hooks among them."""
+    elsewhere = ("_parameters", "_buffers", "_modules")
+    return type(module), tuple((name, _known(value)) for name, value in vars(module).items() if name not in elsewhere)
+
+
+def _known(value: Any) -> Hashable:
+    """Something that changes when the value does; of objects, and what they hold, when it becomes another one."""
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(_known, value))
+    if isinstance(value, dict):
+        return type(value), tuple((key, _known(each)) for key, each in value.items())
+    return value if isinstance(value, (bool, int, float, str, type(None))) else id(value)
 
 
 def uses_batch_statistics(module: nn.Module) -> bool:

@@ -23,13 +23,20 @@ from equilibria.state import State
 class HeldWeight(nn.Module):
     """Stands where a parametrization stood and gives the weight that it computed."""
 
-    def __init__(self, value: Tensor) -> None:
+    def __init__(self, value: Tensor, original: nn.Module) -> None:
         super().__init__()
+        self.stands = False
+        self._original = (original,)  # no part of this module
         self.value: Tensor
         self.register_buffer("value", value, persistent=False)
 
     def forward(self) -> Tensor:
         return self.value
+
+    @staticmethod
+    def original(part: nn.Module) -> nn.Module:
+        """The parametrization that a part is, or stands for."""
+        return part._original[0] if isinstance(part, HeldWeight) else part
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,7 @@ class FixedCell:
         before = [place[name] for place, name, _ in self._weights]
         around = [dropout.held for dropout in self.dropouts]  # does a solve around this one hold it too?
         for place, name, weight in self._weights:
-            place[name] = weight
+            place[name], weight.stands = weight, True
         for dropout, mask in zip(self.dropouts, self._masks, strict=True):
             dropout.held, dropout.mask = True, mask
         self._is_in_place = True
@@ -87,8 +94,11 @@ class FixedCell:
             yield
         finally:
             self._is_in_place = False
-            for (place, name, _), part in zip(self._weights, before, strict=True):
-                place[name] = part
+            for (place, name, weight), part in zip(self._weights, before, strict=True):
+                weight.stands = False
+                # another thread's weight was found there; if that thread is done since, nobody would take it away again
+                gone = isinstance(part, HeldWeight) and not part.stands
+                place[name] = HeldWeight.original(part) if gone else part
             self._masks = [dropout.mask for dropout in self.dropouts]
             for dropout, held, mask in zip(self.dropouts, around, self._masks, strict=True):
                 dropout.held, dropout.mask = held, mask if held else None
@@ -120,7 +130,11 @@ def _computed_weights(modules: Sequence[nn.Module]) -> list[tuple[nn.ModuleDict,
     places = [place for m in modules if isinstance(place := getattr(m, "parametrizations", None), nn.ModuleDict)]
     parts = [(place, name, part) for place in places for name, part in place.items()]
     kinds = (ParametrizationList, HeldWeight)
-    return [(place, name, HeldWeight(_value(part))) for place, name, part in parts if isinstance(part, kinds)]
+    return [
+        (place, name, HeldWeight(_value(part), HeldWeight.original(part)))
+        for place, name, part in parts
+        if isinstance(part, kinds)
+    ]
 
 
 def _value(parametrization: nn.Module) -> Tensor:

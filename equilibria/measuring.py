@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from equilibria.deq import DEQ
+from equilibria.deq import DEQ, constant
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,18 @@ class Call:
     inputs: tuple[Any, ...]
 
 
+class _Solve(NamedTuple):
+    """A call, and the `init` it was told; None: the layer's own."""
+
+    deq: DEQ
+    inputs: tuple[Any, ...]
+    start: Any
+
+
 def captured(model: nn.Module, batch: Any) -> dict[str, Call]:
     """Every DEQ in `model` by name, with the inputs of its first solve in model(batch), cut from their graph.
+
+    Where that solve was told what to start from, the DEQ is a twin around the same cell that always starts there.
 
     `batch` is a tensor, or a tuple or list of the model's arguments. Inputs of real numbers ask for gradients, as they do
     in training. An inner equilibrium, inside of another one's cell, is left to that one.
@@ -32,11 +43,11 @@ def captured(model: nn.Module, batch: Any) -> dict[str, Call]:
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, DEQ)]
     if not layers:
         raise ValueError(f"There is no eq.DEQ in this {type(model).__name__}.")
-    found: dict[str, Call] = {}
+    found: dict[str, _Solve] = {}
     with untouched(model, batch), torch.no_grad(), _watched(layers, found):
         model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
     inner = {name for name, _ in layers for other, _ in layers if name.startswith(f"{other}.cell." if other else "cell.")}
-    return {name: call for name, call in found.items() if name not in inner}
+    return {name: Call(_starting(s.deq, s.start), s.inputs) for name, s in found.items() if name not in inner}
 
 
 @contextmanager
@@ -61,7 +72,7 @@ def untouched(module: nn.Module, inputs: Any = ()) -> Iterator[None]:
 
 
 @contextmanager
-def _watched(layers: Sequence[tuple[str, DEQ]], found: dict[str, Call]) -> Iterator[None]:
+def _watched(layers: Sequence[tuple[str, DEQ]], found: dict[str, _Solve]) -> Iterator[None]:
     """`solve` of every layer notes its inputs, whoever calls it; failures are not what is looked for here."""
     stops = [(deq, deq.stop, deq.eval_stop) for _, deq in layers]
     for name, deq in layers:
@@ -78,13 +89,23 @@ def _watched(layers: Sequence[tuple[str, DEQ]], found: dict[str, Call]) -> Itera
             deq.stop, deq.eval_stop = stop, eval_stop
 
 
-def _noting(name: str, deq: DEQ, found: dict[str, Call]) -> Any:
-    def solve(*inputs: Any, **options: Any) -> Any:
+def _noting(name: str, deq: DEQ, found: dict[str, _Solve]) -> Any:
+    def solve(*inputs: Any, init: Any = None) -> Any:
         if name not in found:
-            found[name] = Call(deq, pytree.tree_map(_leaf, inputs))
-        return type(deq).solve(deq, *inputs, **options)
+            found[name] = _Solve(deq, pytree.tree_map(_leaf, inputs), init)
+        return type(deq).solve(deq, *inputs, init=init)
 
     return solve
+
+
+def _starting(deq: DEQ, start: Any) -> DEQ:
+    """The layer, or one of the same parts that starts there."""
+    if start is None:
+        return deq
+    twin = copy.copy(deq)
+    twin.__dict__["_modules"] = {name: part for name, part in deq._modules.items() if name != "init"}
+    twin.init = constant(start)
+    return twin
 
 
 def _leaf(value: Any) -> Any:

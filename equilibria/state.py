@@ -127,7 +127,7 @@ class Layout:
     def _restore(self, part: Tensor, leaf: Leaf) -> Tensor:
         shape = self._shape(leaf, part.shape[0])
         if leaf.dtype.is_complex:
-            return torch.view_as_complex(part.to(leaf.dtype.to_real()).reshape(*shape, 2))
+            return torch.view_as_complex(part.to(leaf.dtype.to_real()).reshape(*shape, 2).contiguous())  # of even strides
         return part.reshape(shape).to(leaf.dtype)
 
     def _check_tensor(self, tensor: Any, leaf: Leaf, rows: int, cast: bool) -> None:

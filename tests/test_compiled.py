@@ -143,8 +143,6 @@ def test_control_flow_on_values_is_not_compiled_and_says_so() -> None:
 
 @pytest.mark.parametrize("factor", [float("nan"), 1.1], ids=["nan", "off"])
 def test_machine_code_that_is_wrong_is_not_believed(factor: float) -> None:
-    """Torch's compiler gives such for cells with Fourier transforms, for one."""
-
     class Wrong(Seen):
         def __call__(self, graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
             return lambda *given: [out * factor if out.is_floating_point() else out for out in graph(*given)]
@@ -153,6 +151,52 @@ def test_machine_code_that_is_wrong_is_not_believed(factor: float) -> None:
     with pytest.warns(UserWarning, match="without being compiled: the machine code made of this cell gives other values"):
         s = compiled(cell, Wrong(), stop=LOOSE).solve(x)
     torch.testing.assert_close(s.z, eq.DEQ(cell, stop=LOOSE).solve(x).z, rtol=0, atol=0)
+
+
+class Circular(nn.Module):
+    """Its padding is taken apart into writing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(2, 2, 3, padding=1, padding_mode="circular", dtype=torch.float64)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(torch.add(x, 0.3 * self.conv(z), alpha=0.5))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_writing_below_the_surface_is_part_of_the_program(rows: int) -> None:
+    torch.manual_seed(0)
+    cell, seen = Circular(), Seen()
+    x = inputs(rows, 10).view(rows, 2, 5)
+    s, found = gradients(compiled(cell, seen, stop=LOOSE), x)
+    plain, expected = gradients(eq.DEQ(cell, stop=LOOSE), x)
+    assert len(seen.graphs) == 2
+    torch.testing.assert_close(s.z, plain.z, rtol=1e-6, atol=1e-6)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", ["function", "list", "hook"])
+def test_a_cell_that_was_changed_is_compiled_anew(change: str) -> None:
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factors, self.act = [0.5], torch.tanh
+
+        def forward(self, z: Tensor, x: Tensor) -> Tensor:
+            return self.act(self.factors[0] * z + x)
+
+    cell, x = Changing(), inputs(3, 4)
+    deq = compiled(cell, stop=LOOSE)
+    deq(x)
+    if change == "function":
+        cell.act = torch.sin
+    elif change == "list":
+        cell.factors[0] = 0.9
+    else:
+        cell.register_forward_hook(lambda module, args, out: 0.5 * out)
+    torch.testing.assert_close(deq(x), eq.DEQ(cell, stop=LOOSE)(x), rtol=1e-5, atol=1e-5)
 
 
 def test_what_has_no_graph_runs_as_ever() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -355,3 +356,65 @@ def test_batch_statistics_move_once_per_forward_at_the_equilibrium(init: Any) ->
     s.f(s.z)  # looking does not move them
     s.z.sum().backward()
     assert norm.num_batches_tracked == 1
+
+
+class Overwriting(nn.Module):
+    """The same with what comes in written over."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return self.function(z, x)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("solver", [eq.Picard(), eq.Anderson(), eq.Broyden()], ids=repr)
+def test_a_cell_may_write_over_its_state(solver: Any, mode: Any) -> None:
+    cell = Overwriting(lambda z, x: z.mul_(0.5).add_(x))
+    x = inputs(3, 4).abs().requires_grad_(mode is torch.enable_grad)
+    with mode():
+        s = eq.DEQ(cell, solver=solver, stop=TIGHT).solve(x)
+    torch.testing.assert_close(s.z.clone(), 2 * x, rtol=1e-10, atol=1e-10)
+    if mode is torch.enable_grad:
+        torch.testing.assert_close(torch.autograd.grad(s.z.sum(), x)[0], torch.full_like(x, 2.0))
+
+
+def test_a_buffer_that_becomes_another_tensor_moves_once_too() -> None:
+    class Averaging(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean: Tensor
+            self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
+
+        def forward(self, z: Tensor, x: Tensor) -> Tensor:
+            out = 0.5 * torch.tanh(z) + x + self.mean
+            self.mean = 0.9 * self.mean + 0.1 * out.detach().mean(dim=0)
+            return out
+
+    cell, x = Averaging(), inputs(3, 4)
+    z = eq.DEQ(cell, stop=TIGHT)(x)
+    torch.testing.assert_close(z, 0.5 * torch.tanh(z) + x, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(cell.mean, 0.1 * z.mean(dim=0), rtol=1e-9, atol=1e-9)
+
+
+def test_threads_leave_parametrized_weights_where_they_are() -> None:
+    linear = weight_norm(nn.Linear(32, 32))
+    cell = Overwriting(lambda z, x: torch.tanh(0.5 * linear(z) + x))
+    cell.linear = linear
+    deq = eq.DEQ(cell, stop=eq.Stop(rtol=1e-5, max_steps=100, on_failure="ignore")).eval()
+    before = [name for name, _ in deq.named_parameters()]
+    x = torch.randn(4, 8, 32)
+
+    def work(i: int) -> None:
+        with torch.no_grad():
+            for _ in range(20):
+                deq(x[i])
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [name for name, _ in deq.named_parameters()] == before and is_parametrized(linear)

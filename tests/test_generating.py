@@ -49,6 +49,8 @@ def test_prompts_become_tokens_and_text_again() -> None:
     assert decode([TOY_WORDS[i] for i in tokens.tolist()], "word") == text
     letters = encode("an  ox", TOY_LETTERS, "character")
     assert decode([TOY_LETTERS[i] for i in letters.tolist()], "character") == "an ox"
+    finished = encode("ox ", TOY_LETTERS, "character")
+    assert decode([TOY_LETTERS[i] for i in finished.tolist()], "character") == "ox "  # a word follows, not more of this one
     assert [TOY_WORDS[i] for i in encode("", TOY_WORDS, "word").tolist()] == ["<eos>"]
 
 
@@ -69,6 +71,8 @@ def test_text_from_a_run(run: Path) -> None:
     assert sample(run, "a", 12, seed=1, temperature=0.0) == sample(run, "a", 12, seed=2, temperature=0.0)
     assert sample(run, "a", 12, seed=1, top_k=1) == sample(run, "a", 12, temperature=0.0)
     assert not sample(run, "", 5).startswith("<eos>")
+    assert sample(run, "  ", 5, seed=1) == sample(run, "", 5, seed=1)
+    assert sample(run, "a", 12, temperature=1e-300) == sample(run, "a", 12, temperature=0.0)
 
 
 def test_characters(tmp_path: Path) -> None:

@@ -128,3 +128,9 @@ def test_what_cannot_be_a_state(state: Any, error: type[Exception], message: str
 def test_a_cell_that_returns_something_else(cell: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         eq.fixed_point(cell, torch.zeros(3, 4))
+
+
+def test_real_and_complex_tensors_with_an_odd_number_of_columns() -> None:
+    start = (torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2, 3, dtype=torch.complex128))
+    s = eq.fixed_point(lambda z, x: (0.5 * z[0] + x, 0.5j * z[1] + 1), start, inputs(2, 3), stop=TIGHT)
+    torch.testing.assert_close(s.z[1], torch.full_like(s.z[1], 1 / (1 - 0.5j)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -26,7 +27,7 @@ def generate(
     length: Annotated[int, typer.Option(min=1, help="Tokens to draw.")] = 100,
     temperature: Annotated[float, typer.Option(min=0.0, help="Scores are divided by it; 0: the most probable token.")] = 1.0,
     top_k: Annotated[int | None, typer.Option(min=1, help="Draw from so many most probable tokens; default: all.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of the draws.")] = 0,
     which: Annotated[Which, typer.Option(help="Weights: last, best, or raw (last, never averaged).")] = "best",
     as_json: AsJson = False,
 ) -> None:
@@ -59,7 +60,7 @@ def sample(
     tokens = encode(prompt, units, level).unsqueeze(0)
     # the vocabulary that a model is made for may be larger than that of the text: what it has no name for is <unk>
     drawn = draw(model, tokens, length, temperature, top_k, torch.Generator().manual_seed(seed))[0].tolist()
-    begin = 0 if prompt else 1
+    begin = 0 if spelled(prompt, level) else 1  # without the end of a text that an empty prompt stands for
     return decode([units[i] if i < len(units) else UNKNOWN for i in drawn[begin:]], level)
 
 
@@ -75,9 +76,7 @@ def vocabulary(run: Run) -> tuple[str, ...]:
 def encode(prompt: str, units: Sequence[str], level: Level) -> torch.Tensor:
     """(n,) tokens; a text begins after the end of another one where the prompt is empty."""
     index = {unit: i for i, unit in enumerate(units)}
-    lines = [line.split() for line in prompt.split("\n")]
-    pieces = [line if level == "word" else list(" ".join(line)) for line in lines]
-    found = [unit for piece in pieces[:-1] for unit in (*piece, END)] + pieces[-1]
+    found = spelled(prompt, level)
     missing = [unit for unit in found if unit not in index]
     if missing and UNKNOWN not in index:
         raise ValueError(
@@ -85,6 +84,13 @@ def encode(prompt: str, units: Sequence[str], level: Level) -> torch.Tensor:
             f"{len(units)} {level}s, and none for unknown ones. Leave it out of the prompt."
         )
     return torch.tensor([index.get(unit, index.get(UNKNOWN, 0)) for unit in found or [END]])
+
+
+def spelled(prompt: str, level: Level) -> list[str]:
+    """Its units, as a text has them: at the level of characters with one space in place of several."""
+    lines = prompt.split("\n")
+    pieces = [line.split() if level == "word" else list(re.sub(r"\s+", " ", line)) for line in lines]
+    return [unit for piece in pieces[:-1] for unit in (*piece, END)] + pieces[-1]
 
 
 def decode(units: Sequence[str], level: Level) -> str:

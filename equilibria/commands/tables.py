@@ -50,6 +50,8 @@ def reproduce(
         for name in names:
             found = find_table(name)
             planned = plan(found, scale, out, seeds=seeds, rows=rows or (), assignments=assignments or ())
+            for job in planned:
+                job.check_settings()
             todo = [job for job in planned if not job.finished]
             say(f"{found.name}, {scale}: {len(planned)} runs, {len(planned) - len(todo)} of them finished.")
             here = jobs is None and scale == "debug" and devices == 1

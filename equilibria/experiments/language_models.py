@@ -12,7 +12,7 @@ from equilibria.gradients.base import Gradient
 from equilibria.gradients.implicit import Implicit
 from equilibria.gradients.phantom import JFB, NeumannPhantom, UnrolledPhantom
 from equilibria.models.adaptive_vocabulary import AdaptiveVocabulary, VocabularyConfig
-from equilibria.models.deq_transformer import DEQTransformer, TransformerXL
+from equilibria.models.deq_transformer import DEQTransformer, Start, TransformerXL
 from equilibria.models.sequence import GRUModel, SequenceModel
 from equilibria.models.transformer_configs import (
     TRANSFORMER_CONFIGS,
@@ -60,6 +60,7 @@ class LanguageModel:
                     good it is before
     directions      that "gmres" keeps; None: 4 to 20, as they are needed
     eval_steps      limit of the solver in evaluation; None: as in training
+    start           of a transformer's solves; None: zero
     gain            factor on the initial matrices of a transformer. They begin with a deviation of 0.01, as released; the
                     DEQ paper says 0.05
     cutoffs         of an adaptive softmax; `divisor` makes the vectors of transformers shorter from cluster to cluster
@@ -81,6 +82,7 @@ class LanguageModel:
     forward_steps: int | None = None
     backward_steps: int | None = None
     eval_steps: int | None = None
+    start: Start | None = None
     pretraining_depth: int | None = None
     memory: int | None = None
     eval_memory: int | None = None
@@ -117,7 +119,10 @@ class LanguageModel:
             case "trellis":
                 return self._trellis(tokens)
         config = self.transformer(tokens)
-        return self._widened(DEQTransformer(config, **self._parts(config), depth=self.depth, checkpoint=self.checkpoint))
+        parts = self._parts(config)
+        return self._widened(
+            DEQTransformer(config, **parts, depth=self.depth, checkpoint=self.checkpoint, start=self.start or "zero")
+        )
 
     def transformer(self, tokens: int) -> TransformerConfig:
         """The configuration, with what is changed of it."""

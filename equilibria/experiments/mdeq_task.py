@@ -201,6 +201,7 @@ class Multiscale(ImageTask):
             own = self.settings.model.config(self.data.shape[0]).forward_steps
             stop = dataclasses.replace(layer.stop, max_steps=own)
             layer.stop = jitter(stop, step, s.jitter, 1) if self.jacobian(step) else stop
+            layer.eval_stop = stop  # evaluation knows nothing of what the last step drew
 
     def _cosines(self, mdeq: MDEQ, x: Tensor, y: Tensor) -> dict[str, float]:
         """Of phantom gradients with the exact one, in the parameters of the cell; nothing where there is no exact one."""

@@ -22,7 +22,7 @@ from equilibria.experiments.catalogue import row as find_row
 from equilibria.reports.gallery import write_gallery
 from equilibria.reports.run import write_run_report
 from equilibria.training.durable import replace_file
-from equilibria.training.folder import SUMMARY, Run, Summary
+from equilibria.training.folder import SUMMARY, Run, Summary, check_settings, whole_config
 from equilibria.training.listeners import Listener
 from equilibria.training.processes import Strategy
 from equilibria.training.trainer import Trainer
@@ -51,6 +51,11 @@ class Job:
     @property
     def finished(self) -> bool:
         return (self.folder / SUMMARY).is_file()
+
+    def check_settings(self) -> None:
+        """Refuse to take a finished run of other settings for this one."""
+        if self.finished:
+            check_settings(self.folder, whole_config(self.experiment.config(), self.experiment.training))
 
 
 @dataclass(frozen=True)

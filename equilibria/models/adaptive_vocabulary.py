@@ -132,7 +132,7 @@ class AdaptiveVocabulary(nn.Module):
             f"Every place has one target: got targets of shape {tuple(targets.shape)} for states of {tuple(h.shape)}.",
         )
         self._check(targets)
-        flat, goal = h.flatten(0, -2), targets.flatten()
+        flat, goal = h.flatten(0, -2), targets.flatten().long()
         if self.cluster_weight is None:
             return F.cross_entropy(self._logits(flat, 0), goal, reduction="none").view_as(targets)
         head = F.log_softmax(self._logits(flat, 0), dim=-1)
@@ -171,7 +171,8 @@ class AdaptiveVocabulary(nn.Module):
     def _check(self, tokens: Tensor) -> None:
         if tokens.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"Tokens are numbers of type int64 or int32, got {tokens.dtype}. Convert them with .long().")
-        if tokens.device.type == "cpu" and tokens.numel():  # elsewhere to look at them would wait for the device
+        # elsewhere to look at them would wait for the device, and in a trace they have no values
+        if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
             low, high = int(tokens.min()), int(tokens.max())
             require(
                 0 <= low and high < self.config.tokens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.base import require
 from equilibria.solvers.fallback import AnySolver
 
-Start = Literal["zero", "embedding"]
+Start = Literal["zero", "embedding", "memory"]
 
 
 class DEQTransformer(EquilibriumModel):
@@ -48,7 +48,8 @@ class DEQTransformer(EquilibriumModel):
     eval_stop   `stop` in eval mode; None: the same
     depth       an explicit twin instead: the cell applied so many times, with the same weights under the same names
     checkpoint  of the explicit twin, see `WeightTied`
-    start       of the solve: "zero", or "embedding", the embedded tokens
+    start       of the solve: "zero"; "embedding", the embedded tokens; "memory", the mean of the states in memory (zero
+                where there are none), which saves evaluations in a trained model
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class DEQTransformer(EquilibriumModel):
         start: Start = "zero",
     ) -> None:
         super().__init__()
-        require(start in ("zero", "embedding"), f'start must be "zero" or "embedding", got {start!r}.')
+        require(start in get_args(Start), f"start must be one of {', '.join(get_args(Start))}, got {start!r}.")
         require(depth is not None or checkpoint is None, "checkpoint is for explicit networks: give a depth as well.")
         self.config, self.start, self.pretraining_depth = config, start, config.pretraining_depth
         self.gradient = gradient or Implicit(stop=_stop(config, config.backward_steps))
@@ -86,10 +87,16 @@ class DEQTransformer(EquilibriumModel):
         memory = checked(tokens, memory, 1 + self.config.blocks)
         x = self.input_dropout(self.vocabulary.embed(tokens))
         u = self.injection(x).to(x.dtype)  # also under autocast: what is remembered serves outside of it too
-        z0 = x if self.start == "embedding" else torch.zeros_like(x, requires_grad=False)
-        z, seen = self._states(u, memory, z0)
+        z, seen = self._states(u, memory, self._start(x, memory))
         length = self.config.memory_length(self.training)
         return self.vocabulary(self.output_dropout(z), targets), remembered(memory, (u, *seen), length)
+
+    def _start(self, x: Tensor, memory: Memory) -> Tensor:
+        if self.start == "embedding":
+            return x
+        if self.start == "memory" and memory and memory[1].shape[1]:
+            return memory[1].mean(dim=1, keepdim=True).to(x.dtype).expand_as(x)
+        return torch.zeros_like(x, requires_grad=False)
 
     def _states(self, u: Tensor, memory: Memory, z0: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The state, and that of every block inside the cell."""

@@ -155,5 +155,7 @@ def _draw(scores: Tensor, temperature: float, top_k: int | None, generator: torc
     if temperature == 0:
         return scores.argmax(dim=-1, keepdim=True)
     top, index = scores.topk(min(top_k or scores.shape[-1], scores.shape[-1]), dim=-1)
-    chosen = torch.multinomial(torch.softmax(top / temperature, dim=-1), 1, generator=generator)
+    below = top - top[:, :1]  # at most 0, however small the temperature
+    scaled = below / max(temperature, torch.finfo(top.dtype).tiny)
+    chosen = torch.multinomial(torch.softmax(scaled, dim=-1), 1, generator=generator)
     return index.gather(1, chosen)

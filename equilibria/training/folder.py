@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import math
 import platform
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -19,7 +20,7 @@ from torch import nn
 
 from equilibria.training.checkpoints import Checkpoints, CorruptCheckpointError, Found, read
 from equilibria.training.durable import append_to, replace_file
-from equilibria.training.settings import Training, from_plain, one_of
+from equilibria.training.settings import Training, from_plain, one_of, to_plain
 from equilibria.training.task import Task
 
 CONFIG, METRICS, SUMMARY, LOCK = "config.json", "metrics.jsonl", "summary.json", ".lock"
@@ -66,22 +67,19 @@ class Folder:
             lock.release()
 
     def begin(self, config: Mapping[str, Any]) -> list[str]:
-        """Write the config, or compare it with that of the run to go on with; returns versions that have changed since."""
+        """Write the config, or compare it with that of the run to go on with; returns versions that have changed since.
+
+        Where nothing was kept yet there is nothing to go on with: such a run begins anew.
+        """
         file = self.path / CONFIG
-        if not file.exists():
+        kept = any(self.checkpoints.folder.glob("step-*")) or (self.path / SUMMARY).exists()
+        if not file.exists() or not kept:
             replace_file(file, _json(config))
             return []
-        before = _read_json(file)
-        changed = _differences(before, json.loads(_json(config)))
-        refused = [line for key, line in changed.items() if not key.startswith("versions.") and key not in FREE]
-        if refused:
-            raise ValueError(
-                f"The run in {self.path} was started with other settings: {'; '.join(refused)}. "
-                "Go on with the settings it has, or take another folder."
-            )
+        versions = check_settings(self.path, config)
         self.checkpoints.sweep()
         self.best.sweep()
-        return [line for key, line in changed.items() if key.startswith("versions.")]
+        return versions
 
     def cut_metrics(self, epochs: int) -> list[dict[str, Any]]:
         """Keep the lines of these first epochs: those of a run that was killed may be ahead of its checkpoint."""
@@ -147,11 +145,28 @@ class Run:
         return model.eval()
 
 
+def check_settings(folder: Path, config: Mapping[str, Any]) -> list[str]:
+    """Refuse a config that is not that of the run in `folder`; returns versions that have changed since."""
+    changed = _differences(_read_json(folder / CONFIG), json.loads(_json(config)))
+    refused = [line for key, line in changed.items() if not key.startswith("versions.") and key not in FREE]
+    if refused:
+        raise ValueError(
+            f"The run in {folder} was started with other settings: {'; '.join(refused)}. Go on with the settings it has, or "
+            "take another folder."
+        )
+    return [line for key, line in changed.items() if key.startswith("versions.")]
+
+
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl; a last one that was cut short is left out."""
     file = folder / METRICS
     lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
     return [json.loads(line) for line in lines]
+
+
+def whole_config(config: Mapping[str, Any] | None, training: Training) -> dict[str, Any]:
+    """What config.json has: that of the experiment, the settings of training, and versions."""
+    return {**(config or {}), "training": to_plain(training), "versions": versions()}
 
 
 def versions() -> dict[str, str]:
@@ -165,9 +180,13 @@ def _newest(checkpoints: Checkpoints) -> Found:
     problems = []
     for path in reversed(checkpoints.paths()):
         try:
-            return read(path, parts=("model", "average"))
+            found = read(path, parts=("model", "average"))
         except CorruptCheckpointError as error:
             problems.append(str(error))
+            continue
+        if problems:
+            warnings.warn(f"{' '.join(problems)} The weights are those of {path}, before it.", stacklevel=3)
+        return found
     raise FileNotFoundError(" ".join([f"There is no sound checkpoint in {checkpoints.folder}.", *problems]))
 
 

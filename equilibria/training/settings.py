@@ -87,7 +87,7 @@ class Training:
     precision           lightning-fabric's names: "32-true", "64-true", "bf16-mixed", "16-mixed" ...
     ema                 decay of an average of the weights, which evaluation uses; after n steps at most (1 + n) / (10 + n),
                         so that a short run is not spoiled by its first weights
-    pretrain_steps      steps on the unrolled model (`Task.pretrain`) before implicit training
+    pretrain_steps      steps on the unrolled model (`Task.pretrain`) before implicit training; evaluated is the implicit one
     max_bad_steps       a step whose loss or gradient is not finite is skipped and counted; after so many in a row: an error
     failed_solves       a step with a sample whose solve, forward or adjoint, failed: "count" it and go on, "skip" it like
                         one that is not finite, or "stop" with an error

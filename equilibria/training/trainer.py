@@ -15,7 +15,7 @@ from lightning_fabric import Fabric
 
 from equilibria.training.checkpoints import read
 from equilibria.training.evaluating import Evaluator
-from equilibria.training.folder import Folder, Summary, versions
+from equilibria.training.folder import Folder, Summary, whole_config
 from equilibria.training.listeners import Listener, PlainLog
 from equilibria.training.optimisers import Average, make_optimizer
 from equilibria.training.processes import (
@@ -28,7 +28,7 @@ from equilibria.training.processes import (
     seed_all,
     step_clock,
 )
-from equilibria.training.settings import Training, to_plain
+from equilibria.training.settings import Training
 from equilibria.training.state import State, whole
 from equilibria.training.statistics import Meter
 from equilibria.training.stepping import Stepped, Stepper, TrainingError
@@ -76,7 +76,7 @@ class Trainer:
         listener: Listener | None = None,
     ) -> None:
         self.task, self.training, self.root = task, training, root
-        self.config = {**(config or {}), "training": to_plain(training), "versions": versions()}
+        self.config = whole_config(config, training)
         self.folder = Folder(Path(folder))
         self.listener: Listener = PlainLog() if listener is None else listener
         self.sharded = strategy == "fsdp"
@@ -186,7 +186,8 @@ class Trainer:
         clock = step_clock(self.fabric.device)
         begin, step_begin = time.perf_counter(), clock()
         for batch in loader:
-            self._switch_pretraining()
+            self._switch_pretraining(progress.step < self.training.pretrain_steps)
+            self._tell_pretraining()
             stepped = self._stepper.step(self.fabric.to_device(batch), self._interrupts.asked, self._checkpoint_is_due())
             self._seconds.append(clock() - step_begin)
             self._count(stepped, time.perf_counter() - begin)
@@ -222,13 +223,15 @@ class Trainer:
                 "clip_norm or a penalty on the Jacobian may help."
             )
 
-    def _switch_pretraining(self) -> None:
-        step = self._state.progress.step
-        on = step < self.training.pretrain_steps
+    def _switch_pretraining(self, on: bool) -> None:
         if on != self._pretraining:
             self.task.pretrain(self._state.module, on)
             self._pretraining = on
-            self._tell(f"Unrolled pre-training {'begins' if on else 'ends'} at step {step + 1}.")
+
+    def _tell_pretraining(self) -> None:
+        step, limit = self._state.progress.step, self.training.pretrain_steps
+        if limit and step in (0, limit):
+            self._tell(f"Unrolled pre-training {'begins' if step == 0 else 'ends'} at step {step + 1}.")
 
     def _pause(self) -> None:
         if any(agree(self.fabric, [self._interrupts.asked])):
@@ -237,6 +240,7 @@ class Trainer:
     # the end of an epoch
 
     def _finish_epoch(self) -> None:
+        self._switch_pretraining(False)  # evaluated is what the weights are for, not what they are warmed up in
         progress, entry = self._state.progress, self._entry()
         self._keep_best(entry)
         if self._events is not None:

@@ -240,3 +240,30 @@ def test_settings_are_written_as_one_would() -> None:
     assert brief(eq.Newton(linear=eq.GMRES(restart=5))) == "Newton(linear=GMRES(restart=5))"
     assert brief(eq.Stop(rtol=1e-5)) == "Stop(rtol=1e-05)"
     assert brief((eq.Picard(), 3)) == "(Picard(), 3)"
+
+
+def test_a_start_given_with_the_inputs_is_kept() -> None:
+    class Started(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = eq.DEQ(TanhCell(4, norm=0.5), init=nn.Linear(7, 4))  # for other inputs than those it gets
+
+        def forward(self, x: Tensor) -> Tensor:
+            z: Tensor = self.layer(x, init=torch.ones_like(x))
+            return z
+
+    model = Started()
+    (call,) = captured(model, inputs(3, 4)).values()
+    assert torch.equal(call.deq.solve(*call.inputs).z0, torch.ones(3, 4, dtype=torch.float64))
+    assert call.deq is not model.layer and call.deq.cell is model.layer.cell
+    assert isinstance(model.layer.init, nn.Linear)
+    assert eq.diagnose(model, inputs(3, 4)).layers[0].examination.forward.failed == 0
+
+
+@pytest.mark.parametrize("name", ["deq-transformer-nano", "deq-trellisnet-nano"])
+def test_models_of_sequences_can_be_examined_and_tuned(name: str) -> None:
+    torch.manual_seed(0)
+    model, tokens = eq.models.create(name, tokens=20), torch.randint(0, 20, (2, 5))
+    assert eq.diagnose(model, tokens).layers[0].examination.samples == 2
+    few = eq.Candidates(solvers=(eq.Picard(),), gradients=(eq.JFB(),))
+    assert list(eq.tune(model, tokens, candidates=few, rounds=1).layers) == ["layer"]

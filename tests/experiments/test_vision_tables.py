@@ -120,6 +120,7 @@ def test_regularized_steps_vary_in_length_and_the_others_do_not() -> None:
         task._vary_steps(model, step)
         lengths.add(layer.stop.max_steps)
         assert task.jacobian(step) or layer.stop.max_steps == 18
+        assert layer.eval_stop is not None and layer.eval_stop.max_steps == 18
     assert lengths == {16, 17, 18, 19}
 
 

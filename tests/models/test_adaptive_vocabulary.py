@@ -60,6 +60,7 @@ def test_losses_are_those_of_the_scores(name: str) -> None:
         expected = F.cross_entropy(vocabulary(h).flatten(0, 1), targets.flatten(), reduction="none").view(3, 4)
         torch.testing.assert_close(vocabulary.losses(h, targets), expected)
         torch.testing.assert_close(vocabulary(h, targets), expected.mean())
+        torch.testing.assert_close(vocabulary(h, targets.int()), expected.mean())
 
 
 def test_one_cluster_is_the_full_softmax() -> None:

@@ -336,6 +336,17 @@ def test_a_start_at_the_embedding_ends_at_the_same_equilibrium() -> None:
     torch.testing.assert_close(solutions[0].z0, b.vocabulary.embed(text()).detach())
 
 
+def test_a_start_at_the_mean_of_the_memory_ends_at_the_same_equilibrium() -> None:
+    a, b = small(), small(start="memory")
+    scores, memory = b(text())  # nothing to remember yet: zeros
+    torch.testing.assert_close(scores, a(text())[0], rtol=0, atol=0)
+    with eq.record(b) as solutions:
+        scores = b(text(seed=2), memory)[0]
+    torch.testing.assert_close(scores, a(text(seed=2), memory)[0], rtol=AGREEMENT, atol=AGREEMENT)
+    mean = memory[1].mean(dim=1, keepdim=True)
+    torch.testing.assert_close(solutions[0].z0, mean.expand_as(solutions[0].z0), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("checkpoint", ["sqrt", "recursive"])
 @pytest.mark.parametrize("build", [lambda **o: small(DRAWN, depth=5, **o), lambda **o: stack(layers=5, **o)])
 def test_checkpoints_leave_the_gradient_as_it_is(build: Any, checkpoint: str) -> None:
@@ -501,8 +512,8 @@ def test_wrong_settings_are_named() -> None:
         replace(SMALL, reach=0)
     with pytest.raises(ValueError, match="must not be negative, got -1"):
         replace(SMALL, memory=-1)
-    with pytest.raises(ValueError, match='start must be "zero" or "embedding"'):
-        DEQTransformer(SMALL, start="memory")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="start must be one of zero, embedding, memory, got 'warm'"):
+        DEQTransformer(SMALL, start="warm")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="checkpoint is for explicit networks"):
         DEQTransformer(SMALL, checkpoint="sqrt")
     with pytest.raises(ValueError, match="layers must be at least 1"):

@@ -132,6 +132,8 @@ def test_a_corrupt_checkpoint_is_named_and_costs_nothing(uninterrupted: Path, tm
     data = bytearray((newest / "model.safetensors").read_bytes())
     data[-1] ^= 128
     (newest / "model.safetensors").write_bytes(data)
+    with pytest.warns(UserWarning, match="step-00000007 is corrupt.*The weights are those of .*step-00000006"):
+        Run.open(tmp_path).model(Classifying())
     listener = Noted()
     trainer(tmp_path, listener=listener).fit()
     assert f"{newest} is corrupt: model.safetensors" in listener.messages[0] and "step-00000006" in listener.messages[1]

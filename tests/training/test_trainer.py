@@ -192,6 +192,7 @@ class _Pretrained(Classifying):
         super().__init__()
         self.switches: list[bool] = []
         self.seen: list[str] = []
+        self.judged: set[str] = set()
 
     def gradient(self) -> eq.Gradient:
         return eq.Implicit()
@@ -207,16 +208,32 @@ class _Pretrained(Classifying):
         assert isinstance(layer, eq.DEQ)
         if model.training:
             self.seen.append(type(layer.gradient).__name__)
+        else:
+            self.judged.add(type(layer.gradient).__name__)
         return super().loss(model, batch, step)
 
 
 def test_pretraining_is_switched_on_and_off(tmp_path: Path) -> None:
     task, listener = _Pretrained(), Noted()
     fit(tmp_path, task, listener, pretrain_steps=7)
-    assert task.switches == [True, False] and task.seen == ["Unrolled"] * 7 + ["Implicit"] * 3
+    assert task.switches == [True, False] * 2  # evaluated after 5 and 10 steps are equilibria
+    assert task.seen == ["Unrolled"] * 7 + ["Implicit"] * 3
+    assert task.judged == {"Implicit"}
     assert listener.messages == ["Unrolled pre-training begins at step 1.", "Unrolled pre-training ends at step 8."]
     with pytest.raises(NotImplementedError, match=r"pretrain_steps needs Classifying\.pretrain"):
         fit(tmp_path / "without", pretrain_steps=7)
+
+
+def test_a_run_that_kept_nothing_may_begin_anew_with_other_settings(tmp_path: Path) -> None:
+    class Failing(Classifying):
+        def model(self) -> nn.Module:
+            raise ValueError("heads must divide the width.")
+
+    with pytest.raises(ValueError, match="heads must divide"):
+        fit(tmp_path, Failing(), seed=1)
+    fit(tmp_path, seed=2)
+    with pytest.raises(ValueError, match=r"training\.seed was 2, now 3"):
+        fit(tmp_path, seed=3)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "64-true", "bf16-true"])
