@@ -90,7 +90,7 @@ class DEQ(nn.Module):
         if self.solves is None:
             return 0
         before = int(self.solves)
-        if self.training and torch.is_grad_enabled():
+        if self.training and torch.is_grad_enabled() and not transforms.inside_transform():
             self.solves += 1
         return before
 
@@ -185,12 +185,18 @@ def _nonfinite_samples(inputs: Sequence[Any], batched: bool) -> Tensor | None:
     bad = torch.zeros(batch, dtype=torch.bool, device=leaves[0].device)
     for leaf in leaves:
         if leaf.shape[0] == batch:
-            bad = bad | ~torch.isfinite(leaf.detach()).reshape(batch, -1).all(dim=1)
+            bad = bad | _broken(leaf.detach()).reshape(batch, -1).any(dim=1)
     return bad if bool(bad.any()) else None
 
 
+def _broken(values: Tensor) -> Tensor:
+    """Not finite, but for the -inf of masks."""
+    return ~torch.isfinite(values) if values.is_complex() else torch.isnan(values) | torch.isposinf(values)
+
+
 def _has_rows(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.is_floating_point()
+    plain = isinstance(leaf, Tensor) and leaf.layout is torch.strided
+    return plain and leaf.dim() > 0 and (leaf.is_floating_point() or leaf.is_complex())
 
 
 def _fill_rows(tree: Any, rows: Tensor, value: float) -> Any:

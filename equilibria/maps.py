@@ -111,6 +111,7 @@ class Jacobian:
             self._count(t, runs=True)
             return self.raw.transposed(t)
         if self._graph is None:
+            transforms.check_derivatives("A transposed product, as NormalCG takes,", self.z)
             self.counter.evaluation(t)
             with torch.enable_grad():
                 leaf = self.z.detach().requires_grad_()

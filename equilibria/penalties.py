@@ -170,6 +170,7 @@ def _pull(f: Callable[[Tensor], Tensor], z: Tensor) -> Callable[[Tensor], Tensor
     if transforms.inside_transform():
         pull = transforms.vjp(f, z)
         return lambda t: pull(t)[0]
+    transforms.check_derivatives("The Jacobian penalty", z)
     recording = torch.is_grad_enabled()
     with torch.enable_grad():
         leaf = z.detach().requires_grad_()

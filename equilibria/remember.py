@@ -117,7 +117,8 @@ class _Bank:
 
     def __init__(self, capacity: int, like: Tensor) -> None:
         self.capacity = capacity
-        self.values = like.new_empty(min(capacity, max(len(like), 1)), like.shape[1])
+        with torch.inference_mode(False):  # or training could not write into it
+            self.values = like.new_empty(min(capacity, max(len(like), 1)), like.shape[1])
         self.slots: OrderedDict[Hashable, int] = OrderedDict()
         self.stored: dict[Hashable, int] = {}  # the solve it comes from
         self.free: list[int] = list(range(len(self.values)))
@@ -149,7 +150,8 @@ class _Bank:
         if not self.free and len(self.values) < self.capacity:
             size = len(self.values)
             more = min(size, self.capacity - size)
-            self.values = torch.cat([self.values, self.values.new_empty(more, self.values.shape[1])])
+            with torch.inference_mode(False):
+                self.values = torch.cat([self.values, self.values.new_empty(more, self.values.shape[1])])
             self.free = list(range(size, size + more))
         if not self.free:
             self._drop(next(iter(self.slots)))

@@ -41,6 +41,18 @@ def inside_dual_level() -> bool:
     return forward_ad._current_level >= 0 and not inside_transform()
 
 
+def forward_levels() -> int:
+    """How many `torch.func.jvp` are running inside of each other."""
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return sum(level.key() == torch._C._functorch.TransformType.Jvp for level in stack)
+
+
+def check_derivatives(what: str, *tensors: Tensor) -> None:
+    """Refuse inference mode, in which there are none and torch gives zeros in their place."""
+    if torch.is_inference_mode_enabled() or any(tensor.is_inference() for tensor in tensors):
+        raise RuntimeError(f"{what} needs derivatives, which torch.inference_mode() forbids: take torch.no_grad() instead.")
+
+
 def primal(x: Tensor) -> Tensor:
     """`x` without the tangent it may carry in an open dual level."""
     return forward_ad.unpack_dual(x).primal if inside_dual_level() else x

@@ -178,3 +178,11 @@ def test_bad_keys_and_settings_are_refused() -> None:
         whole(data)
     with pytest.raises(TypeError, match="Remember"):
         eq.DEQ(TanhCell(WIDTH), init=3)  # type: ignore[arg-type]
+
+
+def test_what_inference_remembers_training_may_change() -> None:
+    deq = eq.DEQ(TanhCell(4), init=eq.Remember())
+    x = inputs(3, 4)
+    for mode in (torch.inference_mode, torch.enable_grad):
+        with mode(), eq.visit(deq, range(3)):
+            deq(x)

@@ -210,7 +210,8 @@ class _Analysis(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.torus.synthesise(gradients[0]), None
+        with torch.autocast(gradients[0].device.type, enabled=False):  # which may be on where backward is called
+            return ctx.torus.synthesise(gradients[0]), None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
@@ -249,7 +250,8 @@ class _Synthesis(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.torus.analyse(gradients[0]), None
+        with torch.autocast(gradients[0].device.type, enabled=False):
+            return ctx.torus.analyse(gradients[0]), None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
@@ -267,7 +269,7 @@ def _fast_analysis(z: Tensor, torus: Torus) -> Tensor:
     whole = torch.fft.rfft2(z, norm="ortho") if fold == 1 else torch.fft.fft2(z, norm="ortho")
     apart = whole.unflatten(3, (fold, -1)).unflatten(2, (fold, -1))[..., : torus.kept]
     parts = torch.view_as_real(apart * weights)  # (batch, channels, fold, coarse height, fold, kept, part)
-    return parts.permute(5, 3, 6, 2, 4, 1, 0).reshape(torus.groups, 2 * fold**2 * z.shape[1], len(z))
+    return parts.permute(5, 3, 6, 2, 4, 1, 0).reshape(torus.groups, 2 * fold**2 * z.shape[1], z.shape[0])
 
 
 def _fast_synthesis(spectrum: Tensor, torus: Torus) -> Tensor:

@@ -102,9 +102,19 @@ def unit(equation: Equation, v: Tensor) -> Tensor:
 
     Where samples are coupled they share one divisor, or the solution would not be that of the system.
     """
-    size = rms_norm(v.detach()).unsqueeze(1)
+    if v.shape[1] == 0:
+        return v.new_ones(v.shape[0], 1)
+    v = v.detach()
+    largest = _sound(v.abs().amax(dim=1, keepdim=True))  # first, or squares of the very small and large are 0 and inf
+    size = largest * rms_norm(v / largest).unsqueeze(1)
     if equation.coupled:
-        size = size.square().mean(dim=0, keepdim=True).sqrt().expand_as(size)
+        most = _sound(size.amax(dim=0, keepdim=True))
+        size = (most * (size / most).square().mean(dim=0, keepdim=True).sqrt()).expand_as(size)
+    return _sound(size)
+
+
+def _sound(size: Tensor) -> Tensor:
+    """With ones for what cannot be divided by."""
     return size.masked_fill(~((size > 0) & (size < float("inf"))), 1.0)  # nan is neither
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from equilibria.gradients.attach import attach
 from equilibria.gradients.base import AdjointFailure, Gradient, Problem
-from equilibria.gradients.primitive import Differentiable, FixedPoint
+from equilibria.gradients.primitive import Differentiable, fixed_point
 from equilibria.solve import Stop
 from equilibria.solvers.fallback import AnySolver
 from equilibria.solvers.krylov import GMRES
@@ -40,7 +40,7 @@ class Implicit(Gradient):
 
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
         task = self.task(problem)
-        return attach(task, z0, args) if problem.opaque else FixedPoint.apply(task, z0, *args)[0]
+        return attach(task, z0, args) if problem.opaque else fixed_point(task, z0, *args)[0]
 
     def task(self, problem: Problem) -> Differentiable:
         """The problem with the settings of its linear systems."""

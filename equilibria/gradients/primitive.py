@@ -19,7 +19,7 @@ from equilibria.gradients.folded import Fold, FoldedEquation
 from equilibria.gradients.linear import AdjointEquation, Linearisation, TangentEquation
 from equilibria.ledger import FLOOR
 from equilibria.maps import Affine
-from equilibria.solution import Status, empty_stats
+from equilibria.solution import Stats, Status, empty_stats
 from equilibria.solve import Stop
 from equilibria.solvers.base import Solver
 from equilibria.solvers.fallback import AnySolver
@@ -80,13 +80,32 @@ class Differentiable:
         left = system(u) - u
         norm = self.stop.norm
         enough = norm(left) <= self.when * norm(system.offset)
-        return self.rest(system, torch.where(enough.unsqueeze(1), torch.zeros_like(left), left))
+        return self.rest(system, torch.where(enough.unsqueeze(1), torch.zeros_like(left), left), u)
 
-    def rest(self, system: Affine, left: Tensor) -> Tensor:
-        """What is missing from a cotangent that leaves a residual of `left`."""
+    def rest(self, system: Affine, left: Tensor, u: Tensor) -> Tensor:
+        """What is missing from a cotangent u that leaves a residual of `left`; statistics add to those of finding u."""
+        before = self.problem.report.adjoint if self.approximation is None else None
         remainder = Affine(system.product, system.transposed, left)
+        falls_back = self.on_failure == "fall_back"
         adjoint = dataclasses.replace(self.adjoint().problem, known=left)  # J'0 + left
-        return adjoint.run_map(remainder, torch.zeros_like(left), system.offset).z
+        adjoint = dataclasses.replace(adjoint, on_failure="warn") if falls_back else adjoint
+        flat = adjoint.run_map(remainder, torch.zeros_like(left), system.offset)
+        if before is not None:
+            self.problem.report.adjoint = _added(before, flat.stats)
+        if falls_back:  # to the Jacobian-free answer, all in all
+            return torch.where(flat.stats.failed.unsqueeze(1), system.offset - u, flat.z)
+        return flat.z
+
+
+def fixed_point(task: Differentiable, z0: Tensor, *args: Tensor) -> tuple[Tensor, Tensor]:
+    """`FixedPoint` where torch follows it: of forward mode inside of forward mode it loses terms without a word."""
+    if transforms.forward_levels() > 1:
+        raise RuntimeError(
+            "Forward mode twice, as in jacfwd(jacfwd(f)), does not pass through an equilibrium: torch drops terms of it. "
+            "Take torch.func.hessian, jacrev of jacfwd, or jacrev twice."
+        )
+    z, status = FixedPoint.apply(task, z0, *args)
+    return z, status
 
 
 class FixedPoint(Function):
@@ -110,7 +129,7 @@ class FixedPoint(Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         z, status, *args = ctx.saved_tensors
         needs = ctx.needs_input_grad[2:]
-        if torch.is_grad_enabled() or transforms.inside_transform():
+        if torch.is_grad_enabled() or transforms.inside_transform() or transforms.inside_dual_level():
             grads = _pull_any_order(ctx.task, z, status, args, needs, cotangents[0])
         else:
             grads = pull_once(ctx.task, z, status, args, needs, cotangents[0])
@@ -137,10 +156,12 @@ def pull_once(
     """Gradients of the args, first order: one run of the cell with a graph, then only products."""
     equation, good = task.problem.equation, status != Status.NONFINITE
     some_bad = task.problem.report.nonfinite
-    adjoint = AdjointEquation(equation)
+    adjoint, lost = AdjointEquation(equation), None
     while True:
         if some_bad:
             if not bool(good.any()):
+                if lost is not None:
+                    _file_lost(task, lost)
                 return [torch.zeros_like(arg) if need else None for arg, need in zip(args, needs, strict=True)]
             z, args, v = quarantine(equation, z, args, v, good)
         at = Linearisation(equation, z, args, needs)
@@ -160,10 +181,33 @@ def pull_once(
             elif not _confirmed(task, length, right):
                 at.forget()
                 del grads, product  # or they would be held through another run of the cell
-                return at.pull((u + task.rest(system, left)) * size)[0]
+                grads = at.pull((u + task.rest(system, left, u)) * size)[0]
+            if lost is not None:
+                _file_lost(task, lost)
             return grads
         # a derivative of this sample is not finite: it would poison the sum over the batch even with weight zero
+        lost = good & ~finite if lost is None else lost | (good & ~finite)
         good, some_bad = good & finite, True
+
+
+def _added(first: Stats, then: Stats) -> Stats:
+    """Of two solves in a row, with what both took."""
+    return dataclasses.replace(
+        then,
+        steps=first.steps + then.steps,
+        best=first.steps + then.best,
+        evaluations=first.evaluations + then.evaluations,
+        sample_evaluations=first.sample_evaluations + then.sample_evaluations,
+        products=first.products + then.products,
+    )
+
+
+def _file_lost(task: Differentiable, lost: Tensor) -> None:
+    """Statistics of samples that were left out since a derivative of theirs is not finite."""
+    stats = task.problem.report.adjoint or empty_stats(len(lost), lost.device)
+    status = stats.status.masked_fill(lost, Status.NONFINITE)
+    residual = stats.residual.masked_fill(lost, float("inf"))
+    task.problem.report.adjoint = dataclasses.replace(stats, status=status, residual=residual)
 
 
 def _confirmed(task: Differentiable, length: Tensor, right: Tensor) -> bool:

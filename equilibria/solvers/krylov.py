@@ -54,11 +54,13 @@ class GMRESState(_Carried):
     most: int  # slots at most
     count: int | Tensor  # pairs so far
     oldest: int = 0  # the slot that is written over next, once all are taken
+    taken: int = 0  # steps since the residual was computed
 
 
 STAGNATION = 0.9  # a step that leaves more of the residual than this: the residual alone is no good direction
 SLOW = 0.8  # a step that leaves more than this: to drop a direction now would make it slower still
 FEW = 4  # directions kept as long as steps are not slow
+ANEW = 100  # steps after which directions are dropped and the residual is computed: errors of images grow with every one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,8 @@ class GMRES(Solver[GMRESState]):
         return GMRESState(z0, fz, z0, start.residual, nothing, start.residual, start.length, limit, most, count=0)
 
     def step(self, f: Map, state: GMRESState) -> GMRESState:
+        if isinstance(state.count, int) and state.taken == ANEW:
+            state = self._anew(f, state)
         n, length, traced = state.z.shape[1], state.length, transforms.is_tracing()
         state = _roomier(f, state)
         pairs, pair = self._extend(f, state)
@@ -103,8 +107,17 @@ class GMRES(Solver[GMRESState]):
         count, oldest = state.count + 1, state.oldest
         if isinstance(state.count, int) and state.count >= state.limit:
             oldest = (oldest + 1) % state.limit
-        limits = (state.limit, state.most, count, oldest)
+        limits = (state.limit, state.most, count, oldest, state.taken + 1)
         return GMRESState(z, fz, state.base, remaining, pairs, q, length, *limits, active=state.active)
+
+    def _anew(self, f: Map, state: GMRESState) -> GMRESState:
+        """The same iterate without directions, its residual r = f(base) - base - A (z - base) computed."""
+        away = state.z - state.base
+        remaining = f(state.base) - state.base - away + f.jacobian(state.base).product(away)
+        nothing = remaining.new_empty(len(remaining), 0, 2 * remaining.shape[1])
+        return replace(
+            state, remaining=remaining, fz=state.z + remaining, pairs=nothing, image=remaining, count=0, oldest=0, taken=0
+        )
 
     def settled(self, state: GMRESState) -> GMRESState:
         batch, n = state.z.shape

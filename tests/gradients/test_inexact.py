@@ -530,3 +530,11 @@ def test_first_order_gradients_refuse_more(gradient: eq.Gradient, solver: Any) -
         torch.autograd.grad(deq(x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match=r"take eq.Implicit"):
         grad(lambda x: deq(x).sum())(x.detach())
+
+
+def test_falling_back_replaces_what_a_cheap_gradient_gave() -> None:
+    cell, x = setting()
+    short = eq.Implicit(on_failure="fall_back", stop=eq.Stop(rtol=1e-12, atol=0, max_steps=1))
+    with pytest.warns(eq.ConvergenceWarning):
+        seen = gradients(eq.Escalate(cheap=eq.JFB(), exact=short, when=0.0), cell, x)
+    assert_same(seen, gradients(eq.JFB(), cell, x), rtol=1e-9, atol=1e-9)
