@@ -120,6 +120,7 @@ _JR_ROWS = {
     "post": POST,
     "post-20": Recipe("DEQ, post-LN, 20 steps", steps=(20, 23)),
     "post-15": Recipe("DEQ, post-LN, 15 steps", steps=(15, 17)),
+    "post-12": Recipe("DEQ, post-LN, as few steps as with JR", steps=(12, 13), nano=NANO_STEPS["post"]),
     "pre": Recipe("DEQ, pre-LN", "pre"),
     "post-jr": _JR_POST,
     "pre-jr": JR_PRE,
@@ -162,6 +163,7 @@ def _jr_claims() -> tuple[Claim, ...]:
         c3("post-LN, Jacobian regularization halves the evaluations", "nfe", "post-jr", "post", at_most=0.5),
         c3("at a validation perplexity within 2 %", "valid", "post-jr", "post", at_most=1.02),
         c3("and lowers the spectral radius", "radius", "post-jr", "post", at_most=1.0),
+        c3("trained with as few steps, the model without it is no better", "valid", "post-jr", "post-12", at_most=1.0),
         c3(
             "stopping the unregularized model after 6 steps costs perplexity (published: 24.0 to 29.2, after 12)",
             "at_6",

@@ -112,7 +112,7 @@ def wikitext(row: str, scale: Scale = "full") -> Experiment[Any]:
         model = tiny(model)
     trellis, deq = model.kind == "trellis", model.depth is None and model.kind != "untied"
     name: TextName = "wikitext-103" if scale == "full" else "wikitext-2"
-    data = text(scale, name, length=100 if trellis else 150, steps=STEPS)
+    data = text(scale, name, length=(100 if deq else 75) if trellis else 150, steps=STEPS)
     if scale == "full":
         training = _trellis_training(deq) if trellis else _transformer_training(deq)
     else:
