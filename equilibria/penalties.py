@@ -31,6 +31,11 @@ def jacobian_penalty(s: Solution, probes: int = 1, generator: torch.Generator | 
     generator  of these vectors; None: torch's own
     """
     require(probes >= 1, f"jacobian_penalty needs at least one of its probes, got {probes}.")
+    if s.equation.cell.sharded and torch.is_grad_enabled():
+        raise RuntimeError(
+            "The gradient of the Jacobian penalty is a second derivative, which weights that FSDP shares out do not have: "
+            'train with strategy="ddp", or leave the penalty out.'
+        )
     good = s.stats.status != Status.NONFINITE
     z, args, _ = quarantine(s.equation, *_point(s), good)
     pull = _pull(lambda t: s.equation(t, *args), z)

@@ -130,11 +130,13 @@ class Solution:
 
     @property
     def stats(self) -> Stats:
+        """The forward solve, sample by sample."""
         assert self.report.stats is not None
         return self.report.stats
 
     @property
     def adjoint(self) -> Stats | None:
+        """The backward solve; None before `backward()`, and of gradients that solve nothing."""
         return self.report.adjoint
 
     @property

@@ -23,6 +23,7 @@ from equilibria.experiments.language_looks import (
     with_memory,
 )
 from equilibria.experiments.language_models import LanguageModel
+from equilibria.fixing import is_sharded
 from equilibria.models.sequence import Memory, SequenceModel, unrolled_pretraining
 from equilibria.models.trellisnet import TrellisNet, activation_penalty
 from equilibria.penalties import PenaltySchedule, jacobian_penalty, jitter
@@ -66,6 +67,11 @@ class LanguageSettings:
 def network(model: nn.Module) -> SequenceModel:
     """The model itself, out of what several processes wrap around it."""
     return next(module for module in model.modules() if isinstance(module, SequenceModel))
+
+
+def may_be_copied(model: nn.Module) -> bool:
+    """Not with weights that FSDP shares out over processes: what is measured on copies is left out there."""
+    return not is_sharded(list(model.modules()))
 
 
 class Language(Task[Segment]):
@@ -112,7 +118,7 @@ class Language(Task[Segment]):
         weight = 0.0 if self.unrolled else self._jacobian(step)
         loss, metrics, after = self._judged(model, batch, memory, weight)
         self._keep(batch.split, after)
-        if batch.look and not self.unrolled:
+        if batch.look and not self.unrolled and may_be_copied(network(model)):
             metrics |= self._memory_metrics(network(model), batch, memory)
         return Outcome(loss, metrics, batch.y.numel())
 
@@ -123,8 +129,9 @@ class Language(Task[Segment]):
             loss, after = model(batch.x, memory, batch.y)
             metrics: Metrics = {NLL: loss, "predict_seconds": now(batch.x) - before}
             self._keep(batch.split, after)
-            metrics |= self._variants(network(model), batch)
-            if batch.look and self.settings.depths:
+            copyable = may_be_copied(network(model))
+            metrics |= self._variants(network(model), batch) if copyable else {}
+            if batch.look and self.settings.depths and copyable:
                 found = changes(network(model), batch, memory, self.settings.depths)
                 metrics |= {f"change_{depth}": value for depth, value in found.items()}
         return Outcome(loss, metrics, batch.y.numel())
