@@ -92,7 +92,7 @@ def deepened(model: SequenceModel, depth: int) -> SequenceModel:
         twin.layer = _twin(layer)
         twin.layer.depth = depth
     else:
-        raise TypeError(f"A {type(model).__name__} has no layer that may be applied more or less often.")
+        raise ValueError(f"A {type(model).__name__} has no layer that may be applied more or less often.")
     return twin.train(model.training)
 
 

@@ -28,6 +28,7 @@ from equilibria.models.sequence import Memory, SequenceModel, unrolled_pretraini
 from equilibria.models.trellisnet import TrellisNet, activation_penalty
 from equilibria.penalties import PenaltySchedule, jacobian_penalty, jitter
 from equilibria.recording import record
+from equilibria.solvers.base import require
 from equilibria.training.settings import Training
 from equilibria.training.task import Loaders, Outcome, Task
 
@@ -62,6 +63,12 @@ class LanguageSettings:
     memories: tuple[int, ...] = ()
     depths: tuple[int, ...] = ()
     memory_depths: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        require(self.jitter >= 0, f"jitter must not be negative, got {self.jitter}.")
+        for name, least in (("at", 1), ("memories", 0), ("depths", 1), ("memory_depths", 1)):
+            values = getattr(self, name)
+            require(all(value >= least for value in values), f"{name} must be at least {least} each, got {values}.")
 
 
 def network(model: nn.Module) -> SequenceModel:

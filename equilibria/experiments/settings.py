@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from equilibria.models.registry import nearest
 
@@ -28,7 +28,7 @@ def fields(config: Any, prefix: str = "") -> dict[str, Any]:
 
 def assign(groups: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
     """Dataclasses by the prefix of their settings' names, changed: each assignment is `name=value`, the value as text."""
-    changed = dict(groups)
+    found: dict[str, list[_Change]] = {}
     known = {name: prefix for prefix, group in groups.items() for name in fields(group, prefix)}
     for text in assignments:
         name, separator, value = (part.strip() for part in text.partition("="))
@@ -37,8 +37,8 @@ def assign(groups: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, A
         if name not in known:
             raise SettingError(_unknown(name, known))
         prefix = known[name]
-        changed[prefix] = _replace(changed[prefix], name.removeprefix(prefix).split("."), value, name)
-    return changed
+        found.setdefault(prefix, []).append(_Change(tuple(name.removeprefix(prefix).split(".")), name, value))
+    return {prefix: _replace(group, found.get(prefix, [])) for prefix, group in groups.items()}
 
 
 def _unknown(name: str, known: Iterable[str]) -> str:
@@ -48,18 +48,32 @@ def _unknown(name: str, known: Iterable[str]) -> str:
     return f"There is no setting {name!r}. {nearest(name, known)}"
 
 
-def _replace(config: Any, path: list[str], text: str, name: str) -> Any:
-    field, rest = path[0], path[1:]
-    if rest:
-        value = _replace(getattr(config, field), rest, text, name)
-    else:
-        value = convert(text, get_type_hints(type(config))[field], name)
+class _Change(NamedTuple):
+    path: tuple[str, ...]  # from the dataclass at hand
+    name: str
+    text: str
+
+
+def _replace(config: Any, changes: Sequence[_Change]) -> Any:
+    """All at once: some settings fit only together."""
+    if not changes:
+        return config
+    hints, values = get_type_hints(type(config)), {}
+    inner: dict[str, list[_Change]] = {}
+    for change in changes:
+        field, *rest = change.path
+        if rest:
+            inner.setdefault(field, []).append(change._replace(path=tuple(rest)))
+        else:
+            values[field] = convert(change.text, hints[field], change.name)
+    values |= {field: _replace(getattr(config, field), some) for field, some in inner.items()}
     try:
-        return dataclasses.replace(config, **{field: value})
+        return dataclasses.replace(config, **values)
     except SettingError:
         raise
     except (ValueError, TypeError) as error:
-        raise SettingError(f"{name}={text}: {error}") from error
+        given = ", ".join(f"{change.name}={change.text}" for change in changes)
+        raise SettingError(f"{given}: {error}") from error
 
 
 def convert(text: str, kind: Any, name: str) -> Any:

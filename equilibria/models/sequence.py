@@ -59,7 +59,7 @@ def unrolled_pretraining(model: nn.Module, on: bool = True, depth: int | None = 
     )
     for module in found:
         if not isinstance(module.layer, DEQ):
-            raise TypeError(
+            raise ValueError(
                 f"unrolled_pretraining switches an equilibrium, and this {type(module).__name__} is an explicit network: "
                 "depth must be None."
             )

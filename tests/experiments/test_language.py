@@ -16,7 +16,9 @@ from equilibria.deq import DEQ
 from equilibria.experiments.language_data import TOY_WORDS, Segment, Segments, TextData, toy_text
 from equilibria.experiments.language_looks import changes, peak_bytes, peak_over_depths, stopped, with_memory
 from equilibria.experiments.language_models import LanguageModel
+from equilibria.experiments.language_tables import ptb
 from equilibria.experiments.language_task import Language, LanguageSettings
+from equilibria.experiments.settings import SettingError
 from equilibria.models.deq_transformer import DEQTransformer
 from equilibria.models.sequence import Memory
 from equilibria.recording import record
@@ -377,3 +379,14 @@ def test_pretraining_switches_the_equilibrium() -> None:
     assert solutions[0].stats.evaluations <= net.pretraining_depth + 1
     task.pretrain(net, False)
     assert net.layer.gradient is net.gradient and not task.unrolled
+
+
+def test_settings_that_fit_only_together_are_set_together() -> None:
+    experiment = ptb("deq", "debug").changed(["model.kind=gru", "model.size=12"])
+    assert (experiment.settings.model.kind, experiment.settings.model.size) == ("gru", "12")
+
+
+@pytest.mark.parametrize("change", ["jitter=-1", "depths=0", "memories=-3", "at=0", "memory_depths=0"])
+def test_settings_out_of_range_are_refused_before_training(change: str) -> None:
+    with pytest.raises(SettingError, match="must"):
+        ptb("deq", "debug").changed([change])

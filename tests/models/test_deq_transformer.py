@@ -520,5 +520,5 @@ def test_wrong_settings_are_named() -> None:
         TransformerXL(SMALL, layers=0)
     with pytest.raises(ValueError, match="there is none in this Linear"):
         unrolled_pretraining(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="this DEQTransformer is an explicit network"):
+    with pytest.raises(ValueError, match="this DEQTransformer is an explicit network"):
         unrolled_pretraining(small(depth=2))
