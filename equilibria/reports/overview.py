@@ -63,12 +63,12 @@ def page(tables: Mapping[str, Mapping[str, Any]], others: Sequence[Table], notes
 
 
 def _listing(tables: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    lines = ["| table | source | scale | runs | claims that held |", "|---|---|---|---:|---:|"]
+    lines = ["| table | source | scale | runs | claims |", "|---|---|---|---:|---|"]
     for name, table in tables.items():
         runs = sum(len(row["runs"]) for row in table["rows"].values())
-        claims = table["claims"]
-        held = f"{sum(claim['held'] is True for claim in claims)} of {len(claims)}"
-        lines.append(f"| [{name}]({name}/{TEXT}) | {table['source']} | {table['scale']} | {runs} | {held} |")
+        verdicts = [WORDS[claim["held"]] for claim in table["claims"]]
+        counted = ", ".join(f"{verdicts.count(word)} {word}" for word in WORDS.values() if word in verdicts)
+        lines.append(f"| [{name}]({name}/{TEXT}) | {table['source']} | {table['scale']} | {runs} | {counted or '–'} |")
     return lines
 
 
