@@ -15,6 +15,7 @@ from equilibria.deq import DEQ
 from equilibria.explicit import WeightTied
 from equilibria.gradients.base import Gradient
 from equilibria.gradients.implicit import Implicit
+from equilibria.gradients.phantom import UnrolledPhantom
 from equilibria.models.adaptive_vocabulary import AdaptiveVocabulary
 from equilibria.models.relative_attention import Around
 from equilibria.models.sequence import EquilibriumModel, Memory, SequenceModel, checked, last_columns
@@ -44,7 +45,7 @@ class DEQTransformer(EquilibriumModel):
     tokens      in the vocabulary; None: as many as the configuration has
     solver      of the equilibrium
     stop        None: tolerance and cap of the configuration, without a word on solves that meet the cap
-    gradient    None: implicit, with tolerance and cap of the configuration
+    gradient    None: implicit, with tolerance and cap of the configuration; phantom, where that has `tracked_steps`
     eval_stop   `stop` in eval mode; None: the same
     depth       an explicit twin instead: the cell applied so many times, with the same weights under the same names
     checkpoint  of the explicit twin, see `WeightTied`
@@ -69,7 +70,7 @@ class DEQTransformer(EquilibriumModel):
         require(start in get_args(Start), f"start must be one of {', '.join(get_args(Start))}, got {start!r}.")
         require(depth is not None or checkpoint is None, "checkpoint is for explicit networks: give a depth as well.")
         self.config, self.start, self.pretraining_depth = config, start, config.pretraining_depth
-        self.gradient = gradient or Implicit(stop=_stop(config, config.backward_steps))
+        self.gradient = gradient or _gradient(config)
         self.vocabulary = vocabulary(config, tokens)
         self.injection = linear(config.width, 3 * config.heads * config.head_width)
         self.input_dropout = VariationalDropout(config.dropout, shared=(1,))
@@ -191,6 +192,12 @@ def remembered(memory: Memory, now: Sequence[Tensor], length: int) -> Memory:
         return ()
     before = memory or [None] * len(now)
     return tuple(last_columns(a, b, length) for a, b in zip(before, now, strict=True))
+
+
+def _gradient(config: TransformerConfig) -> Gradient:
+    if config.tracked_steps:
+        return UnrolledPhantom(steps=config.tracked_steps, damping=0.8, checkpoint=True)
+    return Implicit(stop=_stop(config, config.backward_steps))
 
 
 def _stop(config: TransformerConfig, max_steps: int) -> Stop:

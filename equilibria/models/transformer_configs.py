@@ -34,6 +34,8 @@ class TransformerConfig:
     memory              positions that are kept from segment to segment
     eval_memory         the same in eval mode; None: as in training
     tolerance, forward_steps, backward_steps  of the solves, unless a stop and a gradient are given
+    tracked_steps       steps damped by 0.8 that follow those of the solver, gradients flowing through them, checkpointed;
+                        0: implicit gradients
     pretraining_depth   applications of f in unrolled pre-training
     fused               see `RelativeAttention`
     """
@@ -60,6 +62,7 @@ class TransformerConfig:
     tolerance: float = 1e-3
     forward_steps: int = 30
     backward_steps: int = 35
+    tracked_steps: int = 0
     pretraining_depth: int = 2
     fused: bool = True
 
@@ -125,8 +128,8 @@ TRANSFORMER_CONFIGS = {
         blocks=3,
         norm="pre",
         attention_norm=True,
-        forward_steps=12,
-        backward_steps=12,
+        forward_steps=0,
+        tracked_steps=12,
     ),
     "nano": TransformerConfig(
         summary="for CPUs",

@@ -522,3 +522,19 @@ def test_wrong_settings_are_named() -> None:
         unrolled_pretraining(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="this DEQTransformer is an explicit network"):
         unrolled_pretraining(small(depth=2))
+
+
+def test_three_blocks_are_trained_by_tracked_steps() -> None:
+    """Pre-norm blocks with plain sums have no equilibrium to solve for; twelve damped steps have a gradient all the same."""
+    torch.manual_seed(0)
+    config = replace(
+        TRANSFORMER_CONFIGS["three-blocks"], width=8, heads=2, head_width=4, inner=16, memory=4, vocabulary=SMALL.vocabulary
+    )
+    model = DEQTransformer(config).double()
+    tokens = text()
+    with eq.record(model) as solutions:
+        loss = model(tokens, None, tokens)[0]
+    loss.backward()
+    assert model.gradient == eq.UnrolledPhantom(steps=12, damping=0.8, checkpoint=True)
+    assert solutions[0].stats.evaluations >= 12 and int(solutions[0].stats.steps.max()) == 0
+    assert all(p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in model.parameters())
