@@ -214,5 +214,5 @@ def _line(what: str, values: Tensor, converged: Tensor, steps: int) -> str:
         return f"{what} unknown: no sample of {values.numel()} is finite"
     return (
         f"{what} {float(known.mean()):.4g} on average, {float(known.max()):.4g} at worst; "
-        f"{int(converged.sum())} of {values.numel()} samples converged in {steps} steps"
+        f"{int(converged.sum())} of {values.numel()} estimates settled in {steps} steps"
     )

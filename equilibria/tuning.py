@@ -253,7 +253,7 @@ class _Search:
         if lost:
             trial.reason = f"{lost} of {stats.status.numel()} samples are not finite"
         elif not trial.residual <= self.residual:
-            trial.reason = f"residual {trial.residual:.3e}"
+            trial.reason = f"residual {trial.residual:.4e}"
         elif trial.setting.stop.on_failure != "ignore" and not bool(stats.converged.all()):
             short = int((~stats.converged).sum())
             trial.reason = f"would warn: {short} of {stats.status.numel()} samples miss its own tolerance"

@@ -270,7 +270,7 @@ def test_impossible_settings_are_refused() -> None:
 def test_results_read_well() -> None:
     numbers = torch.tensor([0.5, 0.25, float("nan")])
     converged = torch.tensor([True, False, False])
-    line = "0.375 on average, 0.5 at worst; 1 of 3 samples converged in 7 steps"
+    line = "0.375 on average, 0.5 at worst; 1 of 3 estimates settled in 7 steps"
     assert str(SpectralRadius(numbers, converged, numbers, numbers, 7)) == f"spectral radius {line}"
     assert str(LargestSingularValue(numbers, converged, numbers, numbers, 7)) == f"largest singular value {line}"
 

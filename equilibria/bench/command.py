@@ -26,6 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     methods = _methods(options.only, options.quick, options.compile)
     if not methods:
         parser.error(f"no method has any of {', '.join(options.only)} in its name.")
+    for path in (options.json, options.plot):
+        if path is not None and not path.resolve().parent.is_dir():
+            parser.error(f"there is no folder {path.parent} to write {path.name} into.")
+    if options.budget is not None and options.budget < 0:
+        parser.error(f"--budget must not be negative, got {options.budget}.")
     torch.set_num_threads(1)  # kernels this small vary far more with threads than methods differ
     names = options.cases or (QUICK_CASES if options.quick else tuple(CASES))
     budget = options.budget if options.budget is not None else QUICK_BUDGET if options.quick else BUDGET

@@ -47,11 +47,19 @@ def explained() -> Iterator[None]:
     except (SettingError, UnknownName) as error:
         raise typer.BadParameter(str(error)) from error
     except (DataError, TrainingError, CorruptCheckpointError, OSError, ValueError) as error:
-        typer.echo(f"Error: {error}", err=True)
+        typer.echo(f"Error: {_words(error)}", err=True)
         raise typer.Exit(1) from error
     except KeyboardInterrupt as error:
         typer.echo(str(error) or "Interrupted. The same command goes on with what is not done.", err=True)
         raise typer.Exit(INTERRUPTED) from error
+
+
+def _words(error: Exception) -> str:
+    """An error without its number."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    where = "" if error.filename is None else f"{error.filename}: "
+    return f"{where}{error.strerror}."
 
 
 def show_json(value: Any) -> None:

@@ -29,10 +29,12 @@ class Diagnosis:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
+        """Of all layers."""
         return tuple(finding for layer in self.layers for finding in layer.findings)
 
     @property
     def healthy(self) -> bool:
+        """Is nothing worse than a hint found in any layer?"""
         return all(layer.healthy for layer in self.layers)
 
     def to_json(self) -> str:

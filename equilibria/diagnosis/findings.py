@@ -16,6 +16,8 @@ TAIL = 3.0  # slowest sample over the median one: a batch of mixed difficulty
 
 
 class Severity(Enum):
+    """How much a finding matters."""
+
     ILL = "ill"  # solves or gradients are wrong
     RISK = "risk"  # right for now, or by luck
     HINT = "hint"  # right, and could be cheaper

@@ -59,6 +59,7 @@ def tables() -> dict[str, Table]:
 
 
 def table(name: str) -> Table:
+    """A published table by its name."""
     if name not in tables():
         raise UnknownName(f"There is no table {name!r}. {nearest(name, tables())}")
     return tables()[name]
@@ -70,7 +71,10 @@ def experiments() -> dict[str, Callable[[Scale], Experiment[Any]]]:
 
 
 def experiment(name: str, scale: Scale = "full") -> Experiment[Any]:
+    """A row of a table by its name, TABLE-ROW."""
     known = experiments()
+    if name in tables():
+        raise UnknownName(f"{name} is a table, of several experiments: `equilibria reproduce {name}` runs them all.")
     if name not in known:
         raise UnknownName(f"There is no experiment {name!r}. {nearest(name, known)}")
     return known[name](scale)
