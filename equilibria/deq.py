@@ -130,7 +130,9 @@ def fixed_point(
     pass them as inputs.
     """
     _check_parts(f, None, solver, stop, gradient, None)
-    return _solve(f, constant(z0), inputs, solver, stop, gradient, batched)
+    follows = gradient.follows_start and not isinstance(z0, Solution)
+    start = (lambda *inputs: z0) if follows else constant(z0)
+    return _solve(f, start, inputs, solver, stop, gradient, batched)
 
 
 def _solve(

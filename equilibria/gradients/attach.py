@@ -16,7 +16,7 @@ from torch.autograd.function import Function
 from equilibria import transforms
 from equilibria.equation import OUT_OF_REACH
 from equilibria.gradients.base import quarantine, unit
-from equilibria.gradients.primitive import Differentiable, file_residual
+from equilibria.gradients.primitive import Differentiable, confirmed, file_residual
 from equilibria.maps import Affine
 from equilibria.solution import Status
 
@@ -54,8 +54,11 @@ class _Attach(Function):
         size = unit(ctx.task.problem.equation, v)
         system = _adjoint_map(ctx, v / size)
         u = ctx.task.cotangent(system)
+        left = system(u) - u
         if ctx.task.approximation is not None:
-            file_residual(ctx.task, system(u) - u, system.offset)
+            file_residual(ctx.task, left, system.offset)
+        elif not confirmed(ctx.task, ctx.task.stop.norm(left), system.offset):
+            u = u + ctx.task.rest(system, left, u)
         return None, None, torch.where(keep, u * size, torch.zeros_like(v)), None, None, None
 
 

@@ -178,7 +178,7 @@ def pull_once(
         if bool(finite.all()):
             if task.approximation is not None:
                 file_residual(task, left, right)
-            elif not _confirmed(task, length, right):
+            elif not confirmed(task, length, right):
                 at.forget()
                 del grads, product  # or they would be held through another run of the cell
                 grads = at.pull((u + task.rest(system, left, u)) * size)[0]
@@ -210,7 +210,7 @@ def _file_lost(task: Differentiable, lost: Tensor) -> None:
     task.problem.report.adjoint = dataclasses.replace(stats, status=status, residual=residual)
 
 
-def _confirmed(task: Differentiable, length: Tensor, right: Tensor) -> bool:
+def confirmed(task: Differentiable, length: Tensor, right: Tensor) -> bool:
     """Is the adjoint as well solved as it was said to be? The residual that was seen, of that length, is filed."""
     stats, norm = task.problem.report.adjoint, task.stop.norm
     assert stats is not None

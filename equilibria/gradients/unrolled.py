@@ -25,7 +25,8 @@ class Unrolled(Gradient):
     """The exact gradient of the iterate that was computed, by back-propagation through time (BPTT).
 
     Any differentiable solver (not those with an inner linear solve). Memory of a run of the cell per step, and the only
-    gradient that reaches the starting point.
+    gradient that reaches the starting point. A sample that is at its equilibrium from the start takes no step, and has no
+    gradient: with warm starts take another one.
 
     checkpoint  "sqrt" or "recursive": keep some states, run the cell again in backward; O(√steps) or O(log steps) of
                 memory. The solve is run once ahead to learn its length

@@ -152,6 +152,9 @@ def test_no_gradient_to_the_start_but_by_unrolling(gradient: eq.Gradient) -> Non
         deq = eq.DEQ(cell, init=lambda x: z0, solver=solver, stop=short, gradient=g)  # noqa: B023
         deq(x).sum().backward()
         assert (z0.grad is not None and float(z0.grad.abs().sum()) > 0) == reached
+        z0.grad = None
+        eq.fixed_point(cell, z0, x, solver=solver, stop=short, gradient=g).z.sum().backward()
+        assert (z0.grad is not None and float(z0.grad.abs().sum()) > 0) == reached
 
 
 # ---- unrolling
