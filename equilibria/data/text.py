@@ -50,7 +50,7 @@ class _Index(dict[str, int]):
 
 def _lines(path: Path, level: Level) -> Iterator[list[str]]:
     try:
-        with open(path, encoding="utf-8", newline="\n") as text:
+        with open(path, encoding="utf-8-sig", newline="\n") as text:
             for line in text:
                 words = line.split()
                 yield [*(words if level == "word" else " ".join(words)), END]
