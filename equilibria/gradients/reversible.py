@@ -40,8 +40,8 @@ class Reversible(Gradient):
     where three digits are left (26 steps at d = 1/2); `Solution.adjoint.residual` is the share of the cotangent that was
     left there, and a sample with more than `Stop.rtol` of it counts as failed.
 
-    As with Unrolled, a sample that takes no step has no gradient. Brings its own steps: the DEQ's solver must be Picard(), of
-    which it is the reversible form.
+    As with Unrolled, a sample that takes no step has no gradient. Brings its own steps: the DEQ's solver must be Picard(),
+    of which it is the reversible form.
 
     damping  in (0, 1); larger converges faster, smaller loses fewer digits on the way back
     """
