@@ -226,13 +226,13 @@ def test_unsolvable_reference_warns() -> None:
 
 
 def test_a_stubborn_adjoint_gets_more_directions() -> None:
-    """I - 3 P, where P moves 40 numbers round, has eigenvalues all around zero: GMRES with 20 directions gets nowhere."""
+    """I - 3 P, where P moves 40 numbers round, has eigenvalues all around zero: GMRES with 20 directions gets nowhere near."""
     ring = torch.arange(4000).view(-1, 40).roll(1, 1).flatten()
     tight = eq.Stop(rtol=1e-12, max_steps=300, on_failure="ignore")
     deq = eq.DEQ(lambda z, x: 3 * z[:, ring] + x, solver=eq.GMRES(restart=60), stop=tight)
     stuck, solved = eq.Implicit(stop=tight), eq.Implicit(solver=eq.GMRES(restart=60), stop=tight)
     few, many = gradient_agreement(deq, inputs(2, 4000).requires_grad_(), [stuck, solved])
-    assert few.relative_error > 0.1 and many.relative_error < 1e-9
+    assert few.relative_error > 1e-3 and many.relative_error < 1e-9
 
 
 def test_nothing_to_compare_and_no_gradient_are_refused() -> None:

@@ -269,7 +269,7 @@ def test_pretraining_is_the_explicit_network_of_that_depth() -> None:
     assert model.layer.gradient is model.gradient
     tied: Any = weight_tied(model, 4)
     torch.testing.assert_close(tied(text())[0], net(text())[0])
-    with pytest.raises(TypeError, match="this TrellisNet is an explicit network"):
+    with pytest.raises(ValueError, match="this TrellisNet is an explicit network"):
         unrolled_pretraining(net)
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -171,11 +172,13 @@ def test_another_config_is_refused_with_what_differs(uninterrupted: Path, tmp_pa
 
 
 def test_other_versions_are_told(uninterrupted: Path, tmp_path: Path) -> None:
-    config = json.loads((uninterrupted / "config.json").read_text())
+    folder = tmp_path / "run"
+    shutil.copytree(uninterrupted, folder)
+    config = json.loads((folder / "config.json").read_text())
     config["versions"]["torch"] = "1.0"
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config))
     listener = Noted()
-    trainer(tmp_path, listener=listener).fit()
+    trainer(folder, listener=listener).fit()
     assert "versions.torch was '1.0', now" in listener.messages[0]
 
 
