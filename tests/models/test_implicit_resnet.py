@@ -97,8 +97,9 @@ def test_every_twin_learns_one_batch_and_round_trips(kind: Any, twin: str) -> No
     config = tiny(kind, latent_norm=twin != "jacobian")
     options = TWINS[twin]
     model, (x, y) = ImplicitResNet(config, **options), batch(config)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(20):
+    # at 1e-2 the exact gradient takes cells without a norm out of contraction within a dozen steps
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for _ in range(30):
         with eq.record(model) as solutions:
             loss = F.cross_entropy(model(x), y)
         optimizer.zero_grad()
