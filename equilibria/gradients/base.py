@@ -105,12 +105,20 @@ def unit(equation: Equation, v: Tensor) -> Tensor:
     if v.shape[1] == 0:
         return v.new_ones(v.shape[0], 1)
     v = v.detach()
-    largest = _sound(v.abs().amax(dim=1, keepdim=True))  # first, or squares of the very small and large are 0 and inf
-    size = largest * rms_norm(v / largest).unsqueeze(1)
+    largest = _sound(v.abs().amax(dim=1, keepdim=True))
+    # the squares of very small or large numbers are 0 or inf: these are divided first
+    size = _usual(rms_norm(v).unsqueeze(1), largest * rms_norm(v / largest).unsqueeze(1))
     if equation.coupled:
         most = _sound(size.amax(dim=0, keepdim=True))
-        size = (most * (size / most).square().mean(dim=0, keepdim=True).sqrt()).expand_as(size)
+        apart = most * (size / most).square().mean(dim=0, keepdim=True).sqrt()
+        size = _usual(size.square().mean(dim=0, keepdim=True).sqrt(), apart).expand_as(size)
     return _sound(size)
+
+
+def _usual(size: Tensor, otherwise: Tensor) -> Tensor:
+    """A size that was computed by squares, where these are far from the ends of the dtype."""
+    least = float(torch.finfo(size.dtype).tiny ** 0.5 / torch.finfo(size.dtype).eps)
+    return torch.where((size > least) & (size < 1 / least), size, otherwise)
 
 
 def _sound(size: Tensor) -> Tensor:
