@@ -13,7 +13,7 @@ from equilibria.gradients.attach import attach
 from equilibria.gradients.base import Gradient, Problem
 from equilibria.gradients.implicit import Implicit
 from equilibria.gradients.phantom import JFB, NeumannPhantom
-from equilibria.gradients.primitive import fixed_point
+from equilibria.gradients.primitive import differentiable_fixed_point
 from equilibria.solvers.base import require
 
 
@@ -41,7 +41,7 @@ class Escalate(Gradient):
 
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
         task = dataclasses.replace(self.exact.task(problem), approximation=self._approximation(), when=self.when)
-        return attach(task, z0, args) if problem.opaque else fixed_point(task, z0, *args)[0]
+        return attach(task, z0, args) if problem.opaque else differentiable_fixed_point(task, z0, *args)[0]
 
     def _approximation(self) -> Approximation:
         if isinstance(self.cheap, JFB):

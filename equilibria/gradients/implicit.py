@@ -10,7 +10,7 @@ from torch import Tensor
 
 from equilibria.gradients.attach import attach
 from equilibria.gradients.base import AdjointFailure, Gradient, Problem
-from equilibria.gradients.primitive import Differentiable, fixed_point
+from equilibria.gradients.primitive import Differentiable, differentiable_fixed_point
 from equilibria.solve import Stop
 from equilibria.solvers.fallback import AnySolver
 from equilibria.solvers.krylov import GMRES
@@ -20,7 +20,7 @@ from equilibria.solvers.krylov import GMRES
 class Implicit(Gradient):
     """dz = (I - J)^{-1} dF: a backward pass solves g = J'g + v, with no memory of the forward steps.
 
-    Exact to the tolerances, in reverse and forward mode and to any order.
+    Exact to the tolerances, in reverse and forward mode and to any order, forward mode at most once.
 
     solver      of the linear systems; None: GMRES
     stop        when they are solved, relative to their right-hand side, so that gradients do not depend on the
@@ -40,7 +40,7 @@ class Implicit(Gradient):
 
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
         task = self.task(problem)
-        return attach(task, z0, args) if problem.opaque else fixed_point(task, z0, *args)[0]
+        return attach(task, z0, args) if problem.opaque else differentiable_fixed_point(task, z0, *args)[0]
 
     def task(self, problem: Problem) -> Differentiable:
         """The problem with the settings of its linear systems."""

@@ -143,7 +143,7 @@ class Linearisation:
 
     def _run(self) -> tuple[Tensor, Tensor]:
         if self._graph is None:
-            transforms.check_derivatives("This", self.z)
+            transforms.check_derivatives("A linearisation of the cell, as spectra and adjoints take it,", self.z)
             with torch.enable_grad():
                 leaf = self.z.detach().requires_grad_()
                 self._graph = (leaf, self.equation(leaf, *self.args))

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint as run_checkpointed
 from equilibria.gradients.approximations import Neumann
 from equilibria.gradients.attach import attach
 from equilibria.gradients.base import Gradient, Problem, quarantine
-from equilibria.gradients.primitive import Differentiable, fixed_point
+from equilibria.gradients.primitive import Differentiable, differentiable_fixed_point
 from equilibria.solution import Status
 from equilibria.solvers.base import require
 from equilibria.solvers.krylov import GMRES
@@ -78,14 +78,14 @@ class NeumannPhantom(Gradient):
 
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
         task = Differentiable(problem, GMRES(), problem.stop, approximation=Neumann(self.steps, self.damping))
-        return attach(task, z0, args) if problem.opaque else fixed_point(task, z0, *args)[0]
+        return attach(task, z0, args) if problem.opaque else differentiable_fixed_point(task, z0, *args)[0]
 
 
 def solve_detached(problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """The equilibrium as a constant, and its status; through the primitive, so that transforms find their way."""
     task = Differentiable(problem, GMRES(), problem.stop)
     with torch.no_grad():
-        z, status = fixed_point(task, z0.detach(), *[arg.detach() for arg in args])
+        z, status = differentiable_fixed_point(task, z0.detach(), *[arg.detach() for arg in args])
     return z.detach(), status
 
 

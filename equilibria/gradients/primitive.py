@@ -97,7 +97,7 @@ class Differentiable:
         return flat.z
 
 
-def fixed_point(task: Differentiable, z0: Tensor, *args: Tensor) -> tuple[Tensor, Tensor]:
+def differentiable_fixed_point(task: Differentiable, z0: Tensor, *args: Tensor) -> tuple[Tensor, Tensor]:
     """`FixedPoint` where torch follows it: of forward mode inside of forward mode it loses terms without a word."""
     if transforms.forward_levels() > 1:
         raise RuntimeError(

@@ -40,7 +40,7 @@ class SteadyState(Solver[Trajectory]):
     the map, and the residual would stay in the order of rtol; the second, with the `edge` that the pair shows at the
     edge of stability, lets it fall to any tolerance. Finds the equilibria at which the eigenvalues of the Jacobian have real
     parts below 1, also where plain iteration diverges. Six evaluations a step ("bs3" three, "heun" two), taken or not;
-    `Stats.depth` counts those taken. 13 states of memory ("bs3" 10, "heun" 9).
+    `Stats.depth` counts those taken. 14 states of memory ("bs3" 11, "heun" 10).
 
     method      "tsit5", "dopri5" (order 5), "bs3" (3) or "heun" (2)
     rtol, atol  of the path; the equilibrium is up to `Stop`. Where only that matters, rtol=0.1 saves up to 40 % of

@@ -74,3 +74,30 @@ def test_a_run_goes_on_with_another_number_of_processes(alone: Path, tmp_path: P
     listener = main("auto", tmp_path)
     assert listener.messages[1].startswith("There were 2 processes, now there are 1")
     assert_same(tmp_path, alone)
+
+
+@pytest.mark.slow
+def test_a_language_model_is_trained_in_shards_and_its_penalty_refused(tmp_path: Path) -> None:
+    """What is measured on copies is left out, and a second derivative is not to be had."""
+
+    def train(name: str) -> subprocess.CompletedProcess[str]:
+        words = [
+            sys.executable,
+            "-m",
+            "equilibria",
+            "train",
+            name,
+            "--scale",
+            "debug",
+            "--devices",
+            "2",
+            "--strategy",
+            "fsdp",
+        ]
+        return subprocess.run([*words, "--folder", str(tmp_path / name)], capture_output=True, text=True)
+
+    done = train("wikitext-deq-adaptive")
+    assert done.returncode == 0, done.stderr
+    assert Run.open(tmp_path / "wikitext-deq-adaptive").summary is not None
+    refused = train("jr-language-post-jr")
+    assert refused.returncode != 0 and "second derivative" in refused.stderr
