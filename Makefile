@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint bench docs dist clean
+.PHONY: help demo test test-all fuzz lint bench docs dist clean
 .NOTPARALLEL:
 
 help: ## List the targets
@@ -18,6 +18,10 @@ test: lint ## Lint, check types and run the tests
 
 test-all: lint ## The same with the slow tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m "not gpu"
+
+SAMPLES ?= 20000
+fuzz: .venv/installed-dev ## Look for statuses and gradients that are not true; SAMPLES=100000 takes ten minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --samples $(SAMPLES)
 
 lint: .venv/installed-dev ## Lint, check format and types
 	$(BIN)/ruff check

@@ -1,0 +1,1 @@
+"""A fuzzer of statuses and gradients: `python -m tests.fuzz`."""

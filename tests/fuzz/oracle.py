@@ -1,0 +1,442 @@
+"""What is true of a solution: residuals in float64, gradients by dense algebra; and where the library says otherwise.
+
+A row is judged if its status or its adjoint's says "converged": the promised residual must be there, and the gradient must
+be that of (I - J') u = v at the returned state. Rows that say they failed promise a finite state and a true residual.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import linecache
+import traceback
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+import equilibria as eq
+from tests.fuzz.problems import FACTOR_BEFORE, STRONG_COUPLING, Cell, Problem, build, rows_of, wide
+from tests.fuzz.strategies import SOLVERS, Case
+
+# The library takes norms in the dtype of its matrices, at least float32: a sum of 231 squares is off by less than this.
+NORM_SLACK = 1 + 1e-4
+# The state is handed out in its own dtype, half a spacing away from the float32 number the residual was taken of; an
+# evaluation in a batch of another size (compaction) may round differently by another spacing.
+STATE_SPACINGS = 2.0
+# Of the cell's own rounding, |f in its dtype - f in float64| at the returned state, a solver knows nothing. It is measured.
+# Another evaluation may be off to the other side.
+CELL_ROUNDING = 2.0
+# Products with J' are computed in the cell's dtype, each with an error of a few spacings of |J| |u|; the adjoint solve stops
+# at its tolerance or at 8 spacings, whichever is larger. Both are multiplied by |(I - J)^{-1}|.
+ADJOINT_SPACINGS = 24.0
+# Below the normal numbers spacings do not shrink any more: sums of up to 33 * 7 terms are off by so many of the smallest.
+SUBNORMALS = 512.0
+# A residual that is told may differ from the one measured by this share, besides rounding.
+TOLD_SLACK = 1e-2
+# Gradients that are defined by steps taken, not by a linear system: nothing to compare with (I - J')^{-1}.
+OWN_FORMULA = ("jfb", "phantom", "phantom-checkpointed", "unrolled", "unrolled-sqrt", "unrolled-truncated", "unrolled-depth")
+# torch's own words for a weight that was changed in place between forward and backward
+CHANGED_IN_PLACE = "modified by an inplace operation"
+PACKAGE = str(Path(eq.__file__).parent)
+
+
+@dataclass
+class Finding:
+    """Something said that is not so, or a crash that does not say what to do."""
+
+    kind: str
+    detail: str
+    row: int | None = None
+
+
+@dataclass
+class Verdict:
+    samples: int = 0  # rows judged
+    converged: int = 0  # of these, rows that say so
+    gradients: int = 0  # rows whose gradient was compared
+    findings: list[Finding] = field(default_factory=list)
+    refused: str | None = None  # the clear error, where there was one
+
+    def add(self, kind: str, detail: str, row: int | None = None) -> None:
+        self.findings.append(Finding(kind, detail, row))
+
+    def merge(self, other: Verdict) -> None:
+        self.samples += other.samples
+        self.converged += other.converged
+        self.gradients += other.gradients
+        self.findings += other.findings
+        self.refused = self.refused or other.refused
+
+
+@dataclass
+class Run:
+    """What came out of one call, with the cell as it was during the forward pass."""
+
+    problem: Problem
+    cell: Cell
+    solution: eq.Solution
+    grad_x: Tensor | None = None
+    grad_w: Tensor | None = None
+
+
+def judge(case: Case) -> Verdict:
+    """Run a case and compare all that is said about it with what is so."""
+    verdict = Verdict()
+    problem = build(case)
+    case = problem.case
+    problems = [problem]
+    for thread in range(1, case.threads):
+        other = build(replace(case, seed=case.seed + thread))
+        other.cell, other.deq = problem.cell, problem.deq
+        problems.append(other)
+    weight = problem.cell.w
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _before(problem)
+        if case.threads > 1:
+            with ThreadPoolExecutor(case.threads) as pool:
+                outcomes = list(pool.map(attempt, problems))
+        else:
+            outcomes = [attempt(problem)]
+        if problem.cell.w is not weight:
+            verdict.add("weight replaced", "the module holds another tensor as its weight after the call")
+        for outcome in outcomes:
+            verdict.merge(outcome if isinstance(outcome, Verdict) else compare(outcome))
+    return verdict
+
+
+def _before(problem: Problem) -> None:
+    """The first of two calls, where something is changed in between."""
+    case, cell = problem.case, problem.cell
+    if case.change not in ("coupling", "gain", "weight"):
+        return
+    final = cell.coupling, cell.factor
+    if case.change == "coupling":
+        cell.coupling = 0.0
+        final = STRONG_COUPLING, cell.factor
+    elif case.change == "gain":
+        cell.factor = FACTOR_BEFORE
+    with contextlib.suppress(Exception), _mode(case):  # an error comes again in the call that is judged
+        problem.solve(problem.x)
+    cell.coupling, cell.factor = final
+    if case.change == "weight":
+        with torch.no_grad():
+            cell.w.mul_(0.5)
+
+
+def _mode(case: Case) -> contextlib.AbstractContextManager[Any]:
+    if case.mode == "no_grad":
+        return torch.no_grad()
+    return torch.inference_mode() if case.mode == "inference" else contextlib.nullcontext()
+
+
+def attempt(problem: Problem) -> Run | Verdict:
+    """Solve, and go backward where there is a graph; what is raised is judged here."""
+    case = problem.case
+    as_it_was = copy.deepcopy(problem.cell)
+    try:
+        with warnings.catch_warnings() if case.threads == 1 else contextlib.nullcontext():
+            if case.threads == 1:
+                warnings.simplefilter("ignore")
+            with _mode(case), problem.autocast():
+                run = Run(problem, as_it_was, problem.solve(problem.x))
+            if case.mode in ("grad", "eval"):
+                _change_before_backward(problem)
+                _backward(run)
+        return run
+    except Exception as error:
+        return judge_error(error, problem, as_it_was)
+
+
+def _change_before_backward(problem: Problem) -> None:
+    case, cell = problem.case, problem.cell
+    if case.change == "gain-before-backward":
+        cell.factor = 2.0
+    elif case.change == "weight-before-backward":
+        with torch.no_grad():
+            cell.w.mul_(0.5)
+    elif case.change == "eval-between":
+        assert problem.deq is not None
+        problem.deq.train(not problem.deq.training)
+
+
+def _backward(run: Run) -> None:
+    problem = run.problem
+    pairs = [
+        (z, v)
+        for z, v in zip(pytree.tree_leaves(run.solution.z), pytree.tree_leaves(problem.cotangents), strict=True)
+        if z.requires_grad
+    ]
+    if pairs:
+        run.grad_x, run.grad_w = torch.autograd.grad(
+            [z for z, _ in pairs], [problem.x, problem.cell.w], [v for _, v in pairs], allow_unused=True
+        )
+
+
+def judge_error(error: Exception, problem: Problem, cell: Cell) -> Verdict:
+    verdict = Verdict(samples=_samples(problem))
+    text = f"{type(error).__name__}: {error}"
+    frames = traceback.extract_tb(error.__traceback__)
+    last = frames[-1]
+    ours = last.filename.startswith(PACKAGE) and "raise" in "".join(
+        linecache.getline(last.filename, number) for number in range(last.lineno or 0, (last.end_lineno or 0) + 1)
+    )
+    clear = ours and isinstance(error, (ValueError, TypeError, RuntimeError))
+    if clear or _is_the_cells(error, problem, cell):
+        verdict.refused = text
+    elif CHANGED_IN_PLACE in text and problem.case.change == "weight-before-backward":
+        verdict.refused = "torch: a weight was changed in place between forward and backward"
+    else:
+        inside = [frame for frame in frames if frame.filename.startswith(PACKAGE)]
+        where = f"{Path(inside[-1].filename).relative_to(PACKAGE)}:{inside[-1].name}" if inside else "outside of the package"
+        verdict.add("unclear crash", f"{text[:160]} ({where})")
+    return verdict
+
+
+def _is_the_cells(error: Exception, problem: Problem, cell: Cell) -> bool:
+    """Does the cell raise this itself, called once by hand?"""
+    try:
+        with problem.autocast():
+            _evaluate(copy.deepcopy(cell), problem.z0, problem.x)
+    except Exception as own:
+        return type(own) is type(error) and str(own) == str(error)
+    return False
+
+
+def _samples(problem: Problem) -> int:
+    return 1 if problem.whole else problem.case.batch
+
+
+def _evaluate(cell: Cell, z: Any, x: Tensor) -> Any:
+    with torch.no_grad():
+        state = pytree.tree_map(lambda leaf: leaf.detach().clone(), z)
+        return cell(state, x.detach().clone())
+
+
+def compare(run: Run) -> Verdict:
+    problem, stats = run.problem, run.solution.stats
+    verdict = Verdict(samples=_samples(problem), converged=int(stats.converged.sum()))
+    if not _same_form(run, verdict):
+        return verdict
+    dense = Dense(run)
+    _compare_forward(run, dense, verdict)
+    if dense.z.numel() and (run.grad_x is not None or run.grad_w is not None):
+        _compare_gradients(run, dense, verdict)
+    return verdict
+
+
+def _same_form(run: Run, verdict: Verdict) -> bool:
+    problem, solution = run.problem, run.solution
+    expected, spec = pytree.tree_flatten(problem.z0)
+    got, got_spec = pytree.tree_flatten(solution.z)
+    if spec != got_spec or [(t.shape, t.dtype) for t in expected] != [(t.shape, t.dtype) for t in got]:
+        verdict.add("form", f"z has {got_spec} of {[(tuple(t.shape), t.dtype) for t in got]}")
+        return False
+    stats = solution.stats
+    links = len(getattr(SOLVERS[problem.case.solver], "solvers", (None,)))
+    for name, part, most in (("forward", stats, problem.case.max_steps * links), ("adjoint", solution.adjoint, None)):
+        if part is None:
+            continue
+        if part.status.shape != (_samples(problem),):
+            verdict.add("form", f"{name} status of shape {tuple(part.status.shape)}")
+            return False
+        fixed = problem.case.gradient in ("unrolled-depth", "warmup")  # so many steps, whatever the stop says
+        if most is not None and not fixed and part.steps.numel() and int(part.steps.max()) > most:
+            verdict.add("steps", f"{name}: {int(part.steps.max())} steps of at most {most}")
+    if stats.trace is not None and [len(t) for t in stats.trace] != [int(s) + 1 for s in stats.steps]:
+        verdict.add("form", "trace and steps disagree")
+    return True
+
+
+class Dense:
+    """The equation in float64 at the returned state: value, Jacobian and what the cell's dtype makes of it."""
+
+    def __init__(self, run: Run) -> None:
+        self.problem, self.cell = run.problem, run.cell.widened()
+        problem = self.problem
+        self.norm = {"rms": _rms, "euclidean": _length, "max": _most}[problem.case.norm]
+        self.z = rows_of(run.solution.z, problem.whole)
+        self.x = problem.x.detach().to(wide(problem.dtype))
+        with torch.no_grad():
+            self.f = self(self.z, self.x)
+        with problem.autocast():
+            self.rough = rows_of(_evaluate(copy.deepcopy(run.cell), run.solution.z, problem.x), problem.whole)
+        self.whole = problem.whole or self.cell.couples
+
+    def __call__(self, z: Tensor, x: Tensor) -> Tensor:
+        """The map on float64 rows, complex numbers as pairs."""
+        y = z.reshape(*x.shape, 2) if x.is_complex() else z.reshape(x.shape)
+        out = self.cell.core(torch.view_as_complex(y.contiguous()) if x.is_complex() else y, x, self.cell.w)
+        return (torch.view_as_real(out) if out.is_complex() else out).reshape(z.shape)
+
+    def rounding(self) -> Tensor:
+        """(rows,), how far the dtype may move the residual."""
+        own = self.norm((self.rough - self.f).nan_to_num(0.0, 0.0, 0.0))  # a cell that is not finite is found elsewhere
+        size = self.norm(self.z) + self.norm(self.f)
+        smallest = min(torch.finfo(leaf.dtype).smallest_normal for leaf in pytree.tree_leaves(self.problem.z0))
+        return STATE_SPACINGS * self.problem.precision * (size + SUBNORMALS * smallest) + CELL_ROUNDING * own
+
+    def jacobian(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """J of each of these rows, (rows, n, n), or of all as one, (1, m, m); and the largest slope in x."""
+        x = self.x if self.whole else self.x[rows]
+        z = (self.z if self.whole else self.z[rows]).clone().requires_grad_()
+        x = x.clone().requires_grad_()
+        out = self(z, x)
+        if self.whole:
+            columns = [torch.autograd.grad(part, (z, x), retain_graph=True) for part in out.flatten()]
+            J = torch.stack([gz.flatten() for gz, _ in columns])[None]
+            B = torch.stack([_real(gx).flatten() for _, gx in columns])[None]
+        else:
+            each = [torch.autograd.grad(out[:, k].sum(), (z, x), retain_graph=True) for k in range(out.shape[1])]
+            J = torch.stack([gz for gz, _ in each], dim=1)
+            B = torch.stack([_real(gx).flatten(1) for _, gx in each], dim=1)
+        return J, torch.linalg.matrix_norm(B, 2)
+
+    def pull(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of x and of the weight for cotangents u of the cell's output; rows of u that are nan are left out."""
+        good = ~torch.isnan(u).any(dim=1)
+        rows = slice(None) if self.whole else good
+        x, z = self.x[rows].clone().requires_grad_(), self.z[rows]
+        gx, gw = torch.autograd.grad(self(z, x), (x, self.cell.w), u[good])
+        full = torch.full_like(self.x, float("nan"))
+        full[rows] = gx
+        return full, gw
+
+
+def _compare_forward(run: Run, dense: Dense, verdict: Verdict) -> None:
+    case, stats = run.problem.case, run.solution.stats
+    if not bool(torch.isfinite(dense.z).all()):
+        verdict.add("non-finite state", "z holds nan or inf")
+        return
+    residual, size, rounding = dense.norm(dense.f - dense.z), dense.norm(dense.f), dense.rounding()
+    tolerance = NORM_SLACK * (case.atol + case.rtol * size)
+    finite = torch.isfinite(dense.rough).all(dim=1)
+    true = residual <= tolerance + rounding
+    for row in (stats.converged & ~(true & finite)).nonzero().flatten().tolist():
+        verdict.add(
+            "converged beyond tolerance",
+            f"true |f(z) - z| {float(residual[row]):.2e}, tolerance {float(tolerance[row]):.2e}, rounding "
+            f"{float(rounding[row]):.2e}, |f(z)| {float(size[row]):.2e}, told {float(stats.residual[row]):.2e}",
+            row,
+        )
+    told = stats.residual.double() * size
+    known = finite & torch.isfinite(told) & (stats.status != eq.Status.NONFINITE)
+    wrong = known & ((told - residual).abs() > TOLD_SLACK * residual + rounding)
+    for row in (wrong & (stats.converged <= true)).nonzero().flatten().tolist():
+        verdict.add("residual told", f"told {float(told[row]):.2e}, true {float(residual[row]):.2e}", row)
+
+
+def _compare_gradients(run: Run, dense: Dense, verdict: Verdict) -> None:
+    problem, case, stats, adjoint = run.problem, run.problem.case, run.solution.stats, run.solution.adjoint
+    if adjoint is None or case.gradient in OWN_FORMULA or case.gradient == "reversible":
+        _check_finite(run, dense, verdict)
+        return
+    if run.grad_x is None or run.grad_w is None:
+        verdict.add("no gradient", f"x: {run.grad_x is not None}, weight: {run.grad_w is not None}")
+        return
+    bad = (stats.status == eq.Status.NONFINITE) | (adjoint.status == eq.Status.NONFINITE)
+    gx = _real(run.grad_x.to(wide(problem.dtype))).reshape(_samples(problem), -1)
+    gw = run.grad_w.to(wide(problem.dtype))
+    v = rows_of(problem.cotangents, problem.whole)
+    good = ~bad & torch.isfinite(dense.rough).all(dim=1) & torch.isfinite(dense.z).all(dim=1)
+    if dense.whole and not bool(good.all()):
+        return  # which system the others belong to is not defined
+    index = good.nonzero().flatten()
+    if not len(index):
+        return
+    J, slope = dense.jacobian(index)
+    if not bool(torch.isfinite(J).all()):
+        return
+    right = (v if dense.whole else v[index]).reshape(J.shape[0], -1, 1)
+    if not bool(torch.isfinite(right).all()):
+        verdict.add("non-finite cotangent", "the adjoint of a sample whose cotangent is not finite is not flagged")
+        return
+    M = torch.eye(J.shape[1], dtype=torch.float64) - J.mT
+    inverse = 1 / torch.linalg.svdvals(M)[:, -1]
+    usable = torch.isfinite(inverse) & (inverse < 1e8)  # beyond, float64 itself has too few digits
+    if not bool(usable.all()):
+        return
+    u = torch.linalg.solve(M, right)
+    error = _adjoint_error(problem, J, u, right, inverse)
+    full = torch.full_like(v, float("nan"))
+    full[index] = u.reshape(v.shape if dense.whole else (len(index), -1))
+    expected_x, expected_w = dense.pull(full)
+    expected = _real(expected_x).reshape(_samples(problem), -1)
+    smallest = SUBNORMALS * torch.finfo(problem.dtype).smallest_normal
+    own = ADJOINT_SPACINGS * problem.precision * torch.linalg.vector_norm(u.flatten(1), dim=1)
+    allowed_x = slope * (NORM_SLACK * error + own) + smallest * (1 + inverse)
+    allowed_w = (allowed_x * _states(dense, index)).sum()
+    most = torch.finfo(problem.dtype).max / 16
+    claims = adjoint.converged
+    if dense.whole:
+        off, allowed = torch.linalg.vector_norm(gx - expected), allowed_x[0]
+        if bool(claims.all()) and float(expected.abs().max()) < most:
+            verdict.gradients += _samples(problem)
+            if not bool(off <= allowed):
+                verdict.add("gradient of x", _numbers(off, allowed, expected.norm()), 0)
+    else:
+        off = torch.linalg.vector_norm(gx[index] - expected[index], dim=1)
+        judged = claims[index] & (expected[index].abs().amax(dim=1) < most)
+        verdict.gradients += int(judged.sum())
+        for i in (judged & ~(off <= allowed_x)).nonzero().flatten().tolist():
+            verdict.add("gradient of x", _numbers(off[i], allowed_x[i], expected[index[i]].norm()), int(index[i]))
+        lost = bad & ~(gx == 0).all(dim=1)
+        for row in lost.nonzero().flatten().tolist():
+            verdict.add("quarantine", "a sample that is not finite has a gradient", row)
+    if bool(claims[index].all()) and expected_w.numel() and float(expected_w.abs().max()) < most:
+        off = torch.linalg.vector_norm(gw - expected_w)
+        if not bool(off <= allowed_w):
+            verdict.add("gradient of the weight", _numbers(off, allowed_w, expected_w.norm()))
+
+
+def _adjoint_error(problem: Problem, J: Tensor, u: Tensor, v: Tensor, inverse: Tensor) -> Tensor:
+    """(systems,), how far |u| may be from the exact solution of its system."""
+    case = problem.case
+    rtol = 1e-2 if case.gradient == "implicit-loose" else case.rtol
+    root = v.shape[1] ** 0.5 if case.norm == "max" else 1.0  # |r|_2 <= sqrt(n) |r|_max <= sqrt(n) rtol |v|_2
+    length_u, length_v = (torch.linalg.vector_norm(t.flatten(1), dim=1) for t in (u, v))
+    products = ADJOINT_SPACINGS * problem.precision * (1 + torch.linalg.matrix_norm(J, 2)) * (length_u + length_v)
+    return inverse * (root * rtol * length_v + products)
+
+
+def _states(dense: Dense, index: Tensor) -> Tensor:
+    """What an error in a cotangent is multiplied by on its way to the weight."""
+    if dense.whole:
+        return torch.linalg.vector_norm(dense.z)[None]
+    return torch.linalg.vector_norm(dense.z[index], dim=1)
+
+
+def _check_finite(run: Run, dense: Dense, verdict: Verdict) -> None:
+    """Of gradients that promise no more: finite where the forward pass converged and the cotangents are finite."""
+    problem, stats = run.problem, run.solution.stats
+    if not bool(stats.converged.all()) or problem.case.cotangent in ("nan-row", "huge") or problem.case.special == "huge":
+        return
+    for name, grad in (("x", run.grad_x), ("the weight", run.grad_w)):
+        if grad is not None and not bool(torch.isfinite(grad).all()):
+            verdict.add("non-finite gradient", f"of {name}, where every sample converged")
+
+
+def _real(t: Tensor) -> Tensor:
+    return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
+
+
+def _numbers(off: Tensor, allowed: Tensor, size: Tensor) -> str:
+    return f"off by {float(off):.2e}, allowed {float(allowed):.2e}, size {float(size):.2e}"
+
+
+def _length(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x, dim=1)
+
+
+def _rms(x: Tensor) -> Tensor:
+    return _length(x) / max(x.shape[1], 1) ** 0.5
+
+
+def _most(x: Tensor) -> Tensor:
+    return x.abs().amax(dim=1) if x.shape[1] else x.new_zeros(x.shape[0])
