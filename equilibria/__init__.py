@@ -1,6 +1,11 @@
 """equilibria: deep equilibrium models in PyTorch. What is not named here is not API."""
 
-from equilibria import data, models, nn
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from equilibria import nn
 from equilibria.agreement import Agreement, gradient_agreement
 from equilibria.cells.monotone import MonotoneLinear
 from equilibria.cells.monotone_conv import MonotoneConv2d, MonotoneTiers2d
@@ -58,6 +63,9 @@ from equilibria.spectrum import (
 from equilibria.starts import FirstStep, Zeros
 from equilibria.theory import TiedLayers, stack, weight_tied_form
 from equilibria.tuning import tune
+
+if TYPE_CHECKING:
+    from equilibria import data, models
 
 __version__ = "0.1.0"
 
@@ -158,3 +166,15 @@ __all__ = [
     "visit",
     "weight_tied_form",
 ]
+
+_LAZY = {"data", "models"}  # packages that load on first use: they cost as much as the core does
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return importlib.import_module(f"equilibria.{name}")
+    raise AttributeError(f"module 'equilibria' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -1,26 +1,75 @@
-"""The command line: parse, build, run; nothing else."""
+"""The command line: parse, build, run; nothing else. A command's module loads when it runs, so that `--help` is quick."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import importlib
+from typing import Annotated, Any
 
 try:
     import typer
-
-    from equilibria.commands.diagnosis import diagnose
-    from equilibria.commands.generating import generate
-    from equilibria.commands.listing import data_app, list_all
-    from equilibria.commands.runs import evaluate, train
-    from equilibria.commands.tables import demo, reproduce
+    from typer.core import TyperGroup
 except ModuleNotFoundError as error:
-    if (error.name or "").partition(".")[0] == "equilibria":
-        raise
     raise SystemExit(f"The command line needs the extra `train`: pip install 'equilibria[train]'. ({error})") from error
 
 import equilibria
-from equilibria.bench.command import main as run_bench
 
-app = typer.Typer(help="Deep equilibrium models: tools around them.", no_args_is_help=True, add_completion=False)
+# name: module of equilibria.commands, its function (or group of commands), and what `--help` says about it
+COMMANDS = {
+    "demo": (
+        "tables",
+        "demo",
+        "Train an equilibrium classifier of digits beside its explicit twin, and report: a minute, nothing to download.",
+    ),
+    "list": ("listing", "list_all", "Tables and their experiments, models and datasets, with their sizes."),
+    "train": ("runs", "train", "Train an experiment, or go on with it where it was interrupted."),
+    "evaluate": ("runs", "evaluate", "Evaluate the model of a run on the test data."),
+    "reproduce": (
+        "tables",
+        "reproduce",
+        "Run a published table, or --all, and report it beside the published figures; finished runs are not run again.",
+    ),
+    "generate": (
+        "generating",
+        "generate",
+        "Sample text from a trained language model. The folder of its run has all that is needed.",
+    ),
+    "diagnose": (
+        "diagnosis",
+        "diagnose",
+        "Examine every equilibrium layer of a model: what is wrong with it, and what to try.",
+    ),
+    "data": ("listing", "data_app", "Datasets: what there is, fetching, checking."),
+}
+
+
+class _Commands(TyperGroup):
+    """Commands that are known by name and help alone, until one runs."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, load(name) if name in COMMANDS else command, rest
+
+
+def load(name: str) -> Any:
+    """The command itself, as typer makes it of its function."""
+    module, attribute, _ = COMMANDS[name]
+    try:
+        found = getattr(importlib.import_module(f"equilibria.commands.{module}"), attribute)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "equilibria":
+            raise
+        raise SystemExit(f"The command line needs the extra `train`: pip install 'equilibria[train]'. ({error})") from error
+    group = typer.Typer(add_completion=False)
+    if isinstance(found, typer.Typer):
+        group.add_typer(found, name=name)
+    else:
+        group.command(name)(found)
+    return typer.main.get_group(group).commands[name]
+
+
+app = typer.Typer(
+    cls=_Commands, help="Deep equilibrium models: tools around them.", no_args_is_help=True, add_completion=False
+)
 
 
 def _version(shown: bool) -> None:
@@ -36,17 +85,13 @@ def main(
     """Deep equilibrium models: tools around them."""
 
 
-app.command()(demo)
-app.command("list")(list_all)
-app.command()(train)
-app.command()(evaluate)
-app.command()(reproduce)
-app.command()(generate)
-app.command()(diagnose)
-app.add_typer(data_app, name="data")
+for _name, (_, _, _help) in COMMANDS.items():
+    app.command(_name, help=_help)(lambda: None)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def bench(context: typer.Context) -> None:
     """Training steps next to TorchDEQ's at equal achieved accuracy; `equilibria bench --help` lists the options."""
+    from equilibria.bench.command import main as run_bench
+
     raise typer.Exit(run_bench(context.args))

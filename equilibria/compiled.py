@@ -8,12 +8,14 @@ the two runs is measured when a shape comes up first, after the compiled one has
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
+import sys
 import time
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -36,6 +38,27 @@ TRIALS = 5  # of either loop, when a shape comes up first
 SLACK = 10.0  # residuals may differ by this factor: linear solvers carry theirs by recurrence
 Run = Callable[..., Sequence[Tensor]]
 Backend = Callable[[fx.GraphModule, Sequence[Tensor]], Run]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def not_traced(function: Callable[P, R]) -> Callable[P, R]:
+    """As `torch.compiler.disable`, which imports torch._dynamo and sympy (seconds) when it decorates.
+
+    This decorator asks for them only once something else has loaded them, as the first use of `torch.compile` does.
+    """
+    disabled: list[Callable[P, R]] = []
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        # `is_compiling` first: it is a constant in a trace, and sys.modules cannot be traced
+        if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
+            if not disabled:
+                disabled.append(torch.compiler.disable(function))
+            return disabled[0](*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def inductor(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Run:

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from equilibria import transforms
 from equilibria.autocast import Autocast
-from equilibria.compiled import Compiler
+from equilibria.compiled import Compiler, not_traced
 from equilibria.equation import CellEquation
 from equilibria.fixing import FixedCell
 from equilibria.gradients.base import Gradient, Problem
@@ -72,7 +72,7 @@ class DEQ(nn.Module):
         """The equilibrium itself."""
         return self.solve(*inputs, init=init).z
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @not_traced
     def solve(self, *inputs: Any, init: Solution | State | None = None) -> Solution:
         """The equilibrium with its record. `init` starts this solve from a state or an earlier Solution instead."""
         stop = self.stop if self.training or self.eval_stop is None else self.eval_stop
@@ -114,7 +114,7 @@ def visit(model: nn.Module, keys: Keys) -> Iterator[None]:
         yield
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@not_traced
 def fixed_point(
     f: Callable[..., State],
     z0: Solution | State,

@@ -13,7 +13,6 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from equilibria.autocast import Autocast
-from equilibria.data.files import atomic, optional
 from equilibria.exportable import exportable
 from equilibria.recording import record
 from equilibria.solvers.base import require
@@ -63,6 +62,8 @@ def to_onnx(
     Inputs have the names of the arguments of `model.forward`; the outputs are `output` (of several: `output_0`, ...) and
     `with_steps`, of every solve, `steps_0`, `converged_0`, ... The file is there whole or not at all.
     """
+    from equilibria.data.files import atomic, optional  # here, since it loads every data set
+
     for package in ("onnx", "onnxscript"):
         optional(package, "export")
     size = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())

@@ -76,7 +76,7 @@ def _watched(layers: Sequence[tuple[str, DEQ]], found: dict[str, _Solve]) -> Ite
     """`solve` of every layer notes its inputs, whoever calls it; failures are not what is looked for here."""
     stops = [(deq, deq.stop, deq.eval_stop) for _, deq in layers]
     for name, deq in layers:
-        deq.solve = _noting(name, deq, found)
+        deq.solve = _noting(name, deq, found)  # type: ignore[method-assign]
         deq.stop = dataclasses.replace(deq.stop, on_failure="ignore", compact=False)
         deq.eval_stop = (
             None if deq.eval_stop is None else dataclasses.replace(deq.eval_stop, on_failure="ignore", compact=False)

@@ -15,7 +15,7 @@ import equilibria as eq
 pytest.importorskip("typer")
 from typer.testing import CliRunner
 
-from equilibria.cli import app
+from equilibria.cli import COMMANDS, app, load
 
 BUILD = """
 import torch, equilibria as eq
@@ -98,21 +98,35 @@ def test_version() -> None:
     assert run("--version") == (0, f"{eq.__version__}\n")
 
 
+def test_without_typer_the_extra_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "typer", None)
+    with pytest.raises(SystemExit, match=r"needs the extra `train`: pip install 'equilibria\[train\]'"):
+        runpy.run_path(str(Path(eq.__file__).parent / "cli.py"))
+
+
 @pytest.mark.parametrize(
     ("module", "error", "told"),
     [
-        ("typer", SystemExit, r"needs the extra `train`: pip install 'equilibria\[train\]'"),
+        ("lightning_fabric", SystemExit, r"needs the extra `train`: pip install 'equilibria\[train\]'"),
         ("equilibria.commands.generating", ModuleNotFoundError, r"equilibria\.commands\.generating"),
     ],
 )
 def test_only_packages_that_are_missing_are_to_be_installed(
     module: str, error: type[BaseException], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(f"import of {module} halted", name=module)
+
+    monkeypatch.setattr("equilibria.cli.importlib.import_module", missing)
     with pytest.raises(error, match=told):
-        runpy.run_path(str(Path(eq.__file__).parent / "cli.py"))
+        load("generate")
 
 
 def test_an_error_does_not_list_hundreds_of_names() -> None:
     code, told = run("train", "nosuch")
     assert code == 2 and "more." in told and len(told.splitlines()) < 40
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_all_commands_says_what_each_says_itself(name: str) -> None:
+    assert load(name).help.splitlines()[0] == COMMANDS[name][-1]

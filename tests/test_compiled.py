@@ -219,3 +219,22 @@ def test_machine_code_gives_the_same_numbers() -> None:
     # both stop at a residual of 1e-4, but not at the same point: machine code sums float32 in another order
     for a, b in zip([s.z, *found], [plain.z, *expected], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def test_torch_compile_does_not_trace_a_solve() -> None:
+    """Around a solve `torch.compile` compiles; inside of it nothing, whether the layer has run before or not."""
+    seen = Seen()
+
+    class Cell(nn.Module):
+        def forward(self, z: Tensor, x: Tensor) -> Tensor:
+            assert not torch.compiler.is_compiling()
+            return 0.5 * torch.tanh(z) + x
+
+    deq, x = eq.DEQ(Cell(), stop=TIGHT), inputs(3, 4)
+
+    def net(x: Tensor) -> Tensor:
+        return torch.tanh(deq(torch.tanh(x)))
+
+    expected = net(x)
+    torch.testing.assert_close(torch.compile(net, backend=seen)(x), expected)
+    assert len(seen.graphs) == 2

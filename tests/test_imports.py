@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 import equilibria
 
@@ -184,3 +188,31 @@ def test_the_core_needs_torch_alone() -> None:
 
 def test_public_names_exist_and_are_sorted() -> None:
     assert all(hasattr(equilibria, name) for name in equilibria.__all__)
+
+
+def loaded_by(code: str) -> set[str]:
+    """The modules that a new interpreter has after `code`, without what it writes."""
+    code = f"import contextlib, io, sys\nwith contextlib.redirect_stdout(io.StringIO()):\n    {code}\nprint(*sys.modules)"
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+
+
+def test_the_import_is_cheap() -> None:
+    """torch._dynamo and sympy take longer than torch itself; models and data sets load on first use."""
+    found = loaded_by("import equilibria")
+    dear = {"torch._dynamo", "torch._inductor", "sympy", "matplotlib", "equilibria.models", "equilibria.data"}
+    assert found >= {"equilibria.deq"}
+    assert not dear & found
+
+
+def test_help_loads_no_command() -> None:
+    found = loaded_by("from equilibria.cli import app; app(['--help'], standalone_mode=False)")
+    assert found >= {"equilibria.cli", "typer"}
+    assert not {"torch._dynamo", "sympy", "lightning_fabric", "matplotlib", "equilibria.models"} & found
+    assert not [name for name in found if name.startswith(("equilibria.commands.", "equilibria.experiments"))]
+
+
+def test_packages_load_on_first_use() -> None:
+    assert "equilibria.models" in loaded_by("import equilibria; equilibria.models.names()")
+    assert {"models", "data"} <= set(dir(equilibria))
+    with pytest.raises(AttributeError, match="no attribute 'modles'"):
+        equilibria.modles  # noqa: B018
