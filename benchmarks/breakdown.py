@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 from torch.utils import _pytree as pytree
 
-from equilibria.bench.cases import CASES, Case, make
-from equilibria.bench.driver import setting
-from equilibria.bench.methods import Ours
-from equilibria.bench.rules import count
+from equilibria.lab.bench.cases import CASES, Case, make
+from equilibria.lab.bench.driver import setting
+from equilibria.lab.bench.methods import Ours
+from equilibria.lab.bench.rules import count
 
 
 def seconds(run: Callable[[], object], least: float = 0.3) -> float:

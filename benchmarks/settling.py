@@ -14,10 +14,10 @@ from typing import Any
 import matplotlib.pyplot as plt
 import torch
 
-from equilibria.experiments.evaluation import experiment_of
-from equilibria.experiments.language_data import Segment
-from equilibria.experiments.language_looks import changes
-from equilibria.training.folder import Run
+from equilibria.lab.experiments.evaluation import experiment_of
+from equilibria.lab.experiments.language_data import Segment
+from equilibria.lab.experiments.language_looks import changes
+from equilibria.lab.training.folder import Run
 
 LENGTHS = (100, 200, 400, 800)
 DEPTHS = tuple(range(2, 65))

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import equilibria as eq
-from equilibria.experiments.evaluation import experiment_of
-from equilibria.models.deq_transformer import DEQTransformer, Start
-from equilibria.training.folder import Run
+from equilibria.lab.experiments.evaluation import experiment_of
+from equilibria.lab.training.folder import Run
+from equilibria.models.language.deq_transformer import DEQTransformer, Start
 
 
 def read(model: DEQTransformer, pieces: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:

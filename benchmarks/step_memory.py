@@ -19,10 +19,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 import equilibria as eq
-from equilibria.bench.cases import Case, make
-from equilibria.bench.driver import setting
-from equilibria.bench.methods import Method, Ours, TorchDEQ
-from equilibria.memory import peak_memory
+from equilibria.analysis.memory import peak_memory
+from equilibria.lab.bench.cases import Case, make
+from equilibria.lab.bench.driver import setting
+from equilibria.lab.bench.methods import Method, Ours, TorchDEQ
 
 SOLVERS: dict[str, tuple[Any, Any]] = {
     "Picard, GMRES adjoint": (eq.Picard(), None),

@@ -18,8 +18,8 @@ from gradients import ConvCell
 from torch import Tensor, nn
 
 import equilibria as eq
-from equilibria.settings import Candidates, Setting, Tuning
-from equilibria.tuning import tune
+from equilibria.analysis.tuning import tune
+from equilibria.analysis.tuning_settings import Candidates, Setting, Tuning
 
 RESIDUAL, AGREEMENT = 1e-3, 0.99
 

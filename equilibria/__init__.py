@@ -6,17 +6,33 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from equilibria import nn
-from equilibria.agreement import Agreement, gradient_agreement
+from equilibria._core.loop import Stop
+from equilibria._core.norms import euclidean_norm, max_norm, rms_norm
+from equilibria._core.recording import record
+from equilibria.analysis.agreement import Agreement, gradient_agreement
+from equilibria.analysis.diagnosis.doctor import Diagnosis, diagnose
+from equilibria.analysis.diagnosis.findings import Finding, Severity
+from equilibria.analysis.diagnosis.layers import LayerDiagnosis
+from equilibria.analysis.memory import peak_memory
+from equilibria.analysis.plots import plot_spectrum, plot_steps, plot_trace
+from equilibria.analysis.spectrum import (
+    LargestSingularValue,
+    SpectralRadius,
+    dense_jacobian,
+    jacobian_spectrum,
+    largest_singular_value,
+    spectral_radius,
+)
+from equilibria.analysis.tuning import tune
+from equilibria.analysis.tuning_settings import Candidates, Measurement, Setting, Tuning, Tunings
+from equilibria.cells.constructions import TiedLayers, stack, weight_tied_form
 from equilibria.cells.monotone import MonotoneLinear
 from equilibria.cells.monotone_conv import MonotoneConv2d, MonotoneTiers2d
 from equilibria.cells.splitting import ForwardBackward, PeacemanRachford, Readout, tune_alpha
 from equilibria.constraints import SpectralNorm, contract_, lipschitz_ratio, project_, project_rows, spectral_norm
 from equilibria.deq import DEQ, fixed_point, visit
-from equilibria.diagnosis.doctor import Diagnosis, diagnose
-from equilibria.diagnosis.findings import Finding, Severity
-from equilibria.diagnosis.layers import LayerDiagnosis
 from equilibria.explicit import Trajectory, WeightTied
-from equilibria.exporting import export, to_onnx
+from equilibria.export import export, to_onnx
 from equilibria.gradients.base import Gradient, Problem, quarantine
 from equilibria.gradients.escalate import Escalate
 from equilibria.gradients.implicit import Implicit
@@ -25,8 +41,6 @@ from equilibria.gradients.reversible import Reversible
 from equilibria.gradients.shine import Shine
 from equilibria.gradients.unrolled import Unrolled
 from equilibria.gradients.warmup import Warmup
-from equilibria.memory import peak_memory
-from equilibria.norms import euclidean_norm, max_norm, rms_norm
 from equilibria.penalties import (
     ConstantWeights,
     ExponentialWeights,
@@ -37,12 +51,8 @@ from equilibria.penalties import (
     jitter,
     skip_penalty,
 )
-from equilibria.plots import plot_spectrum, plot_steps, plot_trace
-from equilibria.recording import record
 from equilibria.remember import Remember
-from equilibria.settings import Candidates, Measurement, Setting, Tuning, Tunings
 from equilibria.solution import ConvergenceError, ConvergenceWarning, Handover, Solution, Stats, Status
-from equilibria.solve import Stop
 from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.base import Iterate, Solver
 from equilibria.solvers.broyden import Broyden
@@ -52,20 +62,10 @@ from equilibria.solvers.newton import Newton
 from equilibria.solvers.picard import Picard
 from equilibria.solvers.restart import Restart
 from equilibria.solvers.steady_state import SteadyState
-from equilibria.spectrum import (
-    LargestSingularValue,
-    SpectralRadius,
-    dense_jacobian,
-    jacobian_spectrum,
-    largest_singular_value,
-    spectral_radius,
-)
 from equilibria.starts import FirstStep, Zeros
-from equilibria.theory import TiedLayers, stack, weight_tied_form
-from equilibria.tuning import tune
 
 if TYPE_CHECKING:
-    from equilibria import data, models
+    from equilibria import analysis, cells, lab, models
 
 __version__ = "0.1.0"
 
@@ -130,9 +130,10 @@ __all__ = [
     "Warmup",
     "WeightTied",
     "Zeros",
+    "analysis",
+    "cells",
     "contract_",
     "correction_penalty",
-    "data",
     "dense_jacobian",
     "diagnose",
     "euclidean_norm",
@@ -142,6 +143,7 @@ __all__ = [
     "jacobian_penalty",
     "jacobian_spectrum",
     "jitter",
+    "lab",
     "largest_singular_value",
     "lipschitz_ratio",
     "max_norm",
@@ -167,7 +169,7 @@ __all__ = [
     "weight_tied_form",
 ]
 
-_LAZY = {"data", "models"}  # packages that load on first use: they cost as much as the core does
+_LAZY = {"analysis", "cells", "lab", "models"}  # packages that load on first use: they cost as much as the core does
 
 
 def __getattr__(name: str) -> Any:

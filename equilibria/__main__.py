@@ -1,5 +1,5 @@
 """`python -m equilibria`, the command line."""
 
-from equilibria.cli import app
+from equilibria.lab.cli.main import app
 
 app()

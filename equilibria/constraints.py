@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
-from equilibria.autocast import no_autocast
+from equilibria._core.autocast import no_autocast
+from equilibria._core.packing import State
 from equilibria.solution import Solution, Status
-from equilibria.state import State
 
 M = TypeVar("M", bound=nn.Module)
 

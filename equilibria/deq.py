@@ -10,22 +10,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from equilibria import transforms
-from equilibria.autocast import Autocast
-from equilibria.compiled import Compiler, not_traced
-from equilibria.equation import CellEquation
-from equilibria.fixing import FixedCell
+from equilibria._core import autodiff_modes
+from equilibria._core.autocast import Autocast
+from equilibria._core.compile import Compiler, not_traced
+from equilibria._core.frozen_cell import FixedCell
+from equilibria._core.loop import Stop, check_solver
+from equilibria._core.packing import Layout, State
+from equilibria._core.problem import CellEquation
+from equilibria._core.recording import note
 from equilibria.gradients.base import Gradient, Problem
 from equilibria.gradients.implicit import Implicit
 from equilibria.gradients.warmup import Warmup
-from equilibria.recording import note
 from equilibria.remember import Keys
 from equilibria.solution import Report, Solution
-from equilibria.solve import Stop, check_solver
 from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.fallback import AnySolver
 from equilibria.starts import Init, check_cell, check_init, first_steps, memory_of, prepared, start_of
-from equilibria.state import Layout, State
 
 
 class DEQ(nn.Module):
@@ -90,7 +90,7 @@ class DEQ(nn.Module):
         if self.solves is None:
             return 0
         before = int(self.solves)
-        if self.training and torch.is_grad_enabled() and not transforms.inside_transform():
+        if self.training and torch.is_grad_enabled() and not autodiff_modes.inside_transform():
             self.solves += 1
         return before
 
@@ -178,7 +178,7 @@ def _solve(
 
 def _nonfinite_samples(inputs: Sequence[Any], batched: bool) -> Tensor | None:
     """(batch,) bool; None where there are none, or no backward that they could spoil."""
-    if not batched or not torch.is_grad_enabled() or transforms.inside_transform():
+    if not batched or not torch.is_grad_enabled() or autodiff_modes.inside_transform():
         return None
     leaves = [leaf for leaf in pytree.tree_leaves(tuple(inputs)) if _has_rows(leaf)]
     batch = leaves[0].shape[0] if leaves else 0
@@ -219,7 +219,7 @@ def _draw_masks(f: Callable[[State], State], start: State, layout: Layout) -> Te
 
 
 def _differentiating() -> bool:
-    return torch.is_grad_enabled() or transforms.inside_transform() or transforms.inside_dual_level()
+    return torch.is_grad_enabled() or autodiff_modes.inside_transform() or autodiff_modes.inside_dual_level()
 
 
 def _check_ranks_agree(stop: Stop) -> None:

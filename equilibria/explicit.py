@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from equilibria import stateless
-from equilibria.autocast import Autocast
-from equilibria.checkpointing import Buffers, Checkpoint, Tensors, check_checkpoint, repeat
-from equilibria.fixing import FixedCell
-from equilibria.norms import rms_norm
+from equilibria._core import stateless
+from equilibria._core.autocast import Autocast
+from equilibria._core.checkpointing import Buffers, Checkpoint, Tensors, check_checkpoint, repeat
+from equilibria._core.frozen_cell import FixedCell
+from equilibria._core.norms import rms_norm
+from equilibria._core.packing import Layout, State
 from equilibria.starts import Init, check_cell, check_init, prepared, start_of
-from equilibria.state import Layout, State
 
 
 @dataclass(frozen=True)

@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equilibria import transforms
-from equilibria.compiled import Parts, Program
+from equilibria._core import autodiff_modes
+from equilibria._core.compile import Parts, Program
+from equilibria._core.loop import Flat, Stop, make_ledger
+from equilibria._core.maps import Counter
+from equilibria._core.problem import Equation, uses_batch_statistics
 from equilibria.deq import DEQ
-from equilibria.equation import Equation, uses_batch_statistics
 from equilibria.gradients.base import Gradient, Problem
 from equilibria.gradients.escalate import Escalate
 from equilibria.gradients.implicit import Implicit
 from equilibria.gradients.phantom import JFB, NeumannPhantom, UnrolledPhantom
 from equilibria.gradients.unrolled import Unrolled
 from equilibria.gradients.warmup import Warmup
-from equilibria.maps import Counter
 from equilibria.solution import Status
-from equilibria.solve import Flat, Stop, make_ledger
 from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.base import Solver, require
 from equilibria.solvers.picard import Picard
@@ -85,7 +85,7 @@ class Loop(Program):
         self.stop = dataclasses.replace(stop, trace=False, keep_every=None, process_group=None)
 
     def solve(self, equation: Equation, z0: Tensor, args: Sequence[Tensor]) -> Flat:
-        with transforms.tracing():
+        with autodiff_modes.tracing():
             ledger = make_ledger(self.stop, z0, None, self.precision)
             if self.stop.max_steps == 0:
                 ledger.enter(self.solver.init(equation.bind(args), z0), 0)  # type: ignore[arg-type]  # a map all the same

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from equilibria import transforms
+from equilibria._core import autodiff_modes
+from equilibria._core.loop import Stop
+from equilibria._core.packing import State
 from equilibria.explicit import Trajectory
 from equilibria.gradients.base import quarantine
 from equilibria.solution import Solution, Status
-from equilibria.solve import Stop
 from equilibria.solvers.base import require
-from equilibria.state import State
 
 
 def jacobian_penalty(s: Solution, probes: int = 1, generator: torch.Generator | None = None) -> Tensor:
@@ -172,10 +172,10 @@ def _point(s: Solution) -> tuple[Tensor, Sequence[Tensor], Tensor]:
 
 def _pull(f: Callable[[Tensor], Tensor], z: Tensor) -> Callable[[Tensor], Tensor]:
     """t -> J't at z, differentiable in what f depends on."""
-    if transforms.inside_transform():
-        pull = transforms.vjp(f, z)
+    if autodiff_modes.inside_transform():
+        pull = autodiff_modes.vjp(f, z)
         return lambda t: pull(t)[0]
-    transforms.check_derivatives("The Jacobian penalty", z)
+    autodiff_modes.check_derivatives("The Jacobian penalty", z)
     recording = torch.is_grad_enabled()
     with torch.enable_grad():
         leaf = z.detach().requires_grad_()

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equilibria import transforms
+from equilibria._core import autodiff_modes
+from equilibria._core.packing import Layout, State
 from equilibria.solution import Solution
 from equilibria.solvers.base import require
-from equilibria.state import Layout, State
 
 Keys = Sequence[Hashable] | Tensor
 
@@ -101,7 +101,7 @@ class Remember:
     def _visited(self, batched: bool) -> bool:
         if self._keys is not None and not batched:
             raise ValueError("Remember keys the samples of a batch, and batched=False makes the state one whole problem.")
-        return self._keys is not None and not transforms.inside_transform()
+        return self._keys is not None and not autodiff_modes.inside_transform()
 
     def _checked_keys(self, batch: int) -> list[Hashable]:
         assert self._keys is not None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equilibria.state import Layout, State
+from equilibria._core.packing import Layout, State
 
 
 class Status(IntEnum):

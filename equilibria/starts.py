@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from equilibria._core.packing import State
 from equilibria.remember import Remember
-from equilibria.state import State
 
 
 @dataclass(frozen=True, init=False)

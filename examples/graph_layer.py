@@ -6,7 +6,7 @@ python examples/graph_layer.py
 import torch
 from torch import nn
 
-from equilibria import data
+from equilibria.lab import data
 from equilibria.models import ChainNet, ChainNetConfig, NodeGCN, NodeGCNConfig
 
 

@@ -17,7 +17,7 @@ from torch.func import functional_call, grad, jvp, vmap
 from torch.utils import _pytree as pytree
 
 import equilibria as eq
-from equilibria.checkpointing import Checkpoint
+from equilibria._core.checkpointing import Checkpoint
 from equilibria.explicit import WeightTied
 from tests.problems import TIGHT, NestedCell, TanhCell, inputs, unrolled
 

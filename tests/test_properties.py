@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import equilibria as eq
-from equilibria.solve import solve
+from equilibria._core.loop import solve
+from equilibria._core.packing import Layout
 from equilibria.solvers.fallback import AnySolver
-from equilibria.state import Layout
 from tests.problems import LINEAR_SOLVERS, NONLINEAR_SOLVERS, TanhCell, affine, inputs, unrolled
 
 EXAMPLES = int(os.environ.get("EQUILIBRIA_EXAMPLES", "25"))

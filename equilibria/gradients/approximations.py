@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equilibria.maps import FlatMap
+from equilibria._core.maps import FlatMap
 
 
 class Approximation(ABC):

@@ -11,16 +11,16 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from equilibria import transforms
-from equilibria.compiled import Compiler
-from equilibria.equation import Equation
-from equilibria.maps import FlatMap
-from equilibria.norms import rms_norm
-from equilibria.policy import judge
+from equilibria._core import autodiff_modes
+from equilibria._core.compile import Compiler
+from equilibria._core.coupled import solve_whole
+from equilibria._core.failures import judge
+from equilibria._core.loop import Flat, Stop, solve
+from equilibria._core.maps import FlatMap
+from equilibria._core.norms import rms_norm
+from equilibria._core.problem import Equation
 from equilibria.solution import Report, Status
-from equilibria.solve import Flat, Stop, solve
 from equilibria.solvers.fallback import AnySolver
-from equilibria.whole import solve_whole
 
 AdjointFailure = Literal["ignore", "warn", "raise", "fall_back"]
 
@@ -90,7 +90,7 @@ class Gradient(ABC):
 
 def check_first_order(name: str, *, differentiable: bool = False) -> None:
     """Refuse what a gradient without derivatives of its own cannot give."""
-    if differentiable or transforms.inside_transform() or transforms.inside_dual_level():
+    if differentiable or autodiff_modes.inside_transform() or autodiff_modes.inside_dual_level():
         raise RuntimeError(
             f"{name} gives first-order gradients by plain backward(): for torch.func, forward mode or second derivatives "
             "take eq.Implicit()."
@@ -133,7 +133,7 @@ def quarantine(
 
     A zero cotangent alone does not do: 0 * nan is nan, and the gradient of shared weights sums over the batch.
     """
-    concrete = not transforms.inside_transform()
+    concrete = not autodiff_modes.inside_transform()
     if z.shape[0] == 0 or (concrete and bool(good.all())):
         return z, list(args), v
     own = torch.arange(z.shape[0], device=z.device)

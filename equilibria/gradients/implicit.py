@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from equilibria.gradients.attach import attach
+from equilibria._core.attach import attach
+from equilibria._core.loop import Stop
+from equilibria._core.primitive import Differentiable, differentiable_fixed_point
 from equilibria.gradients.base import AdjointFailure, Gradient, Problem
-from equilibria.gradients.primitive import Differentiable, differentiable_fixed_point
-from equilibria.solve import Stop
 from equilibria.solvers.fallback import AnySolver
 from equilibria.solvers.krylov import GMRES
 

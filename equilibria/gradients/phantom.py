@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as run_checkpointed
 
+from equilibria._core.attach import attach
+from equilibria._core.primitive import Differentiable, differentiable_fixed_point
 from equilibria.gradients.approximations import Neumann
-from equilibria.gradients.attach import attach
 from equilibria.gradients.base import Gradient, Problem, quarantine
-from equilibria.gradients.primitive import Differentiable, differentiable_fixed_point
 from equilibria.solution import Status
 from equilibria.solvers.base import require
 from equilibria.solvers.krylov import GMRES

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
+from equilibria._core.failures import judge
+from equilibria._core.linear import Linearisation
+from equilibria._core.maps import Map
 from equilibria.gradients.base import Gradient, Problem, check_first_order, quarantine
-from equilibria.gradients.linear import Linearisation
-from equilibria.maps import Map
-from equilibria.policy import judge
 from equilibria.solution import Status, empty_stats
 from equilibria.solvers.base import Iterate, Solver, require
 from equilibria.solvers.picard import Picard

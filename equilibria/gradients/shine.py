@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
+from equilibria._core.loop import Stop
+from equilibria._core.maps import FlatMap
+from equilibria._core.norms import euclidean_norm
+from equilibria._core.primitive import Differentiable, pull_once
 from equilibria.gradients.approximations import Approximation
 from equilibria.gradients.base import Gradient, Problem, check_first_order
-from equilibria.gradients.primitive import Differentiable, pull_once
-from equilibria.maps import FlatMap
-from equilibria.norms import euclidean_norm
-from equilibria.solve import Stop
 from equilibria.solvers.base import combine, products, require, solve_small
 from equilibria.solvers.broyden import Broyden, BroydenState
 from equilibria.solvers.krylov import GMRES

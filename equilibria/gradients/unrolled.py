@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from equilibria.autocast import no_autocast
-from equilibria.checkpointing import Buffers, Checkpoint, Tensors, check_checkpoint, repeat
-from equilibria.equation import Equation
+from equilibria._core.autocast import no_autocast
+from equilibria._core.checkpointing import Buffers, Checkpoint, Tensors, check_checkpoint, repeat
+from equilibria._core.maps import Map
+from equilibria._core.problem import Equation
 from equilibria.gradients.base import Gradient, Problem, quarantine
-from equilibria.maps import Map
 from equilibria.solution import Status, empty_stats
 from equilibria.solvers.base import Iterate, Solver, collect, rebuild, require
 from equilibria.solvers.fallback import Fallback

@@ -5,13 +5,12 @@ from equilibria import models
 model = models.create("skip-mlp-v2", classes=10)
 """
 
-from equilibria.models.adaptive_vocabulary import AdaptiveVocabulary, VocabularyConfig
-from equilibria.models.deq_transformer import DEQTransformer, TransformerXL
+from equilibria.analysis.summary import summary
+from equilibria.analysis.summary_table import Summary
 from equilibria.models.entries import ModelInfo, parameters
-from equilibria.models.explicit_nets import ResNet, ResNetConfig, UntiedStack, matched_width, untied, weight_tied
 from equilibria.models.files import ModelFileError, SavedModel, load, read_info, save
-from equilibria.models.gcn import GCNLayer, GraphGCN, GraphGCNConfig, NodeGCN, NodeGCNConfig
-from equilibria.models.graph_nets import (
+from equilibria.models.graphs.gcn import GCNLayer, GraphGCN, GraphGCNConfig, NodeGCN, NodeGCNConfig
+from equilibria.models.graphs.graph_nets import (
     ChainNet,
     ChainNetConfig,
     GraphClassifier,
@@ -21,28 +20,35 @@ from equilibria.models.graph_nets import (
     PPINet,
     PPINetConfig,
 )
-from equilibria.models.graph_ops import Adjacency
-from equilibria.models.ignn import IGNNCell, IGNNLayer
-from equilibria.models.implicit_resnet import CIFARResNet, ImplicitResNet, ImplicitResNetConfig, MNISTResNet, SVHNResNet
-from equilibria.models.lion import Lion, LionConfig, Pruning, PruningConfig
-from equilibria.models.mdeq import MDEQ, pretraining
-from equilibria.models.mdeq_configs import MDEQ_CONFIGS, MDEQConfig
-from equilibria.models.monotone_nets import (
+from equilibria.models.graphs.graph_ops import Adjacency
+from equilibria.models.graphs.ignn import IGNNCell, IGNNLayer
+from equilibria.models.images.explicit_nets import ResNet, ResNetConfig, UntiedStack, matched_width, untied, weight_tied
+from equilibria.models.images.implicit_resnet import (
+    CIFARResNet,
+    ImplicitResNet,
+    ImplicitResNetConfig,
+    MNISTResNet,
+    SVHNResNet,
+)
+from equilibria.models.images.lion import Lion, LionConfig, Pruning, PruningConfig
+from equilibria.models.images.mdeq import MDEQ, pretraining
+from equilibria.models.images.mdeq_configs import MDEQ_CONFIGS, MDEQConfig
+from equilibria.models.images.monotone_nets import (
     MonotoneConvConfig,
     MonotoneMLPConfig,
     MonotoneNet,
     MonotoneTiersConfig,
     SplittingConfig,
 )
-from equilibria.models.neural_ode import AdaptiveSteps, FixedSteps, NeuralODE, NeuralODEConfig
+from equilibria.models.images.neural_ode import AdaptiveSteps, FixedSteps, NeuralODE, NeuralODEConfig
+from equilibria.models.images.skip_mlp import SkipMLP, SkipNet, SkipPolynomial, SkipSolver
+from equilibria.models.language.adaptive_vocabulary import AdaptiveVocabulary, VocabularyConfig
+from equilibria.models.language.deq_transformer import DEQTransformer, TransformerXL
+from equilibria.models.language.sequence import GRUModel, SequenceModel, generate, unrolled_pretraining
+from equilibria.models.language.transformer_configs import TRANSFORMER_CONFIGS, TRANSFORMER_XL_CONFIGS, TransformerConfig
+from equilibria.models.language.trellis_cell import TRELLIS_CONFIGS, TrellisConfig
+from equilibria.models.language.trellisnet import TrellisNet, TrellisParts, activation_penalty
 from equilibria.models.registry import create, info, names
-from equilibria.models.sequence import GRUModel, SequenceModel, generate, unrolled_pretraining
-from equilibria.models.skip_mlp import SkipMLP, SkipNet, SkipPolynomial, SkipSolver
-from equilibria.models.summary import summary
-from equilibria.models.summary_table import Summary
-from equilibria.models.transformer_configs import TRANSFORMER_CONFIGS, TRANSFORMER_XL_CONFIGS, TransformerConfig
-from equilibria.models.trellis_cell import TRELLIS_CONFIGS, TrellisConfig
-from equilibria.models.trellisnet import TrellisNet, TrellisParts, activation_penalty
 
 __all__ = [
     "MDEQ",

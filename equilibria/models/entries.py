@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from equilibria.models.deq_transformer import DEQTransformer, TransformerXL
-from equilibria.models.explicit_nets import ResNet
-from equilibria.models.gcn import GraphGCN, GraphGCNConfig, NodeGCN, NodeGCNConfig
-from equilibria.models.graph_nets import (
+from equilibria.models.graphs.gcn import GraphGCN, GraphGCNConfig, NodeGCN, NodeGCNConfig
+from equilibria.models.graphs.graph_nets import (
     ChainNet,
     ChainNetConfig,
     GraphClassifier,
@@ -22,16 +20,18 @@ from equilibria.models.graph_nets import (
     PPINet,
     PPINetConfig,
 )
-from equilibria.models.implicit_resnet import JACOBIAN, CIFARResNet, ImplicitResNet, MNISTResNet, SVHNResNet
-from equilibria.models.mdeq import MDEQ
-from equilibria.models.mdeq_configs import MDEQ_CONFIGS
-from equilibria.models.monotone_nets import MonotoneConvConfig, MonotoneMLPConfig, MonotoneNet, MonotoneTiersConfig
-from equilibria.models.neural_ode import ANODE_CIFAR10, ANODE_MNIST, NODE_CIFAR10, NODE_MNIST, NeuralODE
-from equilibria.models.sequence import GRUModel
-from equilibria.models.skip_mlp import SkipMLP, SkipPolynomial
-from equilibria.models.transformer_configs import TRANSFORMER_CONFIGS, TRANSFORMER_XL_CONFIGS
-from equilibria.models.trellis_cell import TRELLIS_CONFIGS
-from equilibria.models.trellisnet import TrellisNet
+from equilibria.models.images.explicit_nets import ResNet
+from equilibria.models.images.implicit_resnet import JACOBIAN, CIFARResNet, ImplicitResNet, MNISTResNet, SVHNResNet
+from equilibria.models.images.mdeq import MDEQ
+from equilibria.models.images.mdeq_configs import MDEQ_CONFIGS
+from equilibria.models.images.monotone_nets import MonotoneConvConfig, MonotoneMLPConfig, MonotoneNet, MonotoneTiersConfig
+from equilibria.models.images.neural_ode import ANODE_CIFAR10, ANODE_MNIST, NODE_CIFAR10, NODE_MNIST, NeuralODE
+from equilibria.models.images.skip_mlp import SkipMLP, SkipPolynomial
+from equilibria.models.language.deq_transformer import DEQTransformer, TransformerXL
+from equilibria.models.language.sequence import GRUModel
+from equilibria.models.language.transformer_configs import TRANSFORMER_CONFIGS, TRANSFORMER_XL_CONFIGS
+from equilibria.models.language.trellis_cell import TRELLIS_CONFIGS
+from equilibria.models.language.trellisnet import TrellisNet
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import equilibria
-from equilibria.data.files import atomic, optional
+from equilibria._core.files import atomic, optional
 from equilibria.models.origins import from_data, origin_of, to_data
 from equilibria.models.registry import create
 from equilibria.models.states import bare, check_fit, check_storable, identities, on_host, take_dtypes

@@ -15,7 +15,7 @@ from typing import Any, TypeGuard, TypeVar
 
 from torch import nn
 
-from equilibria.norms import euclidean_norm, max_norm, rms_norm
+from equilibria._core.norms import euclidean_norm, max_norm, rms_norm
 
 PACKAGE = "equilibria."
 NORMS = {norm.__name__: norm for norm in (rms_norm, euclidean_norm, max_norm)}
@@ -106,9 +106,8 @@ def _field_names(kind: type) -> list[str]:
 
 
 def _path(kind: type) -> str | None:
-    """Where a class of settings is found, below the package; None: it is none of the library's."""
-    full = f"{kind.__module__}.{kind.__qualname__}"
-    return full.removeprefix(PACKAGE) if full.startswith(PACKAGE) and _lookup(full.removeprefix(PACKAGE)) is kind else None
+    """The name a class of settings has in a file; None if it is not one of the library's."""
+    return kind.__name__ if _lookup(kind.__name__) is kind else None
 
 
 def _class(path: Any) -> type:
@@ -119,10 +118,18 @@ def _class(path: Any) -> type:
 
 
 def _lookup(path: str) -> type | None:
-    """A class of settings among the modules that are imported already."""
-    module, _, name = path.rpartition(".")
-    found = vars(sys.modules[PACKAGE + module]).get(name) if PACKAGE + module in sys.modules else None
-    return found if _is_settings(found) else None
+    """The class of settings of that name among the modules that are imported already.
+
+    Files of version 0.1 hold the module before the name ("solve.Stop"). Modules move, names stay: only the name counts.
+    """
+    name = path.rpartition(".")[2]
+    modules = [module for key, module in sys.modules.items() if key.startswith(PACKAGE)]
+    found = {id(kind): kind for module in modules if _is_settings(kind := vars(module).get(name)) and _is_ours(kind)}
+    return next(iter(found.values())) if len(found) == 1 else None
+
+
+def _is_ours(kind: type) -> bool:
+    return kind.__module__.startswith(PACKAGE)
 
 
 def _is_settings(found: Any) -> TypeGuard[type]:

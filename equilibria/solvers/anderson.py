@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from equilibria.maps import Map
+from equilibria._core.maps import Map
 from equilibria.solvers.base import (
     Iterate,
     Solver,

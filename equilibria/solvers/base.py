@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from equilibria import transforms
-from equilibria.maps import Map
+from equilibria._core import autodiff_modes
+from equilibria._core.maps import Map
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def differentiated(*tensors: Tensor) -> bool:
     """Does anybody follow what is computed from these, by derivatives or in a trace? Then nothing may be written over."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return True
-    return transforms.inside_transform() or transforms.inside_dual_level() or transforms.is_tracing()
+    return autodiff_modes.inside_transform() or autodiff_modes.inside_dual_level() or autodiff_modes.is_tracing()
 
 
 def without_graph(x: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 
 def products(rows: Tensor, x: Tensor) -> Tensor:
     """Inner products of each sample's k vectors (batch, k, n) with its x (batch, n): (batch, k)."""
-    if transforms.is_tracing():  # where sums are fused with what goes around them
+    if autodiff_modes.is_tracing():  # where sums are fused with what goes around them
         return (rows * x.unsqueeze(1)).sum(dim=2)
     # this way round it is twice as fast on a CPU
     return torch.bmm(x.unsqueeze(1), rows.transpose(1, 2)).squeeze(1)
@@ -222,7 +222,7 @@ def products(rows: Tensor, x: Tensor) -> Tensor:
 
 def without(x: Tensor, weights: Tensor, rows: Tensor, *, over: bool = False) -> Tensor:
     """x (batch, n) less each sample's k vectors (batch, k, n) with weights (batch, k); written `over` x where that is so."""
-    if transforms.is_tracing():
+    if autodiff_modes.is_tracing():
         return x - (weights.unsqueeze(2) * rows).sum(dim=1)
     if over:
         x.unsqueeze(1).baddbmm_(weights.unsqueeze(1), rows, alpha=-1)

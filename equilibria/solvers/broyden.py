@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equilibria.maps import Map
+from equilibria._core.maps import Map
 from equilibria.solvers.base import (
     Iterate,
     Solver,

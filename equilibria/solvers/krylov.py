@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from equilibria import transforms
-from equilibria.maps import FALLEN, Map
+from equilibria._core import autodiff_modes
+from equilibria._core.maps import FALLEN, Map
 from equilibria.solvers.base import (
     SMALL_STATE,
     Iterate,
@@ -95,7 +95,7 @@ class GMRES(Solver[GMRESState]):
     def step(self, f: Map, state: GMRESState) -> GMRESState:
         if isinstance(state.count, int) and state.taken == ANEW:
             state = self._anew(f, state)
-        n, length, traced = state.z.shape[1], state.length, transforms.is_tracing()
+        n, length, traced = state.z.shape[1], state.length, autodiff_modes.is_tracing()
         state = _roomier(f, state)
         pairs, pair = self._extend(f, state)
         q, p = pair[:, :n], pair[:, n:]

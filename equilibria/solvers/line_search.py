@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from equilibria.maps import Map
+from equilibria._core.maps import Map
 
 SUFFICIENT = 1e-4  # Armijo's constant: the share of the predicted decrease that must be seen
 

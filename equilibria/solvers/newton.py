@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from equilibria.maps import Affine, Map
+from equilibria._core.maps import Affine, Map
 from equilibria.solvers.base import Iterate, Solver, divide, require
 from equilibria.solvers.krylov import GMRES
 from equilibria.solvers.line_search import backtrack

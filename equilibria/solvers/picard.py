@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from equilibria.maps import Map
+from equilibria._core.maps import Map
 from equilibria.solvers.base import Iterate, Solver, require
 
 

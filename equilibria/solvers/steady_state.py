@@ -9,8 +9,8 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from equilibria.maps import Map
-from equilibria.norms import rms_norm
+from equilibria._core.maps import Map
+from equilibria._core.norms import rms_norm
 from equilibria.solvers.base import Iterate, Solver, require
 from equilibria.solvers.tableaus import TABLEAUS, Method, Tableau
 

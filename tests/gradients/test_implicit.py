@@ -14,7 +14,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp,
 from torch.utils import _pytree as pytree
 
 import equilibria as eq
-from equilibria.maps import Map
+from equilibria._core.maps import Map
 from equilibria.solvers.fallback import AnySolver
 from equilibria.solvers.krylov import GMRESState
 from tests.problems import (

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, vmap
 
 import equilibria as eq
+from equilibria._core.maps import Map
 from equilibria.gradients.shine import Estimate
-from equilibria.maps import Map
 from tests.problems import TIGHT, NestedCell, TanhCell, inputs, matrix, name, stored_bytes, unrolled
 
 # solves to 1e-13, amplified by |(I - J)^{-1}| <= 10

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from equilibria.models.sequence import SequenceModel
+from equilibria.models.language.sequence import SequenceModel
 
 
 def check_that_it_learns_by_heart(build: Callable[[], SequenceModel], tokens: Tensor, lr: float) -> None:

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 import equilibria as eq
+from equilibria._core.norms import max_norm
 from equilibria.models.files import KEY, ModelFileError, load, read_info, save
-from equilibria.models.lion import Lion, LionConfig
-from equilibria.models.mdeq_configs import MDEQ_CONFIGS
-from equilibria.models.neural_ode import AdaptiveSteps
+from equilibria.models.images.lion import Lion, LionConfig
+from equilibria.models.images.mdeq_configs import MDEQ_CONFIGS
+from equilibria.models.images.neural_ode import AdaptiveSteps
+from equilibria.models.images.skip_mlp import SkipSolver
 from equilibria.models.origins import from_data, origin_of, remember_origin, to_data
 from equilibria.models.registry import create, info, names
-from equilibria.models.skip_mlp import SkipSolver
-from equilibria.norms import max_norm
 
 
 def made(name: str, **options: Any) -> nn.Module:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import equilibria as eq
-from equilibria.solve import solve
+from equilibria._core.loop import solve
 from equilibria.solvers.fallback import AnySolver
 from tests.problems import (
     ALL_SOLVERS,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import equilibria as eq
-from equilibria.bench.cases import two_scales
-from equilibria.maps import Map
-from equilibria.solve import solve
+from equilibria._core.loop import solve
+from equilibria._core.maps import Map
+from equilibria.lab.bench.cases import two_scales
 from tests.problems import affine, cosine, generator, inputs, matrix
 
 REFERENCE_STOP = eq.Stop(rtol=1e-6, atol=0.0, max_steps=400, norm=eq.euclidean_norm)

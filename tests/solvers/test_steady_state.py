@@ -14,8 +14,8 @@ from torch.autograd import gradcheck
 from torch.func import functional_call
 
 import equilibria as eq
-from equilibria.maps import Map
-from equilibria.solve import solve
+from equilibria._core.loop import solve
+from equilibria._core.maps import Map
 from equilibria.solvers.tableaus import Method
 from tests.problems import TIGHT, TanhCell, affine, inputs, matrix
 

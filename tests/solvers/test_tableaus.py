@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import equilibria as eq
-from equilibria.maps import Map
+from equilibria._core.maps import Map
 from equilibria.solvers.steady_state import trial
 from equilibria.solvers.tableaus import TABLEAUS, Method, Tableau
 from tests.problems import affine

@@ -1,0 +1,1 @@
+"""Machinery behind the public names: private, free to change."""

@@ -1,0 +1,77 @@
+"""First-order implicit gradients for cells with tensors out of reach: closures, and weights that FSDP owns.
+
+The cell is run once more at the equilibrium with its graph kept, and the cotangent arriving there is replaced by the
+solution of the adjoint equation. The engine then takes it wherever the graph leads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+
+from equilibria._core import autodiff_modes
+from equilibria._core.maps import Affine
+from equilibria._core.primitive import Differentiable, confirmed, file_residual
+from equilibria._core.problem import OUT_OF_REACH
+from equilibria.gradients.base import quarantine, unit
+from equilibria.solution import Status
+
+
+def attach(task: Differentiable, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
+    """The equilibrium with first-order gradients for everything the cell depends on."""
+    if autodiff_modes.inside_transform():
+        raise RuntimeError(OUT_OF_REACH)
+    problem = task.problem
+    flat = problem.run(z0, [arg.detach() for arg in args])
+    if not torch.is_grad_enabled():
+        return flat.z
+    z, inputs, good = flat.z, args, flat.stats.status != Status.NONFINITE
+    if problem.report.nonfinite and bool(good.any()):
+        z, inputs, _ = quarantine(problem.equation, z, args, z, good)
+    leaf = z.detach().requires_grad_()
+    out = problem.equation(leaf, *inputs)
+    return _Attach.apply(task, flat.z, out, leaf, good, [arg.detach() for arg in inputs])
+
+
+class _Attach(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, task: Differentiable, z: Tensor, out: Tensor, leaf: Tensor, good: Tensor, inputs: list[Tensor]
+    ) -> Tensor:
+        ctx.task, ctx.out, ctx.leaf, ctx.good, ctx.inputs = task, out, leaf, good, inputs
+        return z.clone()
+
+    @staticmethod
+    def backward(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled() or autodiff_modes.inside_transform():
+            raise RuntimeError(OUT_OF_REACH)
+        keep = ctx.good.unsqueeze(1)
+        v = torch.where(keep, v, torch.zeros_like(v))
+        size = unit(ctx.task.problem.equation, v)
+        system = _adjoint_map(ctx, v / size)
+        u = ctx.task.cotangent(system)
+        left = system(u) - u
+        if ctx.task.approximation is not None:
+            file_residual(ctx.task, left, system.offset)
+        elif not confirmed(ctx.task, ctx.task.stop.norm(left), system.offset):
+            u = u + ctx.task.rest(system, left, u)
+        return None, None, torch.where(keep, u * size, torch.zeros_like(v)), None, None, None
+
+
+def _adjoint_map(ctx: Any, right: Tensor) -> Affine:
+    """g -> J'g + v on the graph that was kept."""
+
+    out, leaf, equation = ctx.out, ctx.leaf, ctx.task.problem.equation
+
+    def transposed(u: Tensor) -> Tensor:
+        (product,) = torch.autograd.grad(out, leaf, u, retain_graph=True, allow_unused=True)
+        return torch.zeros_like(u) if product is None else product
+
+    def product(t: Tensor) -> Tensor:
+        return autodiff_modes.jvp(lambda z: equation(z, *ctx.inputs), [leaf.detach()], [t])
+
+    return Affine(transposed, product, right)

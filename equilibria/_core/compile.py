@@ -1,0 +1,350 @@
+"""Solves compiled as one graph: the loop with its check, the solver's step and the cell, by torch's while_loop operator.
+
+What does not depend on the state (input injections, the linearisation behind an adjoint) is computed once, before the loop.
+Shapes are fixed: no row is dropped, so where that would pay, or where kernels are large, the plain loop is faster. Which of
+the two runs is measured when a shape comes up first, after the compiled one has given a right answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+import sys
+import time
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, fx
+from torch._higher_order_ops.while_loop import while_loop_op
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from equilibria._core import autodiff_modes
+from equilibria._core.autocast import no_autocast
+from equilibria._core.bookkeeping import FLOOR, Ledger
+from equilibria._core.loop import Flat, Stop, make_ledger, solve
+from equilibria._core.maps import Counter, FlatMap
+from equilibria._core.norms import euclidean_norm, rms_norm
+from equilibria._core.problem import BoundMap, Equation
+from equilibria.solution import Status
+from equilibria.solvers.base import Solver, collect, rebuild
+from equilibria.solvers.picard import Picard
+
+SHAPES = 8  # different ones that are compiled for one layer; further ones take the plain loop
+TRIALS = 5  # of either loop, when a shape comes up first
+SLACK = 10.0  # residuals may differ by this factor: linear solvers carry theirs by recurrence
+Run = Callable[..., Sequence[Tensor]]
+Backend = Callable[[fx.GraphModule, Sequence[Tensor]], Run]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def not_traced(function: Callable[P, R]) -> Callable[P, R]:
+    """As `torch.compiler.disable`, which imports torch._dynamo and sympy (seconds) when it decorates.
+
+    This decorator asks for them only once something else has loaded them, as the first use of `torch.compile` does.
+    """
+    disabled: list[Callable[P, R]] = []
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        # `is_compiling` first: it is a constant in a trace, and sys.modules cannot be traced
+        if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
+            if not disabled:
+                disabled.append(torch.compiler.disable(function))
+            return disabled[0](*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def inductor(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Run:
+    """Machine code by torch's own compiler; on a CPU with the loop itself in C++."""
+    run: Run = torch._inductor.compile(graph, list(inputs), options={"cpp_wrapper": inputs[0].device.type == "cpu"})
+    return run
+
+
+class Compiler:
+    """Compiled solves of one layer, by what they depend on; where one cannot be had the plain loop runs, with a warning.
+
+    backend  what makes a function of a graph
+    trials   how often either loop is timed for the choice between them; 0: the compiled one is taken unasked
+    """
+
+    def __init__(self, backend: Backend = inductor, trials: int = TRIALS) -> None:
+        self.backend, self.trials = backend, trials
+        self._programs: dict[Hashable, Program | None] = {}
+        self._failed = False
+
+    def solve(self, f: FlatMap, z0: Tensor, solver: Any, stop: Stop, **options: Any) -> Flat:
+        """As `equilibria._core.loop.solve`, by whichever loop is faster."""
+
+        def plain() -> Flat:
+            return solve(f, z0, solver, stop, **options)
+
+        if self._failed or not isinstance(f, BoundMap) or not _compilable(f, solver, stop, options):
+            return plain()
+        if (cause := f.equation.untraceable()) is not None:
+            self._give_up(cause)
+            return plain()
+        key = _key(f.equation, (z0, *f.args), solver, stop, options)
+        if key not in self._programs:
+            if len(self._programs) >= SHAPES:
+                return plain()
+            self._programs[key] = self._faster(f, z0, solver, stop, options, plain)
+        program = self._programs[key]
+        return plain() if program is None else program(f, z0, options)
+
+    def _faster(
+        self, f: BoundMap, z0: Tensor, solver: Solver[Any], stop: Stop, options: dict[str, Any], plain: Callable[[], Flat]
+    ) -> Program | None:
+        try:
+            program = Program(self.backend, f, z0, solver, stop, options)
+            found = program(f, z0, options)
+        except Exception as error:  # whatever a cell may do that cannot be traced or compiled, the plain loop can
+            self._give_up(f"{type(error).__name__}: {error}".strip().splitlines()[0][:300])
+            return None
+        if not _believable(found, plain(), f, stop, options):
+            self._give_up("the machine code made of this cell gives other values than the cell does")
+            return None
+        compiled: list[float] = []
+        uncompiled: list[float] = []
+        for _ in range(self.trials):
+            uncompiled.append(_seconds(plain))
+            compiled.append(_seconds(lambda: program(f, z0, options)))
+        return program if min(compiled, default=0.0) <= min(uncompiled, default=0.0) else None
+
+    def _give_up(self, cause: str) -> None:
+        self._failed = True
+        warnings.warn(
+            f"Solves run without being compiled: {cause}. Leave compile=True out, or make the cell one that torch can "
+            "trace: an nn.Module with its tensors as parameters, buffers or inputs, and no control flow on values.",
+            stacklevel=2,
+        )
+
+
+class Program:
+    """A compiled solve for one equation, solver, stop and set of shapes."""
+
+    def __init__(
+        self, backend: Backend, f: BoundMap, z0: Tensor, solver: Solver[Any], stop: Stop, options: dict[str, Any]
+    ) -> None:
+        self.solver, self.stop, self.precision = solver, stop, options["precision"]
+        inputs = self._inputs(f, z0, options)
+        with torch.no_grad(), autodiff_modes.tracing(), no_autocast(z0.device):
+            parts = Parts.of(f.equation, z0, f.args)
+            graph = make_fx(lambda *given: self._loop(parts, *given), tracing_mode="fake")(*inputs)
+            self.run = backend(graph, inputs)
+
+    def __call__(self, f: BoundMap, z0: Tensor, options: dict[str, Any]) -> Flat:
+        with torch.no_grad():
+            step, *books = self.run(*self._inputs(f, z0, options))
+        ledger = make_ledger(self.stop, z0, options["scale"], self.precision)
+        ledger.load(books)
+        taken = int(step)
+        evaluations = taken + (options["known"] is None)
+        linear = f.equation.linear
+        counter = Counter(evaluations, evaluations * len(z0), taken if linear else 0)
+        return Flat(*ledger.close(counter), taken)
+
+    def _inputs(self, f: BoundMap, z0: Tensor, options: dict[str, Any]) -> tuple[Tensor, ...]:
+        extra = (tensor for tensor in (options["scale"], options["known"]) if tensor is not None)
+        self.extra = [options["scale"] is not None, options["known"] is not None]
+        return tuple(tensor.detach() for tensor in (z0, *extra, *f.args))
+
+    def _loop(self, parts: Parts, z0: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+        """The solve as it is traced: steps taken, and the books."""
+        rest = list(given)
+        scale = rest.pop(0) if self.extra[0] else None
+        known = rest.pop(0) if self.extra[1] else None
+        saved = parts.prepare(*rest)
+        state, ledger = self._begin(_Traced(parts, saved, (z0, known)), z0, scale)
+        fixed = [*saved, *([] if scale is None else [scale])]
+        own = collect(state, Tensor)
+        one = torch.ones((), dtype=torch.int64, device=z0.device)
+        # the loop takes no tensor twice, nor any view
+        moving = [tensor.clone(memory_format=torch.contiguous_format) for tensor in (one, *own, *ledger.books())]
+
+        def read(tensors: Sequence[Tensor]) -> tuple[Tensor, Any, Ledger]:
+            """Step, solver's state and books."""
+            step, *rest = tensors[: len(moving)]
+            books = make_ledger(self.stop, rest[0], None if scale is None else tensors[-1], self.precision)
+            books.load(rest[len(own) :])
+            return step, rebuild(state, iter(rest[: len(own)]), iter(collect(state, int))), books
+
+        def body(*tensors: Tensor) -> tuple[Tensor, ...]:
+            step, now, books = read(tensors)
+            now = self.solver.step(_Traced(parts, tensors[len(moving) :][: len(saved)]), now)  # type: ignore[arg-type]
+            books.enter(now, step + 1)
+            out = (step + 1, *collect(now, Tensor), *books.books())
+            # contiguous() leaves tensors of one row the strides they have, and the loop wants always the same
+            return tuple(new.clone(memory_format=torch.contiguous_format) for new in out)
+
+        def running(*tensors: Tensor) -> Tensor:
+            step, _, books = read(tensors)
+            assert books.open is not None
+            return (step < self.stop.max_steps) & books.open.any()
+
+        step, *after = while_loop_op(running, body, tuple(moving), tuple(fixed))  # type: ignore[arg-type]
+        return (step, *after[len(own) :])
+
+    def _begin(self, f: _Traced, z0: Tensor, scale: Tensor | None) -> tuple[Any, Ledger]:
+        """State and books after the first step, which comes before the loop since shapes still change in it."""
+        ledger = make_ledger(self.stop, z0, scale, self.precision)
+        state = self.solver.init(f, z0)  # type: ignore[arg-type]
+        ledger.enter(state, 0)
+        f.growth = 0.0  # as in the plain loop: before the first step nothing can have grown
+        state = self.solver.step(f, state)  # type: ignore[arg-type]
+        f.growth = _Traced.growth
+        ledger.enter(state, 1)
+        return self.solver.settled(state), ledger
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A map in two: what does not depend on the state, and what does."""
+
+    prepare: Callable[..., Sequence[Tensor]]
+    apply: Callable[..., Tensor]
+
+    @staticmethod
+    def of(equation: Equation, z: Tensor, args: Sequence[Tensor]) -> Parts:
+        function = equation.product if equation.linear else equation
+        given = [z, *[arg.detach() for arg in args]]
+        written = make_fx(lambda z, *args: function(z, *args), tracing_mode="fake")(*given)
+        # in a trace of the trace: what torch takes apart below functionalize writes into memory of its own
+        pure = torch.func.functionalize(written, remove="mutations")
+        return _split(_plain(make_fx(pure, tracing_mode="fake")(*given)))
+
+
+def _plain(graph: fx.GraphModule) -> fx.GraphModule:
+    """Without what torch's compiler gets wrong: a + alpha b where b is a product of matrices loses its alpha there."""
+    for node in list(graph.graph.nodes):
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            raise RuntimeError(f"{node.target} writes into memory")
+        if node.target is torch.ops.aten.add.Tensor and (alpha := node.kwargs.get("alpha", 1)) != 1:
+            a, b = node.args
+            with graph.graph.inserting_before(node):
+                scaled = graph.graph.call_function(torch.ops.aten.mul.Tensor, (b, alpha))
+                scaled.meta = dict(node.meta)
+            node.args, node.kwargs = (a, scaled), {}
+    graph.recompile()
+    return graph
+
+
+def _split(whole: fx.GraphModule) -> Parts:
+    """At the first placeholder, the state: what can be computed without it comes first."""
+    nodes = list(whole.graph.nodes)
+    state, output = nodes[0], nodes[-1]
+    late = {state}
+    for node in nodes[1:-1]:
+        if any(source in late for source in node.all_input_nodes):
+            late.add(node)
+    inner, saved = _inner(output, late)
+
+    before, after = fx.Graph(), fx.Graph()
+    early: dict[fx.Node, fx.Node] = {}
+    inside = {state: after.placeholder("z")} | {node: after.placeholder(f"saved_{node.name}") for node in saved}
+    for node in nodes[1:-1]:
+        if node not in late:
+            early[node] = before.node_copy(node, early.__getitem__)
+        if node in inner and node is not state:
+            inside[node] = after.node_copy(node, inside.__getitem__)
+    before.output([early[node] for node in saved])
+    (result,) = output.args if isinstance(output.args[0], fx.Node) else output.args[0]
+    after.output(inside[result])
+    before.eliminate_dead_code()
+    return Parts(fx.GraphModule(whole, before), fx.GraphModule(whole, after))
+
+
+def _inner(output: fx.Node, late: set[fx.Node]) -> tuple[set[fx.Node], list[fx.Node]]:
+    """The nodes of the part that depends on the state, and the values from outside that it needs.
+
+    A view is no value of its own, and costs nothing to be taken inside.
+    """
+    inner: set[fx.Node] = set()
+    saved: dict[fx.Node, None] = {}
+    queue = list(output.all_input_nodes)
+    while queue:
+        node = queue.pop()
+        if node in inner or node in saved:
+            continue
+        if node in late or _is_view(node):
+            inner.add(node)
+            queue += node.all_input_nodes
+        else:
+            saved[node] = None
+    return inner, list(saved)
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return _is_view(node.all_input_nodes[0])
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(value.alias_info is not None for value in schema.returns)
+
+
+class _Traced:
+    """The map as solvers see it in a trace: nothing is counted, nothing is known about values."""
+
+    growth = float("inf")
+
+    def __init__(self, parts: Parts, saved: Sequence[Tensor], known: tuple[Tensor, Tensor | None] | None = None) -> None:
+        self.parts, self.saved, self.known = parts, saved, known
+
+    def __call__(self, z: Tensor) -> Tensor:
+        if self.known is not None and z is self.known[0] and self.known[1] is not None:
+            return self.known[1].clone()
+        return self.product(z)
+
+    def jacobian(self, z: Tensor) -> _Traced:
+        return self
+
+    def product(self, z: Tensor) -> Tensor:
+        return self.parts.apply(z, *self.saved)
+
+
+def _believable(found: Flat, expected: Flat, f: BoundMap, stop: Stop, options: dict[str, Any]) -> bool:
+    """Is what a program found finite where the plain loop's answer is, and its residual what it says?"""
+    lost = found.stats.status == Status.NONFINITE
+    if not torch.equal(lost, expected.stats.status == Status.NONFINITE):
+        return False
+    given = options | {"known": None, "verify": False}
+    seen = solve(f, found.z, Picard(), dataclasses.replace(stop, max_steps=0), **given).stats.residual
+    within = SLACK * found.stats.residual.clamp_min(stop.rtol) + FLOOR * options["precision"]
+    return bool((lost | (seen <= within)).all())
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
+def _compilable(f: BoundMap, solver: Any, stop: Stop, options: dict[str, Any]) -> bool:
+    """Is this a solve that one graph can do: rows on their own, a solver of fixed shapes, nothing kept on the way?"""
+    if (
+        autodiff_modes.inside_transform()
+        or not isinstance(solver, Solver)
+        or type(solver).settled is Solver.settled
+        or options.get("keep_state")
+    ):
+        return False
+    if f.equation.linear == solver.exact:  # a linear solver on a cell, or another one on a linear system
+        return False
+    if f.equation.linear and options.get("known") is None:  # its offset is not in the graph
+        return False
+    plain = not (stop.trace or stop.keep_every or stop.process_group) and stop.max_steps >= 1
+    return plain and stop.norm in (rms_norm, euclidean_norm)
+
+
+def _key(
+    equation: Equation, tensors: Sequence[Tensor], solver: Solver[Any], stop: Stop, options: dict[str, Any]
+) -> Hashable:
+    shapes = tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors)
+    given = tuple(name for name in ("scale", "known") if options[name] is not None)
+    return type(equation), equation.fingerprint(), shapes, solver, stop, given

@@ -1,0 +1,150 @@
+"""The linear equations behind implicit differentiation, as equations of their own.
+
+With F(z, *args) = z the adjoint of a cotangent v is the fixed point of g -> J'g + v, the tangent of a perturbation b
+that of t -> J t + b, J = dF/dz. Both are affine maps with explicit arguments (z, offset, *args), so the primitive that
+differentiates F differentiates them too, and derivatives of every order come out of the same few lines.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from equilibria._core import autodiff_modes
+from equilibria._core.maps import Affine, FlatMap
+from equilibria._core.problem import BoundMap, Equation
+
+
+class LinearEquation(Equation):
+    """offset + M t with M = J or J' at the equilibrium of another equation; args are (equilibrium, offset, *its args)."""
+
+    def __init__(self, of: Equation) -> None:
+        self.of = of
+        self.rowwise = (True, True, *of.rowwise)
+        self.like(of)
+        self.linear = True
+
+    def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
+        return self.product(z, *args) + args[1]
+
+    @abstractmethod
+    def product(self, z: Tensor, *args: Tensor) -> Tensor:
+        """M z."""
+
+    def right(self, *args: Tensor) -> Tensor:
+        return args[1]
+
+    def untraceable(self) -> str | None:
+        return self.of.untraceable()
+
+    def fingerprint(self) -> Hashable:
+        return self.of.fingerprint()
+
+    @property
+    def coupled(self) -> bool:
+        return self.of.coupled
+
+    @property
+    def restrictable(self) -> bool:
+        return self.of.restrictable
+
+
+class AdjointEquation(LinearEquation):
+    """g -> J'g + v."""
+
+    def product(self, z: Tensor, *args: Tensor) -> Tensor:
+        equilibrium, _, *rest = args
+        return autodiff_modes.vjp(lambda y: self.of(y, *rest), equilibrium)(z)[0]
+
+    def bind(self, args: Sequence[Tensor]) -> FlatMap:
+        equilibrium, offset, *rest = args
+        return self.bind_at(Linearisation(self.of, equilibrium, rest), offset)
+
+    def bind_at(self, at: Linearisation, offset: Tensor) -> LinearMap:
+        """The same map on a linearisation that serves for more than this."""
+        return LinearMap(self, (at.z, offset, *at.args), at.transposed, at.product, offset)
+
+
+class TangentEquation(LinearEquation):
+    """t -> J t + b."""
+
+    def product(self, z: Tensor, *args: Tensor) -> Tensor:
+        equilibrium, _, *rest = args
+        return autodiff_modes.jvp(lambda y: self.of(y, *rest), [equilibrium], [z])
+
+    def bind(self, args: Sequence[Tensor]) -> FlatMap:
+        equilibrium, offset, *rest = args
+        at = Linearisation(self.of, equilibrium, rest)
+        return LinearMap(self, args, at.product, at.transposed, offset)
+
+
+class LinearMap(BoundMap, Affine):
+    """A bound linear equation that linear solvers can take apart."""
+
+    drop_at = 2  # fewer rows need a linearisation of their own, which runs the cell again
+
+    def __init__(
+        self, equation: Equation, args: Sequence[Tensor], product: FlatMap, transposed: FlatMap, offset: Tensor
+    ) -> None:
+        BoundMap.__init__(self, equation, args)
+        Affine.__init__(self, product, transposed, offset)
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return Affine.__call__(self, z)
+
+
+class Linearisation:
+    """An equation at one point: the cell is run once with a graph, then only products are taken."""
+
+    def __init__(self, equation: Equation, z: Tensor, args: Sequence[Tensor], needs: Sequence[bool] = ()) -> None:
+        self.equation = equation
+        self.z = z.detach()
+        self.args = [arg.detach() for arg in args]
+        self.needed = [i for i, need in enumerate(needs) if need]
+        for i in self.needed:
+            self.args[i].requires_grad_()
+        self._graph: tuple[Tensor, Tensor] | None = None
+
+    def value(self) -> Tensor:
+        """F at the point."""
+        return self._run()[1].detach()
+
+    def transposed(self, u: Tensor) -> Tensor:
+        """J'u."""
+        leaf, out = self._run()
+        (product,) = (
+            torch.autograd.grad(out, leaf, u, retain_graph=True, allow_unused=True) if out.requires_grad else (None,)
+        )
+        return torch.zeros_like(u) if product is None else product
+
+    def product(self, t: Tensor) -> Tensor:
+        """J t."""
+        args = [arg.detach() for arg in self.args]
+        return autodiff_modes.jvp(lambda y: self.equation(y, *args), [self.z], [t])
+
+    def pull(self, u: Tensor) -> tuple[list[Tensor | None], Tensor]:
+        """(dF/d arg)'u for the args that were named as needed, None for the others; and J'u, which comes along."""
+        leaf, out = self._run()
+        grads: list[Tensor | None] = [None] * len(self.args)
+        if not out.requires_grad:
+            return grads, torch.zeros_like(u)
+        inputs = [leaf, *[self.args[i] for i in self.needed]]
+        product, *found = torch.autograd.grad(out, inputs, u, allow_unused=True)
+        for i, grad in zip(self.needed, found, strict=True):
+            grads[i] = grad
+        return grads, torch.zeros_like(u) if product is None else product
+
+    def forget(self) -> None:
+        """The graph, which a pull has used up: what comes next runs the cell again."""
+        self._graph = None
+
+    def _run(self) -> tuple[Tensor, Tensor]:
+        if self._graph is None:
+            autodiff_modes.check_derivatives("A linearisation of the cell, as spectra and adjoints take it,", self.z)
+            with torch.enable_grad():
+                leaf = self.z.detach().requires_grad_()
+                self._graph = (leaf, self.equation(leaf, *self.args))
+        return self._graph

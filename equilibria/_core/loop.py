@@ -1,0 +1,270 @@
+"""Stop and the one loop: when to stop, what happened, and which rows still cost anything."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from equilibria._core.autocast import no_autocast
+from equilibria._core.bookkeeping import FLOOR, Ledger
+from equilibria._core.compaction import rows_stand_alone, worth_dropping
+from equilibria._core.maps import Counter, FlatMap, Map
+from equilibria._core.norms import Norm, rms_norm
+from equilibria.solution import Handover, Stats, Status
+from equilibria.solvers.base import Iterate, Solver, gather, map_tensors, pack, rejected, require
+from equilibria.solvers.fallback import AnySolver, Fallback
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+OnFailure = Literal["ignore", "warn", "raise"]
+VERIFICATIONS = 3  # how often an answer found by recurrence may turn out short of the tolerance and be improved
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """When a sample is done: |f(z) - z| <= atol + rtol |f(z)|, per sample.
+
+    rtol, atol     tolerances
+    max_steps      steps at most
+    norm           per-sample norm, (batch, n) -> (batch,); the default does not depend on the size of the state
+    on_failure     what to do about samples that did not converge: ignore, warn (once per cell and cause) or raise;
+                   the statistics tell it in any case
+    check_every    ask whether all samples are done only every so many steps: each question waits for the device.
+                   The answer stays the same, up to check_every - 1 further evaluations are spent
+    patience       give a sample up as stalled after so many steps in which its residual did not fall by a tenth
+    compact        go on without the samples that are done, where rows do not depend on each other
+    trace          keep the residual of every iterate in Stats.trace
+    keep_every     keep every so many-th iterate on the way in Solution.iterates; a sample that is done stands there with its
+                   answer
+    process_group  ranks that must take the same number of steps, because running the cell is a collective (sharded
+                   weights): a ProcessGroup, or "world"
+    """
+
+    rtol: float = 1e-3
+    atol: float = 1e-6
+    max_steps: int = 40
+    norm: Norm = rms_norm
+    on_failure: OnFailure = "warn"
+    check_every: int = 1
+    patience: int | None = None
+    compact: bool = True
+    trace: bool = False
+    keep_every: int | None = None
+    process_group: ProcessGroup | Literal["world"] | None = None
+
+    def __post_init__(self) -> None:
+        require(
+            self.rtol >= 0 and self.atol >= 0, f"Tolerances must not be negative, got rtol={self.rtol}, atol={self.atol}."
+        )
+        require(self.max_steps >= 0, f"max_steps must not be negative, got {self.max_steps}.")
+        require(self.check_every >= 1, f"check_every must be at least 1, got {self.check_every}.")
+        require(self.patience is None or self.patience >= 1, f"patience must be at least 1 or None, got {self.patience}.")
+        require(self.keep_every is None or self.keep_every >= 1, f"keep_every must be at least 1, got {self.keep_every}.")
+        choices = ("ignore", "warn", "raise")
+        require(self.on_failure in choices, f"on_failure must be one of {choices}, got {self.on_failure!r}.")
+
+    def any_rank(self) -> Callable[[bool], bool] | None:
+        """How the ranks of `process_group` agree; None where there is nobody to agree with."""
+        if self.process_group is None:
+            return None
+        group = dist.group.WORLD if self.process_group == "world" else self.process_group
+
+        def agree(here: bool) -> bool:
+            flag = torch.tensor(int(here), device=_reduction_device(group))
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+            return bool(flag)
+
+        return agree
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A solve of a FlatMap."""
+
+    z: Tensor  # (batch, n)
+    stats: Stats
+    taken: int  # steps of the loop, the same on every rank
+    state: Any = None  # of the solver, each row as it was when that sample stopped; where it was asked for
+    coupled: bool = False  # did rows turn out to depend on each other? A sample that stopped may then have moved on
+
+
+def solve(
+    f: FlatMap,
+    z0: Tensor,
+    solver: AnySolver,
+    stop: Stop,
+    *,
+    scale: Tensor | None = None,
+    precision: float | None = None,
+    known: Tensor | None = None,
+    keep_state: bool = False,
+    verify: bool = True,
+) -> Flat:
+    """The fixed point of `f` from `z0`, (batch, n), each sample to its own tolerance.
+
+    scale       (batch,) what rtol is relative to; |f(z)| where None
+    precision   spacing of the numbers `f` computes with, where coarser than z0's dtype
+    known       f(z0), where the caller has it already
+    keep_state  return the solver's state too
+    verify      evaluate `f` once more where a solver knows f(z) by recurrence only; False: the caller will
+    """
+    check_solver(solver)
+    f = Map(f, Counter(), stop.any_rank())
+    if known is not None:
+        f.remember(z0, known)
+    problem = _Problem(f, stop, scale, precision or torch.finfo(z0.dtype).eps, keep_state, verify)
+    with no_autocast(z0.device):
+        return _chain(problem, z0, solver) if isinstance(solver, Fallback) else _verified(problem, z0, solver)
+
+
+def make_ledger(s: Stop, z0: Tensor, scale: Tensor | None, precision: float) -> Ledger:
+    return Ledger(z0, s.rtol, s.atol, s.norm, scale, s.patience, precision, s.trace, s.keep_every)
+
+
+@dataclass(frozen=True)
+class _Problem:
+    f: Map
+    stop: Stop
+    scale: Tensor | None
+    precision: float
+    keep_state: bool
+    verify: bool
+
+    def ledger(self, z0: Tensor) -> Ledger:
+        return make_ledger(self.stop, z0, self.scale, self.precision)
+
+    def with_stop(self, **changes: Any) -> _Problem:
+        return dataclasses.replace(self, stop=dataclasses.replace(self.stop, **changes))
+
+
+def _run(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> Flat:
+    """The loop."""
+    f, stop = problem.f, problem.stop
+    state = solver.init(f, z0)
+    ledger = problem.ledger(z0)
+    often = stop.check_every == 1
+    ledger.observe(state, step=0, look=often)
+    compact = stop.compact and stop.process_group is None
+    kept, taken = None, 0
+    for step in range(1, stop.max_steps + 1):
+        if often or step % stop.check_every == 0 or step == 1:
+            running = ledger.running()  # the read-back
+            if not (f.any_rank(running > 0) if f.any_rank else running):
+                break
+            stopped = ledger.rows - running
+            if compact and worth_dropping(f.raw, stopped, state.z.shape):
+                kept = gather(kept, state, ledger.index) if problem.keep_state else None
+                smaller = _compact(f, state, ledger, over=not problem.keep_state)
+                compact = smaller is not None
+                f, state = smaller or (f, state)
+            if stopped and not (compact and solver.runs_on and not problem.keep_state):
+                state = ledger.freeze(state)
+        f.growth = ledger.growth
+        state = solver.step(f, state)
+        ledger.observe(state, step, look=often, rejected=rejected(state))
+        taken = step
+    kept = gather(kept, state, ledger.index) if problem.keep_state else None
+    return Flat(*ledger.close(problem.f.counter), taken, kept, ledger.coupled)
+
+
+def _compact(f: Map, state: Iterate, ledger: Ledger, *, over: bool) -> tuple[Map, Iterate] | None:
+    """Map and state on the running rows alone, histories written `over` where they stood; None where rows are coupled."""
+    index = ledger.running_rows()
+    smaller = f.take(index)
+    if smaller is None:
+        return None
+    first = ledger.index is None  # of this solve
+    if first and not rows_stand_alone(f.raw, smaller, state.z, state.fz, index):
+        ledger.coupled = True
+        return None
+    ledger.drop_finished(index)
+    return smaller, map_tensors(state, lambda tensor: pack(tensor, index, over=over))
+
+
+def _verified(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> Flat:
+    """Run; where f(z) is known by recurrence only, or from before other rows moved, believe it after an evaluation."""
+    flat = _run(problem, z0, solver)
+    if (solver.exact or not problem.verify) and not flat.coupled:
+        return flat
+    for round in range(VERIFICATIONS + 1):
+        claimed = flat.stats.converged
+        flat = _confirm(problem, flat)
+        left = problem.stop.max_steps - flat.taken
+        if round == VERIFICATIONS or left <= 0 or not problem.f.any(claimed & flat.stats.failed):
+            break
+        flat = _merge(flat, _run(problem.with_stop(max_steps=left), flat.z, solver))
+    return flat
+
+
+def _confirm(problem: _Problem, claimed: Flat) -> Flat:
+    """A solve with the residual of its answer seen, not carried: converged only if it is.
+
+    A claim that does not hold is a stall: by its own books the solver had nothing left to do.
+    """
+    fz = problem.f(claimed.z)
+    problem.f.remember(claimed.z, fz)
+    ledger = problem.ledger(claimed.z)
+    ledger.observe(Iterate(claimed.z, fz), step=0, look=False)
+    _, seen = ledger.close(problem.f.counter)
+    unless = torch.where(claimed.stats.converged, Status.STALLED, claimed.stats.status)
+    holds = seen.converged | (claimed.stats.converged & (seen.residual <= problem.stop.rtol + FLOOR * problem.precision))
+    status = torch.where(holds, Status.CONVERGED, unless).to(torch.int8)
+    before = claimed.stats
+    stats = dataclasses.replace(seen, status=status, steps=before.steps, rejected=before.rejected, best=before.best)
+    stats = dataclasses.replace(stats, trace=before.trace, iterates=before.iterates)
+    return dataclasses.replace(claimed, stats=stats)
+
+
+def _chain(problem: _Problem, z0: Tensor, chain: Fallback) -> Flat:
+    """Each solver of a Fallback in turn on what is left."""
+    *first, last = chain.solvers
+    impatient = problem.with_stop(patience=problem.stop.patience or chain.patience)
+    flat = _verified(impatient, z0, first[0])
+    for before, solver in zip(chain.solvers, (*first[1:], last), strict=False):
+        failed = flat.stats.failed
+        if not problem.f.any(failed):
+            break
+        rows = failed.nonzero().squeeze(1)
+        handover = Handover(repr(before), repr(solver), rows, flat.stats.status[rows], flat.stats.residual[rows])
+        more = _verified(problem if solver is last else impatient, flat.z, solver)
+        merged = _merge(flat, more)
+        stats = dataclasses.replace(merged.stats, handovers=(*flat.stats.handovers, handover))
+        flat = dataclasses.replace(merged, stats=stats)
+    return flat
+
+
+def _merge(first: Flat, then: Flat) -> Flat:
+    """Two solves in a row: per sample the later one where it took it further, steps added up."""
+    a, b = first.stats, then.stats
+    better = b.converged | (a.failed & (b.residual < a.residual))
+    trace = None
+    if a.trace is not None and b.trace is not None:
+        trace = tuple(torch.cat([x, y[1:]]) for x, y in zip(a.trace, b.trace, strict=True))
+    stats = dataclasses.replace(
+        b,
+        # a sample that stays failed keeps the later reason: it is what the caller can still act on
+        status=torch.where(a.converged, a.status, b.status),
+        steps=a.steps + b.steps,
+        rejected=a.rejected + b.rejected,
+        best=torch.where(better, a.steps + b.best, a.best),
+        residual=torch.where(better, b.residual, a.residual),
+        trace=trace,
+        iterates=a.iterates + b.iterates,
+    )
+    return Flat(torch.where(better.unsqueeze(1), then.z, first.z), stats, first.taken + then.taken)
+
+
+def check_solver(solver: Any) -> None:
+    if isinstance(solver, type) or not isinstance(solver, (Solver, Fallback)):
+        raise TypeError(f"A solver is an object such as Anderson() or Fallback(Picard(), Newton()), got {solver!r}.")
+
+
+def _reduction_device(group: Any) -> torch.device:
+    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")

@@ -1,0 +1,285 @@
+"""The one primitive: the fixed point of F(z, *args) in z, differentiable in args to any order and in any mode."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import Function
+
+from equilibria._core import autodiff_modes
+from equilibria._core.bookkeeping import FLOOR
+from equilibria._core.folded import Fold, FoldedEquation
+from equilibria._core.linear import AdjointEquation, Linearisation, TangentEquation
+from equilibria._core.loop import Stop
+from equilibria._core.maps import Affine
+from equilibria._core.problem import Equation
+from equilibria.gradients.approximations import Approximation
+from equilibria.gradients.base import Problem, quarantine, unit
+from equilibria.solution import Stats, Status, empty_stats
+from equilibria.solvers.base import Solver
+from equilibria.solvers.fallback import AnySolver
+
+
+@dataclass(frozen=True)
+class Differentiable:
+    """A problem and how the linear systems of its derivatives are solved.
+
+    solver, stop, on_failure  the exact solution
+    approximation             a formula in its place
+    when                      the relative residual up to which the formula will do; None: always
+    """
+
+    problem: Problem
+    solver: AnySolver
+    stop: Stop
+    on_failure: Any = None
+    approximation: Approximation | None = None
+    when: float | None = None
+
+    @property
+    def formula(self) -> Approximation | None:
+        """What serves where a derivative is to be differentiable itself: a formula that is not checked, or none."""
+        return self.approximation if self.when is None else None
+
+    def adjoint(self) -> Differentiable:
+        return self._derived(AdjointEquation(self.problem.equation), "adjoint")
+
+    def tangent(self) -> Differentiable:
+        return self._derived(TangentEquation(self.problem.equation), "tangent")
+
+    def folded(self, fold: Fold) -> Differentiable:
+        equation = FoldedEquation(self.problem.equation, fold)
+        return dataclasses.replace(
+            self, problem=dataclasses.replace(self.problem, equation=equation, known=None, compiler=None)
+        )
+
+    def _derived(self, equation: Equation, what: Any) -> Differentiable:
+        compiler = self.problem.compiler
+        problem = Problem(equation, self.solver, self.stop, self.problem.report, what, self.on_failure, compiler=compiler)
+        return dataclasses.replace(self, problem=problem)
+
+    def cotangent(self, system: Affine) -> Tensor:
+        """The solution u = J'u + v of an adjoint system, exact or by the formula; first order."""
+        adjoint, right = self.adjoint().problem, system.offset
+        if self.approximation is None:  # whoever asked pulls it back through the cell next, which verifies it
+            adjoint = dataclasses.replace(adjoint, verify=adjoint.equation.coupled, known=right)
+            return adjoint.run_map(system, torch.zeros_like(right), right).z
+        u = self.approximation(system.product, right)
+        if self.when is None:
+            return u
+        return u + self._correction(system, u)
+
+    def _correction(self, system: Affine, u: Tensor) -> Tensor:
+        """The exact remainder of the samples for which the formula does not do: d = J'd + (v + J'u - u)."""
+        assert self.when is not None
+        left = system(u) - u
+        norm = self.stop.norm
+        enough = norm(left) <= self.when * norm(system.offset)
+        return self.rest(system, torch.where(enough.unsqueeze(1), torch.zeros_like(left), left), u)
+
+    def rest(self, system: Affine, left: Tensor, u: Tensor) -> Tensor:
+        """What is missing from a cotangent u that leaves a residual of `left`; statistics add to those of finding u."""
+        before = self.problem.report.adjoint if self.approximation is None else None
+        remainder = Affine(system.product, system.transposed, left)
+        falls_back = self.on_failure == "fall_back"
+        adjoint = dataclasses.replace(self.adjoint().problem, known=left)  # J'0 + left
+        adjoint = dataclasses.replace(adjoint, on_failure="warn") if falls_back else adjoint
+        flat = adjoint.run_map(remainder, torch.zeros_like(left), system.offset)
+        if before is not None:
+            self.problem.report.adjoint = _added(before, flat.stats)
+        if falls_back:  # to the Jacobian-free answer, all in all
+            return torch.where(flat.stats.failed.unsqueeze(1), system.offset - u, flat.z)
+        return flat.z
+
+
+def differentiable_fixed_point(task: Differentiable, z0: Tensor, *args: Tensor) -> tuple[Tensor, Tensor]:
+    """`FixedPoint` where torch follows it: of forward mode inside of forward mode it loses terms without a word."""
+    if autodiff_modes.forward_levels() > 1:
+        raise RuntimeError(
+            "Forward mode twice, as in jacfwd(jacfwd(f)), does not pass through an equilibrium: torch drops terms of it. "
+            "Take torch.func.hessian, jacrev of jacfwd, or jacrev twice."
+        )
+    z, status = FixedPoint.apply(task, z0, *args)
+    return z, status
+
+
+class FixedPoint(Function):
+    """(z, status) with z = equation(z, *args). The starting point gets no derivative: the equilibrium has none in it."""
+
+    @staticmethod
+    def forward(task: Differentiable, z0: Tensor, *args: Tensor) -> tuple[Tensor, Tensor]:
+        flat = task.problem.run(z0, [autodiff_modes.primal(arg) for arg in args])
+        z = flat.z.clone() if flat.z is z0 else flat.z  # autograd does not take back what it has given
+        return z, flat.stats.status
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        task, _, *args = inputs
+        ctx.task = task
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(*output, *args)
+        ctx.save_for_forward(*output, *args)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        z, status, *args = ctx.saved_tensors
+        needs = ctx.needs_input_grad[2:]
+        if torch.is_grad_enabled() or autodiff_modes.inside_transform() or autodiff_modes.inside_dual_level():
+            grads = _pull_any_order(ctx.task, z, status, args, needs, cotangents[0])
+        else:
+            grads = pull_once(ctx.task, z, status, args, needs, cotangents[0])
+        return (None, None, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, None]:
+        z, status, *args = [autodiff_modes.primal(saved) for saved in ctx.saved_tensors]
+        return _push(ctx.task, z, status, args, tangents[2:]), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], task: Differentiable, z0: Tensor, *args: Tensor) -> tuple[Any, Any]:
+        """Fold the mapped dimension into the batch: the solver sees more samples, and stays per sample."""
+        _, start, *dims = in_dims
+        z0 = z0.expand(info.batch_size, *z0.shape) if start is None else z0.movedim(start, 0)
+        fold = Fold(info.batch_size, z0.shape[1], tuple(dims), info.randomness)
+        z, status = FixedPoint.apply(task.folded(fold), z0.flatten(0, 1), *args)
+        return (fold.unfold(z), fold.unfold(status)), (0, 0)
+
+
+def pull_once(
+    task: Differentiable, z: Tensor, status: Tensor, args: Sequence[Tensor], needs: Sequence[bool], v: Tensor
+) -> Sequence[Tensor | None]:
+    """Gradients of the args, first order: one run of the cell with a graph, then only products."""
+    equation, good = task.problem.equation, status != Status.NONFINITE
+    some_bad = task.problem.report.nonfinite
+    adjoint, lost = AdjointEquation(equation), None
+    while True:
+        if some_bad:
+            if not bool(good.any()):
+                if lost is not None:
+                    _file_lost(task, lost)
+                return [torch.zeros_like(arg) if need else None for arg, need in zip(args, needs, strict=True)]
+            z, args, v = quarantine(equation, z, args, v, good)
+        at = Linearisation(equation, z, args, needs)
+        size = unit(equation, v)
+        right = v / size
+        system = adjoint.bind_at(at, right)
+        u = task.cotangent(system)
+        if some_bad:  # zero for those whose cotangent is, whatever a formula made of them
+            u = torch.where(good.unsqueeze(1), u, torch.zeros_like(u))
+        grads, product = at.pull(u * size)
+        left = product / size + right - u
+        length = task.stop.norm(left)
+        finite = length < float("inf")  # not where it is nan
+        if bool(finite.all()):
+            if task.approximation is not None:
+                file_residual(task, left, right)
+            elif not confirmed(task, length, right):
+                at.forget()
+                del grads, product  # or they would be held through another run of the cell
+                grads = at.pull((u + task.rest(system, left, u)) * size)[0]
+            if lost is not None:
+                _file_lost(task, lost)
+            return grads
+        # a derivative of this sample is not finite: it would poison the sum over the batch even with weight zero
+        lost = good & ~finite if lost is None else lost | (good & ~finite)
+        good, some_bad = good & finite, True
+
+
+def _added(first: Stats, then: Stats) -> Stats:
+    """Of two solves in a row, with what both took."""
+    return dataclasses.replace(
+        then,
+        steps=first.steps + then.steps,
+        best=first.steps + then.best,
+        evaluations=first.evaluations + then.evaluations,
+        sample_evaluations=first.sample_evaluations + then.sample_evaluations,
+        products=first.products + then.products,
+    )
+
+
+def _file_lost(task: Differentiable, lost: Tensor) -> None:
+    """Statistics of samples that were left out since a derivative of theirs is not finite."""
+    stats = task.problem.report.adjoint or empty_stats(len(lost), lost.device)
+    status = stats.status.masked_fill(lost, Status.NONFINITE)
+    residual = stats.residual.masked_fill(lost, float("inf"))
+    task.problem.report.adjoint = dataclasses.replace(stats, status=status, residual=residual)
+
+
+def confirmed(task: Differentiable, length: Tensor, right: Tensor) -> bool:
+    """Is the adjoint as well solved as it was said to be? The residual that was seen, of that length, is filed."""
+    stats, norm = task.problem.report.adjoint, task.stop.norm
+    assert stats is not None
+    if isinstance(task.solver, Solver) and task.solver.exact:
+        return True
+    residual = length / norm(right).clamp_min(torch.finfo(right.dtype).tiny)
+    task.problem.report.adjoint = dataclasses.replace(stats, residual=residual)
+    wrong = stats.converged & ~(residual <= task.stop.rtol + FLOOR * task.problem.equation.precision)
+    return not bool(wrong.any())
+
+
+def _pull_any_order(
+    task: Differentiable, z: Tensor, status: Tensor, args: Sequence[Tensor], needs: Sequence[bool], v: Tensor
+) -> Sequence[Tensor | None]:
+    """Gradients of the args that are themselves differentiable: the adjoint is another fixed point."""
+    equation, good = task.problem.equation, status != Status.NONFINITE
+    z, args, v = quarantine(equation, z, args, v, good)
+    size = unit(equation, v)
+    g = _solve_differentiably(task, task.adjoint(), z, v / size, args) * size
+    chosen = [i for i, need in enumerate(needs) if need]
+    pulled = iter(autodiff_modes.vjp(_in_args(equation, z, args, chosen), *[args[i] for i in chosen])(g))
+    return [_zero_unless(good.any(), next(pulled)) if need else None for need in needs]
+
+
+def _push(
+    task: Differentiable, z: Tensor, status: Tensor, args: Sequence[Tensor], tangents: Sequence[Tensor | None]
+) -> Tensor:
+    """The tangent of z, differentiable as the pull is."""
+    equation, good = task.problem.equation, status != Status.NONFINITE
+    chosen = [i for i, tangent in enumerate(tangents) if tangent is not None]
+    given = [tangent for tangent in tangents if tangent is not None]
+    z, args, _ = quarantine(equation, z, args, z, good)
+    b = autodiff_modes.jvp(_in_args(equation, z, args, chosen), [args[i] for i in chosen], given)
+    b = torch.where(good.unsqueeze(1), b, torch.zeros_like(b))
+    size = unit(equation, b)
+    return _solve_differentiably(task, task.tangent(), z, b / size, args) * size
+
+
+def _solve_differentiably(
+    task: Differentiable, derived: Differentiable, z: Tensor, right: Tensor, args: Sequence[Tensor]
+) -> Tensor:
+    """The solution of an adjoint or tangent system as a function of all it depends on."""
+    if task.formula is None:
+        return FixedPoint.apply(derived, torch.zeros_like(right), z, right, *args)[0]
+    zero = torch.zeros_like(right)
+    return task.formula(lambda t: derived.problem.equation(t, z, zero, *args), right)
+
+
+def file_residual(task: Differentiable, left: Tensor, right: Tensor) -> None:
+    """Statistics of a cotangent that was not solved for: how far from a solution it is."""
+    norm, report = task.stop.norm, task.problem.report
+    residual = norm(left) / norm(right).clamp_min(torch.finfo(right.dtype).tiny)
+    before = report.adjoint or empty_stats(len(right), right.device)
+    converged = residual <= task.stop.rtol
+    status = torch.where(converged, Status.CONVERGED, Status.MAX_STEPS).to(torch.int8)
+    report.adjoint = dataclasses.replace(before, status=status, residual=residual)
+
+
+def _in_args(equation: Equation, z: Tensor, args: Sequence[Tensor], chosen: Sequence[int]) -> Callable[..., Tensor]:
+    """The equation at z as a function of some of its args."""
+
+    def f(*values: Tensor) -> Tensor:
+        changed = list(args)
+        for i, value in zip(chosen, values, strict=True):
+            changed[i] = value
+        return equation(z, *changed)
+
+    return f
+
+
+def _zero_unless(condition: Tensor, grad: Tensor) -> Tensor:
+    return torch.where(condition, grad, torch.zeros_like(grad))

@@ -1,0 +1,268 @@
+"""Equations: a map F(z, *args) on matrices in which every tensor it depends on is explicit.
+
+Explicit arguments are what makes derivatives of any order possible: an autograd.Function differentiates what is
+passed to it, never what lies in a closure.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils import _pytree as pytree
+
+from equilibria._core import autodiff_modes, stateless
+from equilibria._core.autocast import Autocast
+from equilibria._core.frozen_cell import FixedCell
+from equilibria._core.maps import FlatMap
+from equilibria._core.packing import Layout, State
+
+
+class Equation(ABC):
+    """F(z, *args), (rows, n) -> (rows, n)."""
+
+    linear: bool = False  # is it affine in z, with a right-hand side among its args?
+    rowwise: tuple[bool, ...]  # which args have a row per sample
+    precision: float  # spacing of the numbers F computes with
+    owner: Any  # the cell behind it, or the code of a plain function: whom to remember and whom to warn once
+    lasting: bool  # is the owner one thing from call to call? A function may close over other data every time
+    mode: Hashable  # what else tells calls of one owner apart
+    silent: bool  # a plain function without inputs of the batch: that it closes over its data is no news
+
+    @abstractmethod
+    def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
+        """Differentiable in everything."""
+
+    def like(self, other: Equation) -> None:
+        """Take over what belongs to the cell behind both."""
+        self.linear = other.linear
+        self.precision, self.owner, self.lasting = other.precision, other.owner, other.lasting
+        self.mode, self.silent = other.mode, other.silent
+
+    def bind(self, args: Sequence[Tensor]) -> FlatMap:
+        """The map z -> F(z, *args), as fast as it can be run when nobody differentiates it."""
+        return BoundMap(self, args)
+
+    def take(self, args: Sequence[Tensor], index: Tensor) -> list[Tensor]:
+        """The args of the rows at `index`."""
+        return [arg[index] if rows else arg for arg, rows in zip(args, self.rowwise, strict=True)]
+
+    def right(self, *args: Tensor) -> Tensor | None:
+        """The right-hand side, where the equation is a linear one: what its tolerance is relative to."""
+        return None
+
+    def product(self, z: Tensor, *args: Tensor) -> Tensor:
+        """What depends on z of an equation that is `linear`."""
+        raise TypeError(f"{type(self).__name__} is not linear.")
+
+    def untraceable(self) -> str | None:
+        """Why F cannot be written down as a graph once and for all; None: it can, while `fingerprint` stays the same."""
+        return "it is not a function of tensors alone"
+
+    def fingerprint(self) -> Hashable:
+        """All that F depends on beside its args."""
+        return self.mode
+
+    @property
+    def coupled(self) -> bool:
+        """Do rows depend on each other, as far as can be known without trying?"""
+        return False
+
+    @property
+    def restrictable(self) -> bool:
+        """Can the args of some rows be taken? (Whether rows then give the same is verified before it is relied on.)"""
+        return not self.coupled
+
+
+class BoundMap:
+    """An equation with its arguments, for the loop."""
+
+    def __init__(self, equation: Equation, args: Sequence[Tensor]) -> None:
+        self.equation, self.args = equation, args
+        self.owner, self.lasting, self.mode = equation.owner, equation.lasting, equation.mode
+        self.silent, self.precision = equation.silent, equation.precision
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return self.equation(z, *self.args)
+
+    def take(self, index: Tensor) -> FlatMap | None:
+        if not self.equation.restrictable:
+            return None
+        return self.equation.bind(self.equation.take(self.args, index))
+
+
+class CellEquation(Equation):
+    """A cell on nested states as an equation on matrices; args are its tensors: inputs, parameters, buffers.
+
+    A cell's buffers are constant during a solve. Where running the cell moves them (batch norm), every evaluation works on
+    a copy, and `settle` moves the real ones once, at the equilibrium.
+    """
+
+    def __init__(self, cell: FixedCell, layout: Layout, inputs: Sequence[Any]) -> None:
+        self.cell, self.layout = cell, layout
+        self._leaves, self._inputs_spec = pytree.tree_flatten(tuple(inputs))
+        tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        self.opaque = cell.sharded  # does the cell depend on tensors that cannot be made arguments?
+        self._coupled = any(uses_batch_statistics(module) for module in cell.modules)
+        own = cell.tensors()
+        self._names = (*own.parameters, *own.weights, *own.masks, *own.buffers)
+        self._buffers = tuple(own.buffers)
+        self._inputs = len(tensors)
+        may_move = cell.training and len(own.buffers) > 0
+        self._moving = None if may_move else False  # None: not known before the cell has been run
+        self._writes: bool | None = None  # likewise: does it write over its state?
+        kept = [buffer.clone() if may_move else buffer for buffer in own.buffers.values()]  # `settle` moves the originals
+        still = (*own.parameters.values(), *own.weights.values())
+        masks = tuple(own.masks.values())
+        self._own = (*still, *masks, *kept)
+        self.args: tuple[Tensor, ...] = (*tensors, *self._own)
+        self.autocast = Autocast.current(layout.device)
+        self.precision = torch.finfo(self.autocast.dtype).eps if self.autocast.enabled else layout.precision
+        self._needs_context = self.autocast.enabled or cell.holds
+        rows = [layout.has_rows(tensor) for tensor in tensors]
+        self.rowwise = (*rows, *[False] * len(still), *map(layout.has_rows, masks), *[False] * len(kept))
+        self.owner, self.lasting = _owner(cell.cell), cell.module is not None
+        self.mode = (cell.training, self.rowwise)
+        self.silent = cell.module is None and not any(rows)
+
+    def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
+        return self._run(z, args, self._unflatten(args), direct=False)
+
+    def bind(self, args: Sequence[Tensor]) -> FlatMap:
+        own = all(a is b for a, b in zip(args[self._inputs :], self._own, strict=True))
+        return _CellMap(self, args, direct=own)
+
+    @property
+    def coupled(self) -> bool:
+        return self._coupled
+
+    @property
+    def restrictable(self) -> bool:
+        # the masks of a sharded cell are no arguments of which rows could be taken
+        return not self.coupled and not (self.opaque and self.cell.dropouts)
+
+    def untraceable(self) -> str | None:
+        if self.cell.module is None:
+            return "the cell is a function, which may close over other data every time; an nn.Module can be compiled"
+        if self.opaque or self.coupled or self._moving is not False:
+            return "the cell is sharded, couples the samples or has buffers that may move in training"
+        return None
+
+    def fingerprint(self) -> Hashable:
+        constants = tuple(_known(leaf) for leaf in self._leaves if not isinstance(leaf, Tensor))
+        settings = tuple(_settings(module) for module in self.cell.modules)
+        return self.mode, self.autocast, constants, self._inputs_spec, self.layout.leaves, settings
+
+    def captures(self, z: Tensor) -> tuple[Tensor, bool]:
+        """F(z), and whether a plain callable closes over tensors that need gradients."""
+        with torch.enable_grad():
+            args = [autodiff_modes.primal(arg).detach() for arg in self.args]
+            out = self._run(z, args, self._unflatten(args), direct=True)
+        mapped = autodiff_modes.is_mapped(out) and not any(autodiff_modes.is_mapped(arg) for arg in (z, *self.args))
+        if mapped or autodiff_modes.tangent(out) is not None:
+            raise RuntimeError(OUT_OF_REACH)
+        return out.detach(), out.requires_grad
+
+    def settle(self, z: Tensor) -> bool:
+        """Let the cell move its buffers, once per solve; True if it was run."""
+        if not self._moving:
+            return False
+        with torch.no_grad(), self.autocast.inside(), self.cell.in_place():
+            self.cell.cell(self.layout.unpack(z.clone() if self._writes else z), *self._unflatten(self.args))
+        return True
+
+    def _run(self, z: Tensor, args: Sequence[Tensor], inputs: Sequence[Any], *, direct: bool) -> Tensor:
+        first = self._writes is None
+        given = z.clone() if first or self._writes else z  # a cell may write over its state, which is the solver's
+        state, direct = self.layout.unpack(given), direct and self._moving is False
+        if direct and not first and not self._needs_context:  # the innermost of all loops: a context would be felt
+            return self.layout.pack_output(self.cell.cell(state, *inputs), z.shape[0])
+        with self.autocast.inside(), self.cell.in_place():
+            out = self.cell.cell(state, *inputs) if direct else self._run_functional(state, inputs, args[self._inputs :])
+        if first:
+            self._writes = _written(given, z)
+        return self.layout.pack_output(out, z.shape[0], cast=self.autocast.enabled)
+
+    def _run_functional(self, state: State, inputs: Sequence[Any], tensors: Sequence[Tensor]) -> State:
+        named = dict(zip(self._names, tensors, strict=True))
+        if self._moving is not False:
+            named |= {name: named[name].clone() for name in self._buffers}
+        before = [(named[name], named[name]._version) for name in self._buffers]
+        arguments = (state, *inputs)
+        module = self.cell.module
+        out: State = stateless.call(module, named, arguments) if module is not None and named else self.cell.cell(*arguments)
+        if self._moving is None:
+            after = [named[name] for name in self._buffers]
+            self._moving = any(
+                new is not old or new._version != version for new, (old, version) in zip(after, before, strict=True)
+            )
+        return out
+
+    def _unflatten(self, args: Sequence[Tensor]) -> Sequence[Any]:
+        tensors = iter(args)
+        leaves = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        inputs: Sequence[Any] = pytree.tree_unflatten(leaves, self._inputs_spec)
+        return inputs
+
+
+class _CellMap(BoundMap):
+    """A bound cell; called without `functional_call` where the args are the module's own tensors."""
+
+    equation: CellEquation
+
+    def __init__(self, equation: CellEquation, args: Sequence[Tensor], *, direct: bool) -> None:
+        super().__init__(equation, args)
+        self.direct = direct
+        self.inputs = equation._unflatten(args)
+
+    def __call__(self, z: Tensor) -> Tensor:
+        return self.equation._run(z, self.args, self.inputs, direct=self.direct)
+
+
+OUT_OF_REACH = (
+    "The cell closes over tensors that are being differentiated or mapped over, where only tensors it is given can be "
+    "followed: forward mode, torch.func transforms and second derivatives need them as inputs, "
+    "f(z, *inputs), or as parameters of a cell that is an nn.Module."
+)
+
+
+def _written(copy: Tensor, original: Tensor) -> bool:
+    """Was something written into this copy?"""
+    if copy.is_inference():
+        return not torch.equal(copy, original)
+    return copy._version > 0
+
+
+def _settings(module: nn.Module) -> Hashable:
+    """A module's attributes but for tensors and modules: what a trace of it takes for constant, hooks among them."""
+    elsewhere = ("_parameters", "_buffers", "_modules")
+    return type(module), tuple((name, _known(value)) for name, value in vars(module).items() if name not in elsewhere)
+
+
+def _known(value: Any) -> Hashable:
+    """Something that changes when the value does; of objects, and what they hold, when it becomes another one."""
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(_known, value))
+    if isinstance(value, dict):
+        return type(value), tuple((key, _known(each)) for key, each in value.items())
+    return value if isinstance(value, (bool, int, float, str, type(None))) else id(value)
+
+
+def uses_batch_statistics(module: nn.Module) -> bool:
+    return isinstance(module, _NormBase) and (module.training or not module.track_running_stats)
+
+
+def _owner(cell: Any) -> Any:
+    """Something that lives as long as the cell does and can be looked up; None where there is no such thing."""
+    owner = cell if isinstance(cell, nn.Module) else getattr(cell, "__code__", cell)
+    try:
+        weakref.ref(owner)
+        hash(owner)
+    except TypeError:
+        return None
+    return owner

@@ -1,0 +1,1 @@
+"""Looking at equilibrium models: spectra, gradients, memory, plots, tuning, diagnosis."""

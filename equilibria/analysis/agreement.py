@@ -1,0 +1,242 @@
+"""Gradients next to the exact one: how far any of them is off, and what it costs."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from equilibria._core import autodiff_modes
+from equilibria._core.loop import Stop
+from equilibria._core.packing import Layout, State
+from equilibria.analysis.measuring import untouched
+from equilibria.deq import DEQ
+from equilibria.gradients.base import Gradient
+from equilibria.gradients.implicit import Implicit
+from equilibria.solution import ConvergenceWarning, Solution, Status
+from equilibria.solvers.base import require
+from equilibria.solvers.krylov import GMRES
+
+NAN = float("nan")
+DIRECTIONS = 100  # that the exact gradient's adjoint may keep where the default's do not suffice
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How a gradient g compares to the exact one, and what it cost; all but the names are nan or 0 where `error` is set."""
+
+    gradient: Gradient
+    name: str
+    cosine: float  # of the angle between the two; nan where either is zero
+    norm_ratio: float  # |g| / |exact|
+    relative_error: float  # |g - exact| / |exact|
+    evaluations: int  # runs of the cell, forward and backward
+    products: int  # vector-Jacobian products of the cell: times a cotangent was sent back through a run of it
+    seconds: float  # forward and backward
+    error: str | None = None  # why there is none
+
+    def __str__(self) -> str:
+        if self.error is not None:
+            return f"{self.name}: {self.error}"
+        return (
+            f"{self.name}: cosine {self.cosine:.4f}, norm ratio {self.norm_ratio:.3g}, relative error "
+            f"{self.relative_error:.2g}; {self.evaluations} evaluations, {self.products} products, {self.seconds:.2g} s"
+        )
+
+
+def gradient_agreement(
+    deq: DEQ,
+    inputs: Any,
+    gradients: Sequence[Gradient] | Mapping[str, Gradient],
+    loss: Callable[[State], Tensor] | None = None,
+    generator: torch.Generator | None = None,
+) -> list[Agreement]:
+    """How well each of `gradients` would do in training `deq`, next to the exact gradient.
+
+    Compared are the gradients of all parameters of the DEQ and all inputs that require one, laid end to end. Each is run as
+    the DEQ would in training, with its solver and its `stop`, from the same random numbers; the exact one is Implicit with
+    both solves taken as far as the dtype reaches. The DEQ is left as it is: mode, buffers, `.grad` and random state.
+
+    inputs     of the DEQ: a tensor, or a tuple of several
+    gradients  with names of their own, or by their repr; one that refuses, as Shine without Broyden, tells so in `error`
+    loss       equilibrium -> scalar; None: its product with a random vector
+    generator  of that vector, on the CPU; None: torch's own
+    """
+    named = gradients.items() if isinstance(gradients, Mapping) else [(repr(gradient), gradient) for gradient in gradients]
+    for _, gradient in named:
+        if not isinstance(gradient, Gradient):
+            raise TypeError(f"Gradients to compare are objects such as eq.JFB(), got {gradient!r}.")
+    bench = Bench(deq, inputs if isinstance(inputs, tuple) else (inputs,), loss or RandomFunctional(generator))
+    exact = bench.exact()
+    return [_compare(bench, name, gradient, exact) for name, gradient in named]
+
+
+def _compare(bench: Bench, name: str, gradient: Gradient, exact: Tensor) -> Agreement:
+    try:
+        measured = bench.measure(gradient)
+    except (TypeError, ValueError, RuntimeError) as error:
+        return Agreement(gradient, name, NAN, NAN, NAN, 0, 0, NAN, error=f"{type(error).__name__}: {error}")
+    g, lengths = measured.gradient, (measured.gradient.norm(), exact.norm())
+    return Agreement(
+        gradient,
+        name,
+        cosine=float(g @ exact / (lengths[0] * lengths[1])),
+        norm_ratio=float(lengths[0] / lengths[1]),
+        relative_error=float((g - exact).norm() / lengths[1]),
+        evaluations=measured.meter.evaluations,
+        products=measured.meter.products,
+        seconds=measured.seconds,
+    )
+
+
+@dataclass(frozen=True)
+class _Measured:
+    gradient: Tensor  # (numbers,) on the CPU in double precision
+    solution: Solution
+    meter: _Meter
+    seconds: float
+
+    @property
+    def residual(self) -> float:
+        """The worst of both solves, samples aside that are not finite."""
+        stats, adjoint = self.solution.stats, self.solution.adjoint
+        good = stats.status != Status.NONFINITE
+        if not bool(good.any()):
+            return 0.0
+        return max(float(solve.residual[good].max()) for solve in (stats, adjoint) if solve is not None)
+
+    @property
+    def exact(self) -> bool:
+        return self.residual <= self.solution.equation.precision**0.5
+
+
+class Bench:
+    """A DEQ with inputs and a loss, on which gradients are run."""
+
+    def __init__(self, deq: DEQ, inputs: tuple[Any, ...], loss: Callable[[State], Tensor]) -> None:
+        self.deq, self.inputs, self.loss = deq, inputs, loss
+        self.tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        self.wanted = [tensor for tensor in (*deq.parameters(), *self.tensors) if tensor.requires_grad]
+        require(
+            bool(self.wanted),
+            "There is no gradient to compare: neither a parameter of the DEQ nor an input requires one. "
+            "Call requires_grad_() on an input.",
+        )
+
+    def exact(self) -> Tensor:
+        """The gradient by Implicit, both solves until only rounding moves their residuals; a warning where they fail."""
+        # rtol = 0 is never met: a sample stops at the rounding of its own dtype, or after 100 steps of no use
+        given = self.deq.stop
+        tight = Stop(
+            rtol=0.0,
+            atol=0.0,
+            max_steps=1000,
+            patience=100,
+            on_failure="ignore",
+            norm=given.norm,
+            compact=given.compact,
+            process_group=given.process_group,
+        )
+        measured = self.measure(Implicit(stop=tight), stop=tight)
+        if not measured.exact:  # then with the memory of as many directions as a stubborn adjoint may take
+            measured = self.measure(Implicit(solver=GMRES(restart=DIRECTIONS), stop=tight), stop=tight)
+        if not measured.exact:
+            warnings.warn(
+                f"The exact gradient, which the others are measured by, is not exact: its solves ended with a relative "
+                f"residual of {measured.residual:.1e}. Give the DEQ a solver that converges here, such as eq.Newton().",
+                ConvergenceWarning,
+                stacklevel=3,
+            )
+        return measured.gradient
+
+    def measure(self, gradient: Gradient, **changes: Any) -> _Measured:
+        """Run it as the DEQ would in training, with some settings changed."""
+        deq, meter = self.deq, _Meter()
+        with untouched(deq, self.tensors), meter.watch(deq.cell) as cell, torch.enable_grad():
+            settings: dict[str, Any] = {"solver": deq.solver, "stop": deq.stop, "gradient": gradient, **changes}
+            twin = DEQ(cell, deq.init, batched=deq.batched, **settings)
+            if twin.solves is not None and deq.solves is not None:
+                twin.solves.copy_(deq.solves)
+            began = self._now()
+            solution = twin.solve(*self.inputs)
+            grads = torch.autograd.grad(self.loss(solution.z), self.wanted, allow_unused=True)
+            seconds = self._now() - began
+        return _Measured(self._flat(grads), solution, meter, seconds)
+
+    def _flat(self, grads: Sequence[Tensor | None]) -> Tensor:
+        filled = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, self.wanted, strict=True)]
+        return torch.cat([(torch.view_as_real(g) if g.is_complex() else g).flatten().cpu().double() for g in filled])
+
+    def _now(self) -> float:
+        for device in {tensor.device for tensor in self.wanted if tensor.is_cuda}:
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+
+class RandomFunctional:
+    """z -> <v, z>, with v drawn for the first z and kept for the others."""
+
+    def __init__(self, generator: torch.Generator | None) -> None:
+        self.generator = generator
+        self.v: Tensor | None = None
+
+    def __call__(self, z: State) -> Tensor:
+        flat = Layout.of(z, batched=False).pack(z)
+        if self.v is None:
+            self.v = torch.randn(flat.shape, dtype=flat.dtype, generator=self.generator).to(flat.device)
+        return (self.v * flat).sum()
+
+
+class _Meter:
+    """Counts the runs of a cell, and the cotangents that are sent back through them."""
+
+    def __init__(self) -> None:
+        self.evaluations = self.products = 0
+        self._hooks: list[Any] = []
+
+    @contextmanager
+    def watch(self, cell: Callable[..., State]) -> Iterator[Callable[..., State]]:
+        """The cell to be run in place of `cell`, inside the block."""
+        if isinstance(cell, nn.Module):
+            self._hooks.append(cell.register_forward_pre_hook(lambda module, inputs: self.begin()))
+            self._hooks.append(cell.register_forward_hook(lambda module, inputs, output: self.follow(output)))
+        try:
+            yield cell if isinstance(cell, nn.Module) else _Watched(cell, self)
+        finally:
+            for hook in self._hooks:
+                hook.remove()
+
+    def begin(self) -> None:
+        """Count a run when it begins: torch's checkpoint breaks off one that has recomputed enough."""
+        self.evaluations += 1
+
+    def follow(self, output: State) -> None:
+        followed = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if followed and not autodiff_modes.inside_transform():
+            self._hooks.append(followed[0].register_hook(self._pulled))
+
+    def _pulled(self, cotangent: Tensor) -> None:
+        self.products += 1
+
+
+class _Watched:
+    """A plain callable whose runs are counted; in all else the callable itself."""
+
+    def __init__(self, cell: Callable[..., State], meter: _Meter) -> None:
+        self._cell, self._meter = cell, meter
+
+    def __call__(self, z: State, *inputs: Any) -> State:
+        self._meter.begin()
+        output = self._cell(z, *inputs)
+        self._meter.follow(output)
+        return output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cell, name)

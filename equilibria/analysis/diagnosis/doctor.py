@@ -1,0 +1,109 @@
+"""diagnose: examine every equilibrium layer of a model and report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from equilibria.analysis.diagnosis.examine import examine
+from equilibria.analysis.diagnosis.findings import Finding, Severity, findings
+from equilibria.analysis.diagnosis.layers import LayerDiagnosis, text
+from equilibria.analysis.measuring import captured
+from equilibria.gradients.base import Gradient
+
+PAGE, NUMBERS = "diagnosis.html", "diagnosis.json"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Every equilibrium layer of a model; prints as a table with findings in words."""
+
+    layers: tuple[LayerDiagnosis, ...]
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Of all layers."""
+        return tuple(finding for layer in self.layers for finding in layer.findings)
+
+    @property
+    def healthy(self) -> bool:
+        """Is nothing worse than a hint found in any layer?"""
+        return all(layer.healthy for layer in self.layers)
+
+    def to_json(self) -> str:
+        """All numbers and findings; what is not finite is written as a string, so that any reader takes it."""
+        return json.dumps(_plain(self), indent=1, allow_nan=False)
+
+    def save(self, folder: str | Path) -> Path:
+        """Write numbers (JSON), plots (PNG) and one self-contained page (HTML) to `folder`; the path of the page.
+
+        Needs matplotlib, which comes with the extra `train`. A file is there whole or not at all.
+        """
+        from equilibria.analysis.diagnosis.page import page, pictures
+
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        drawn = pictures(self.layers)
+        for name, content in drawn.items():
+            _write(folder / f"{name}.png", content)
+        _write(folder / NUMBERS, self.to_json().encode())
+        _write(folder / PAGE, page(self.layers, drawn).encode())
+        return folder / PAGE
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(text, self.layers))
+
+
+def diagnose(model: nn.Module, batch: Any) -> Diagnosis:
+    """Examine every DEQ in `model` on the inputs it gets in model(batch), and say what is wrong and what to try.
+
+    Measured per layer: convergence of every sample, spectral radius of the Jacobian, the backward solve, other solvers to
+    the same residual, agreement of gradients with the exact one, memory, whether the cell is one function of one sample. The
+    model is examined in the mode it is in (call model.train() first to see it as in training) and left as it was.
+
+    batch  a tensor, or a tuple or list of the model's arguments
+    """
+    calls = captured(model, batch)
+    if not calls:
+        raise ValueError(
+            "No equilibrium layer was solved in model(batch): the model has eq.DEQ layers, and did not call them."
+        )
+    examinations = [examine(name, call) for name, call in calls.items()]
+    return Diagnosis(tuple(LayerDiagnosis(e, tuple(findings(e))) for e in examinations))
+
+
+def _plain(value: Any) -> Any:
+    """Of strings, numbers, lists and dicts."""
+    if isinstance(value, Gradient):
+        return repr(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Severity):
+        return value.value
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and value - value != 0:
+        return str(value)
+    return value
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Beside its place first: a file that is cut short never stands there as if whole."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.chmod(name, 0o644)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise

@@ -1,0 +1,331 @@
+"""Measurements on one DEQ with the inputs it gets in a model; numbers and lists, ready for JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils import _pytree as pytree
+
+from equilibria._core.problem import uses_batch_statistics
+from equilibria.analysis.agreement import Agreement, gradient_agreement
+from equilibria.analysis.measuring import Call, brief, untouched
+from equilibria.analysis.spectrum import spectral_radius
+from equilibria.deq import DEQ
+from equilibria.gradients.base import Gradient
+from equilibria.gradients.implicit import Implicit
+from equilibria.gradients.phantom import JFB, NeumannPhantom
+from equilibria.solution import Solution, Stats, Status
+from equilibria.solvers.anderson import Anderson
+from equilibria.solvers.broyden import Broyden
+from equilibria.solvers.fallback import AnySolver
+from equilibria.solvers.newton import Newton
+from equilibria.solvers.picard import Picard
+
+SOLVERS: tuple[AnySolver, ...] = (Picard(), Anderson(), Broyden(), Newton())
+GRADIENTS: tuple[Gradient, ...] = (JFB(), NeumannPhantom(steps=5, damping=1.0), Implicit())
+QUANTILES = (0.1, 0.5, 0.9, 1.0)
+RANDOM = 100.0  # two runs of a deterministic cell differ by less than so many spacings of its numbers, also on a GPU
+ROUNDS = 3
+MORE_STEPS = 100  # other solvers get so many, or as many as the layer's own
+NEWTON_STEPS = 20  # it doubles the digits with each near an answer: what takes longer does not get there
+
+
+@dataclass(frozen=True)
+class Solve:
+    """One solve in numbers."""
+
+    status: dict[str, int]  # samples that ended so
+    steps: list[int]  # per sample
+    residual: list[float]  # per sample, relative
+    evaluations: int
+    sample_evaluations: int
+    curve: list[list[float]]  # per step the residual's 10 %, 50 %, 90 % and 100 % quantile over the samples
+
+    @property
+    def failed(self) -> int:
+        return sum(count for name, count in self.status.items() if name != "converged")
+
+    @property
+    def worst(self) -> float:
+        return max(self.residual, default=0.0)
+
+
+@dataclass(frozen=True)
+class SolverResult:
+    """What another solver makes of the same equilibria."""
+
+    solver: str
+    present: bool  # is it the layer's own?
+    seconds: float
+    solve: Solve
+
+
+@dataclass(frozen=True)
+class Radius:
+    """Spectral radius of the cell's Jacobian at the equilibrium, per sample; nan where a sample is not finite."""
+
+    radius: list[float]
+    converged: list[bool]  # of the power iteration
+
+
+@dataclass(frozen=True)
+class Memory:
+    """In bytes."""
+
+    state: int  # one state of the whole batch
+    inputs: int  # what the cell is given beside it
+    kept_for_backward: int  # between forward and backward, weights aside
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of running the cell again at one point."""
+
+    random: float  # largest difference between two runs, relative
+    coupled: float | None  # largest difference of rows run without their neighbours, relative; None: cannot be tried
+    dropouts: list[str]  # modules in the cell that drop at random at every call
+    batch_statistics: list[str]  # modules in the cell that normalise over the batch
+
+
+@dataclass(frozen=True)
+class Examination:
+    """Everything measured on one layer."""
+
+    name: str
+    solver: str
+    stop: str
+    gradient: str
+    rtol: float
+    max_steps: int
+    training: bool
+    samples: int
+    size: int  # numbers in the state of a sample
+    dtype: str
+    precision: float  # spacing of the numbers the cell computes with
+    forward: Solve
+    adjoint: Solve | None
+    adjoint_error: str | None
+    radius: Radius
+    solvers: list[SolverResult]
+    agreements: list[Agreement]
+    memory: Memory
+    trial: Trial
+    more_steps: Solve | None  # the same with ten times the steps, where samples ran out of them
+
+
+def examine(name: str, call: Call) -> Examination:
+    """The layer as it is: mode, solver, stop and gradient; it is left so."""
+    deq, inputs = call.deq, call.inputs
+    with untouched(deq, inputs), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # what they would say is in the findings
+        return _Patient(name, deq, inputs).examination()
+
+
+class _Patient:
+    def __init__(self, name: str, deq: DEQ, inputs: tuple[Any, ...]) -> None:
+        self.name, self.deq, self.inputs = name, deq, inputs
+        own = deq.stop if deq.training or deq.eval_stop is None else deq.eval_stop
+        self.stop = dataclasses.replace(own, on_failure="ignore", trace=True)
+        with torch.no_grad():
+            self.solution = self.solve(deq.solver)
+
+    def solve(self, solver: AnySolver, **changes: Any) -> Solution:
+        stop = dataclasses.replace(self.stop, **changes)
+        return DEQ(self.deq.cell, self.deq.init, solver, stop, batched=self.deq.batched).solve(*self.inputs)
+
+    def examination(self) -> Examination:
+        s, deq = self.solution, self.deq
+        adjoint, error, kept = self.backward()
+        return Examination(
+            name=self.name,
+            solver=brief(deq.solver),
+            stop=brief(deq.stop),
+            gradient=brief(deq.gradient),
+            rtol=self.stop.rtol,
+            max_steps=self.stop.max_steps,
+            training=deq.training,
+            samples=s.layout.batch,
+            size=s.layout.columns,
+            dtype=", ".join(sorted({str(leaf.dtype).removeprefix("torch.") for leaf in s.layout.leaves})),
+            precision=s.equation.precision,
+            forward=summary(s.stats),
+            adjoint=None if adjoint is None else summary(adjoint),
+            adjoint_error=error,
+            radius=_unknown_radius(s) if error else _radius(s),
+            solvers=self.compare_solvers(),
+            agreements=[] if error else self.compare_gradients(),
+            memory=Memory(_bytes([s.z]), _bytes(self.inputs), kept),
+            trial=self.try_again(),
+            more_steps=self.more_steps(),
+        )
+
+    def backward(self) -> tuple[Stats | None, str | None, int]:
+        """Statistics of the adjoint solve, why there is none, and the bytes kept for it."""
+        deq, kept = self.deq, _Kept(self.deq)
+        twin = DEQ(deq.cell, deq.init, deq.solver, self.stop, deq.gradient, batched=deq.batched)
+        try:
+            with torch.enable_grad(), kept.watch():
+                s = twin.solve(*self.inputs)
+            z = [leaf for leaf in pytree.tree_leaves(s.z) if leaf.requires_grad]
+            wanted = [t for t in (*deq.parameters(), *pytree.tree_leaves(self.inputs)) if _wants_gradient(t)]
+            torch.autograd.grad(z, wanted, [torch.randn_like(leaf) for leaf in z], allow_unused=True)
+        except (RuntimeError, TypeError, ValueError) as error:
+            return None, f"{type(error).__name__}: {error}", kept.bytes
+        return s.adjoint, None, kept.bytes
+
+    def compare_solvers(self) -> list[SolverResult]:
+        """The layer's own solver first, then the others, to the same tolerance; times interleaved."""
+        others = [solver for solver in SOLVERS if solver != self.deq.solver and self.works(solver)]
+        solvers = [self.deq.solver, *others]
+        with torch.no_grad():
+            timed = [[self.timed(solver)] for solver in solvers]
+            for _ in range(ROUNDS - 1):
+                for solver, runs in zip(solvers, timed, strict=True):
+                    if not bool(runs[0][1].stats.failed.any()):  # how long a failure takes is of no interest
+                        runs.append(self.timed(solver))
+        return [
+            SolverResult(brief(solver), i == 0, statistics.median(t for t, _ in runs), summary(runs[0][1].stats))
+            for i, (solver, runs) in enumerate(zip(solvers, timed, strict=True))
+        ]
+
+    def works(self, solver: AnySolver) -> bool:
+        """Does it take this cell? Newton needs its forward-mode derivative, which not every one has."""
+        try:
+            with torch.no_grad():
+                self.solve(solver, max_steps=1)
+        except (RuntimeError, TypeError, NotImplementedError):
+            return False
+        return True
+
+    def timed(self, solver: AnySolver) -> tuple[float, Solution]:
+        steps = NEWTON_STEPS if isinstance(solver, Newton) else max(self.stop.max_steps, MORE_STEPS)
+        began = time.perf_counter()
+        s = self.solve(solver, max_steps=steps)
+        _wait(s)
+        return time.perf_counter() - began, s
+
+    def compare_gradients(self) -> list[Agreement]:
+        """The layer's own gradient first; none where nothing converges or requires a gradient."""
+        gradients = [self.deq.gradient, *[gradient for gradient in GRADIENTS if gradient != self.deq.gradient]]
+        wants = any(map(_wants_gradient, (*self.deq.parameters(), *pytree.tree_leaves(self.inputs))))
+        if not wants or bool(self.solution.stats.failed.all()):
+            return []
+        return gradient_agreement(self.deq, self.inputs, {brief(gradient): gradient for gradient in gradients})
+
+    def try_again(self) -> Trial:
+        s, cell = self.solution, self.deq.cell
+        z, args = s.layout.pack(s.z), s.equation.args
+        named = list(cell.named_modules()) if isinstance(cell, nn.Module) else []
+        with torch.no_grad():
+            first, second = s.equation(z, *args), s.equation(z, *args)
+            return Trial(
+                random=_difference(first, second),
+                coupled=_coupling(s, z, first),
+                dropouts=[name or "the cell itself" for name, m in named if _drops(m)],
+                batch_statistics=[name or "the cell itself" for name, m in named if uses_batch_statistics(m)],
+            )
+
+    def more_steps(self) -> Solve | None:
+        if self.solution.stats.count(Status.MAX_STEPS) == 0:
+            return None
+        with torch.no_grad():
+            return summary(self.solve(self.deq.solver, max_steps=10 * self.stop.max_steps).stats)
+
+
+def summary(stats: Stats) -> Solve:
+    counts = {status.name.lower(): stats.count(status) for status in Status if stats.count(status)}
+    return Solve(
+        status=counts,
+        steps=stats.steps.tolist(),
+        residual=stats.residual.tolist(),
+        evaluations=stats.evaluations,
+        sample_evaluations=stats.sample_evaluations,
+        curve=_curve(stats.trace) if stats.trace else [],
+    )
+
+
+def _curve(traces: Sequence[Tensor]) -> list[list[float]]:
+    """Quantiles per step; a sample that has stopped counts with its last residual."""
+    length = max(len(trace) for trace in traces)
+    filled = [torch.cat([t, t[-1:].expand(length - len(t))]) for t in traces]
+    residuals = torch.stack(filled).double().nan_to_num(nan=float("inf"))  # (batch, steps)
+    order = residuals.sort(dim=0).values
+    places = [round(q * (len(traces) - 1)) for q in QUANTILES]
+    return order[places].T.tolist()
+
+
+def _radius(s: Solution) -> Radius:
+    found = spectral_radius(s)
+    return Radius(found.radius.tolist(), found.converged.tolist())
+
+
+def _unknown_radius(s: Solution) -> Radius:
+    return Radius([float("nan")] * s.layout.batch, [False] * s.layout.batch)
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    """Largest, relative to the size of `a`; of finite entries."""
+    both = torch.isfinite(a) & torch.isfinite(b)
+    if not bool(both.any()):
+        return 0.0
+    a, b = a[both], b[both]
+    return float((a - b).abs().max() / a.abs().max().clamp_min(torch.finfo(a.dtype).tiny))
+
+
+def _coupling(s: Solution, z: Tensor, fz: Tensor) -> float | None:
+    batch = s.layout.batch
+    if batch < 2 or not s.layout.batched:
+        return None
+    index = torch.arange(0, batch, 2, device=z.device)
+    try:
+        alone = s.equation(z[index], *s.equation.take(s.equation.args, index))
+    except (RuntimeError, ValueError, IndexError, TypeError):
+        return None  # the cell holds data of the whole batch
+    return _difference(fz[index], alone)
+
+
+def _drops(module: nn.Module) -> bool:
+    return isinstance(module, _DropoutNd) and module.training and module.p > 0
+
+
+def _wants_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _bytes(tree: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in pytree.tree_leaves(tree) if isinstance(t, Tensor))
+
+
+def _wait(s: Solution) -> None:
+    if s.layout.device.type == "cuda":
+        torch.cuda.synchronize(s.layout.device)
+
+
+class _Kept:
+    """Bytes that autograd keeps between forward and backward, each storage once, weights aside."""
+
+    def __init__(self, deq: DEQ) -> None:
+        self.weights = {parameter.untyped_storage().data_ptr() for parameter in deq.parameters()}
+        self.storages: dict[int, torch.UntypedStorage] = {}
+
+    def watch(self) -> Any:
+        return torch.autograd.graph.saved_tensors_hooks(self._note, lambda tensor: tensor)
+
+    def _note(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self.weights:
+            self.storages[storage.data_ptr()] = storage  # held, or a later tensor could lie at the same address
+        return tensor
+
+    @property
+    def bytes(self) -> int:
+        return sum(storage.nbytes() for storage in self.storages.values())

@@ -1,0 +1,244 @@
+"""From measurements to words: what is wrong with a layer, how it was seen, and what to try."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from equilibria._core.bookkeeping import FLOOR
+from equilibria.analysis.diagnosis.examine import RANDOM, Examination, SolverResult
+
+SLOW = 2.0  # another solver this many times faster is worth a word
+COSINE = 0.9  # a gradient further from the exact one than this is worth a word
+TAIL = 3.0  # slowest sample over the median one: a batch of mixed difficulty
+
+
+class Severity(Enum):
+    """How much a finding matters."""
+
+    ILL = "ill"  # solves or gradients are wrong
+    RISK = "risk"  # right for now, or by luck
+    HINT = "hint"  # right, and could be cheaper
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is the matter."""
+
+    cause: str  # a short name: the same illness, the same name
+    severity: Severity
+    seen: str  # the evidence, with its numbers
+    advice: str  # what to try
+
+    def __str__(self) -> str:
+        return f"[{self.severity.value}] {self.cause}: {self.seen} Try: {self.advice}"
+
+
+def findings(e: Examination) -> list[Finding]:
+    """What is the matter, the worst first; nothing where the layer is healthy."""
+    found = [finding for rule in _RULES if (finding := rule(e)) is not None]
+    return sorted(found, key=lambda finding: list(Severity).index(finding.severity))
+
+
+def _random_cell(e: Examination) -> Finding | None:
+    if e.trial.random <= RANDOM * e.precision:
+        return None
+    where = f" Modules that drop at random at every call: {', '.join(e.trial.dropouts)}." if e.trial.dropouts else ""
+    return Finding(
+        "dropout without a fixed mask" if e.trial.dropouts else "random cell",
+        Severity.ILL,
+        f"Two runs of the cell at the same point differ by {e.trial.random:.1e} relative to its values, so there is no "
+        f"equilibrium to find.{where}",
+        "eq.nn.VariationalDropout, whose mask is drawn once per solve, in place of nn.Dropout; draw any other noise before "
+        "the solve and pass it as an input.",
+    )
+
+
+def _coupled(e: Examination) -> Finding | None:
+    measured = e.trial.coupled is not None and e.trial.coupled > max(1e3 * e.precision, 1e-12)
+    if _random_cell(e) is not None and not e.trial.batch_statistics:
+        return None  # rows differ because every run does
+    if not e.trial.batch_statistics and not measured:
+        return None
+    names = ", ".join(e.trial.batch_statistics)
+    by = f"by batch statistics ({names})" if names else "though no batch norm is in sight"
+    return Finding(
+        "batch statistics couple samples" if names else "samples depend on each other",
+        Severity.RISK,
+        f"A sample's value depends on its neighbours, {by}: the batch is solved as one problem, a hard sample holds up all "
+        "others, and a sample alone has another equilibrium than in its batch.",
+        "GroupNorm or LayerNorm inside the cell; or accept it: statistics then move once per forward, at the equilibrium."
+        if names
+        else "make every tensor that belongs to a sample an input of the cell, batch first, or set batched=False.",
+    )
+
+
+def _below_reach(e: Examination) -> Finding | None:
+    floor = FLOOR * e.precision
+    if e.rtol >= floor:
+        return None
+    stalled = e.forward.status.get("stalled", 0)
+    return Finding(
+        "tolerance below the reach of the dtype",
+        Severity.ILL,
+        f"rtol={e.rtol:.1e} is asked of {e.dtype}, whose numbers are {e.precision:.1e} apart: rounding alone leaves a "
+        f"residual of up to about {floor:.0e}. {stalled} of {e.samples} samples stalled there, the worst at "
+        f"{e.forward.worst:.1e}.",
+        f"rtol={_round_up(floor):.0e} or more, or compute in float64.",
+    )
+
+
+def _nonfinite(e: Examination) -> Finding | None:
+    count = e.forward.status.get("nonfinite", 0)
+    if count == 0:
+        return None
+    return Finding(
+        "samples that are not finite",
+        Severity.ILL,
+        f"{count} of {e.samples} samples gave nan or inf; they keep their best finite iterate and get no gradient.",
+        "look at the inputs of the samples with status NONFINITE; if those are finite the cell overflows: bound its output "
+        "with a norm or tanh, or damp the solver.",
+    )
+
+
+def _not_contractive(e: Examination) -> Finding | None:
+    radii = [radius for radius in e.radius.radius if math.isfinite(radius)]
+    if not radii or max(radii) < 1 or _random_cell(e) is not None:
+        return None
+    expansive = sum(radius >= 1 for radius in radii)
+    failing = e.forward.failed > 0
+    reached = f"{e.forward.failed} of {e.samples} samples did not converge with" if failing else "All converged with"
+    return Finding(
+        "cell not contractive",
+        Severity.ILL if failing else Severity.RISK,
+        f"The spectral radius of its Jacobian is {max(radii):.2f} at worst, 1 or more for {expansive} of {len(radii)} "
+        f"samples: plain iteration moves away from the equilibrium there. {reached} {e.solver}.",
+        "eq.jacobian_penalty or eq.skip_penalty in the loss, eq.spectral_norm or weight norm on the cell's weights, a norm "
+        "at its end" + (f"; for this model as it is: {_best_solver(e)}" if failing else "."),
+    )
+
+
+def _too_few_steps(e: Examination) -> Finding | None:
+    more = e.more_steps
+    if more is None or 2 * more.failed > e.forward.failed or _random_cell(e) is not None:
+        return None
+    needed = max((steps for steps in more.steps if steps < 10 * e.max_steps), default=10 * e.max_steps)
+    enough = f"Stop(max_steps={needed + needed // 4 + 1})"
+    return Finding(
+        "too few steps",
+        Severity.ILL,
+        f"{e.forward.failed} of {e.samples} samples ran out of max_steps={e.max_steps}; with ten times as many "
+        f"{more.failed} do, and the others need up to {needed}.",
+        f"{enough}, or a stronger solver: {_best_solver(e)}"
+        if more.failed == 0
+        else f"a stronger solver: {_best_solver(e)} {enough} helps {e.forward.failed - more.failed} of {e.forward.failed}.",
+    )
+
+
+def _unexplained(e: Examination) -> Finding | None:
+    if e.forward.failed == 0 or any(rule(e) is not None for rule in _FAILURES):
+        return None
+    return Finding(
+        "not converging",
+        Severity.ILL,
+        f"{e.forward.failed} of {e.samples} samples did not converge ({_counts(e.forward.status)}), worst residual "
+        f"{e.forward.worst:.1e}, though the cell contracts where the solver ended.",
+        _best_solver(e),
+    )
+
+
+def _adjoint(e: Examination) -> Finding | None:
+    if e.adjoint is None or e.adjoint.failed == 0:
+        return None
+    a_formula = e.adjoint.evaluations == 0  # its agreement tells how good it is
+    at_the_floor = e.adjoint.worst <= FLOOR * e.precision  # as solved as it can be
+    if a_formula or at_the_floor:
+        return None
+    return Finding(
+        "backward solve not converged",
+        Severity.ILL,
+        f"{e.adjoint.failed} of {e.samples} adjoint systems were not solved ({_counts(e.adjoint.status)}), worst relative "
+        f"residual {e.adjoint.worst:.1e}: these gradients are off by about as much.",
+        "Implicit(solver=GMRES(restart=40), stop=Stop(max_steps=...)), and a cell whose Jacobian keeps away from 1.",
+    )
+
+
+def _poor_gradient(e: Examination) -> Finding | None:
+    own = e.agreements[0] if e.agreements else None
+    exact_is_known = e.forward.failed == 0
+    if own is None or own.error is not None or not exact_is_known or not own.cosine < COSINE:
+        return None
+    return Finding(
+        "gradient far from the exact one",
+        Severity.RISK,
+        f"{e.gradient} has a cosine of {own.cosine:.3f} with the exact gradient and {own.norm_ratio:.2g} times its length.",
+        "eq.Implicit(); or more steps of the phantom gradient, or eq.Escalate(cheap, exact, when).",
+    )
+
+
+def _refused(e: Examination) -> Finding | None:
+    if e.adjoint_error is None:
+        return None
+    return Finding(
+        "backward fails", Severity.ILL, f"{e.gradient} raises {e.adjoint_error}", "another gradient, or eq.Implicit()."
+    )
+
+
+def _slow_solver(e: Examination) -> Finding | None:
+    own, *others = e.solvers
+    good = [other for other in others if other.solve.failed == 0]
+    best = min(good, key=lambda other: other.seconds, default=None)
+    if best is None or own.solve.failed or own.seconds < SLOW * best.seconds:
+        return None
+    return Finding(
+        "a faster solver",
+        Severity.HINT,
+        f"{best.solver} finds the same equilibria in {best.seconds / own.seconds:.0%} of the time ({best.solve.evaluations} "
+        f"evaluations instead of {own.solve.evaluations}).",
+        f"solver=eq.{best.solver}, or let eq.tune(model, batch) choose.",
+    )
+
+
+def _tail(e: Examination) -> Finding | None:
+    steps = sorted(e.forward.steps)
+    median = steps[len(steps) // 2] if steps else 0
+    if median == 0 or steps[-1] < TAIL * median or steps[-1] < 10 or e.trial.batch_statistics:
+        return None
+    return Finding(
+        "a few hard samples",
+        Severity.HINT,
+        f"The slowest sample takes {steps[-1]} steps, the median {median}; {e.forward.sample_evaluations} rows were "
+        f"evaluated in {e.forward.evaluations} runs.",
+        "Fallback(Picard(), Anderson(), ...) spends strong solvers on hard samples alone; Remember() starts known samples "
+        "where they ended.",
+    )
+
+
+_FAILURES: tuple[Callable[[Examination], Finding | None], ...] = (
+    _random_cell,
+    _below_reach,
+    _nonfinite,
+    _not_contractive,
+    _too_few_steps,
+)
+_RULES = (*_FAILURES, _unexplained, _coupled, _refused, _adjoint, _poor_gradient, _slow_solver, _tail)
+
+
+def _best_solver(e: Examination) -> str:
+    """Which of the solvers compared did best on this very model."""
+    best: SolverResult = min(e.solvers, key=lambda result: (result.solve.failed, result.seconds))
+    if best.solve.failed == 0:
+        return f"{best.solver} finds all of its equilibria ({best.solve.evaluations} evaluations)."
+    return f"no solver finds all of its equilibria, {best.solver} misses {best.solve.failed} of {e.samples}."
+
+
+def _counts(status: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in status.items() if name != "converged")
+
+
+def _round_up(value: float) -> float:
+    """To one digit."""
+    digit = 10.0 ** math.floor(math.log10(value))
+    return math.ceil(value / digit) * digit

@@ -1,0 +1,75 @@
+"""One examined layer with its findings, and what a reader sees of it first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from equilibria.analysis.diagnosis.examine import Examination, Solve
+from equilibria.analysis.diagnosis.findings import Finding, Severity
+
+
+@dataclass(frozen=True)
+class LayerDiagnosis:
+    """A layer, what was measured on it and what is the matter."""
+
+    examination: Examination
+    findings: tuple[Finding, ...]
+
+    @property
+    def name(self) -> str:
+        return f"layer {self.examination.name}" if self.examination.name else "the model itself"
+
+    @property
+    def healthy(self) -> bool:
+        """Is nothing the matter but hints?"""
+        return all(finding.severity is Severity.HINT for finding in self.findings)
+
+
+def text(layer: LayerDiagnosis) -> str:
+    e = layer.examination
+    lines = [
+        f"{layer.name}: {e.samples} samples of {e.size} numbers ({e.dtype}), {'training' if e.training else 'eval'} mode"
+    ]
+    lines += [f"  {what:<18} {value}" for what, value in rows(e)]
+    lines += ["", f"  {'solver':<28} {'converged':>9} {'steps':>6} {'evaluations':>11} {'ms':>8}"]
+    for result in e.solvers:
+        share = 1 - result.solve.failed / max(e.samples, 1)
+        steps, name = max(result.solve.steps, default=0), result.solver + (" (present)" if result.present else "")
+        lines.append(
+            f"  {_short(name, 28):<28} {share:>9.0%} {steps:>6} {result.solve.evaluations:>11} {1e3 * result.seconds:>8.1f}"
+        )
+    if e.agreements:
+        lines += ["", f"  {'gradient':<44} {'cosine':>7} {'length':>7}"]
+        lines += [f"  {_short(a.name, 44):<44} {a.cosine:>7.4f} {a.norm_ratio:>7.3f}" for a in e.agreements]
+    lines += ["", *([f"  {finding}" for finding in layer.findings] or ["  Healthy: nothing found."])]
+    return "\n".join(lines)
+
+
+def rows(e: Examination) -> list[tuple[str, str]]:
+    """What a reader wants to see first, in words."""
+    radii = sorted(radius for radius in e.radius.radius if radius == radius)
+    radius = f"median {radii[len(radii) // 2]:.3f}, worst {radii[-1]:.3f}" if radii else "unknown"
+    sure = sum(e.radius.converged)
+    return [
+        ("solver", e.solver),
+        ("stop", e.stop),
+        ("gradient", e.gradient),
+        ("forward solve", _solve_line(e.forward)),
+        ("backward solve", e.adjoint_error or (_solve_line(e.adjoint) if e.adjoint else "none of its own")),
+        ("spectral radius", f"{radius} (estimate converged for {sure} of {e.samples})"),
+        ("kept for backward", f"{_size(e.memory.kept_for_backward)}; a state is {_size(e.memory.state)}"),
+    ]
+
+
+def _solve_line(solve: Solve) -> str:
+    counts = ", ".join(f"{count} {name}" for name, count in solve.status.items())
+    steps = max(solve.steps, default=0)
+    return f"{counts}; up to {steps} steps, {solve.evaluations} evaluations, worst residual {solve.worst:.1e}"
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**20:.1f} MB" if count >= 2**20 else f"{count / 2**10:.1f} kB"
+
+
+def _short(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"

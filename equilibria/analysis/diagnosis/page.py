@@ -1,0 +1,163 @@
+"""The diagnosis as plots and as one HTML page that needs nothing but itself."""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Callable, Sequence
+from html import escape
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+from equilibria.analysis.diagnosis.examine import Examination
+from equilibria.analysis.diagnosis.findings import Severity
+from equilibria.analysis.diagnosis.layers import LayerDiagnosis, rows
+from equilibria.analysis.plots import COLOURS, INK, MUTED, finish, histogram, new_axes, png
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+TITLES = {
+    "convergence": "Residual over the steps, quantiles over the samples",
+    "steps": "Steps per sample",
+    "radius": "Spectral radius per sample: below 1 plain iteration settles",
+    "solvers": "Other solvers to the same tolerance: worst sample",
+    "gradients": "Gradients next to the exact one",
+}
+WORDS = {Severity.ILL: "Ill", Severity.RISK: "At risk", Severity.HINT: "Hint"}
+
+
+def pictures(layers: Sequence[LayerDiagnosis]) -> dict[str, bytes]:
+    """PNG files by name, `<layer>-<what>`."""
+    found = {}
+    for layer in layers:
+        for what, draw in _PICTURES.items():
+            axes = new_axes()
+            if draw(layer.examination, axes):
+                found[f"{_stem(layer)}-{what}"] = png(axes)
+    return found
+
+
+def page(layers: Sequence[LayerDiagnosis], drawn: dict[str, bytes]) -> str:
+    """One document, pictures and style inside."""
+    sections = "\n".join(_section(layer, drawn) for layer in layers)
+    verdict = "healthy" if all(layer.healthy for layer in layers) else "needs attention"
+    count = len(layers)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>Diagnosis: {verdict}</title><style>{_style()}</style></head><body><main>\n"
+        f"<h1>Diagnosis of {count} equilibrium layer{'s' if count > 1 else ''}</h1>\n{sections}\n</main></body></html>\n"
+    )
+
+
+def _section(layer: LayerDiagnosis, drawn: dict[str, bytes]) -> str:
+    e = layer.examination
+    about = f"{e.samples} samples of {e.size} numbers ({e.dtype}), {'training' if e.training else 'eval'} mode"
+    found = "".join(
+        f'<li class="{f.severity.value}"><b>{WORDS[f.severity]}: {escape(f.cause)}.</b> {escape(f.seen)} '
+        f"<i>What to try:</i> {escape(f.advice)}</li>"
+        for f in layer.findings
+    )
+    found = found or '<li class="well"><b>Healthy:</b> nothing found.</li>'
+    table = "".join(f"<tr><th>{escape(what)}</th><td>{escape(value)}</td></tr>" for what, value in rows(e))
+    plots = "".join(
+        f'<figure><img alt="{TITLES[what]}" src="data:image/png;base64,{base64.b64encode(content).decode()}">'
+        f"<figcaption>{TITLES[what]}</figcaption></figure>"
+        for what in _PICTURES
+        if (content := drawn.get(f"{_stem(layer)}-{what}")) is not None
+    )
+    return (
+        f"<section><h2>{escape(layer.name)}</h2><p>{escape(about)}</p><ul>{found}</ul><table>{table}</table>"
+        f'<div class="plots">{plots}</div>{_solver_table(e)}</section>'
+    )
+
+
+def _solver_table(e: Examination) -> str:
+    heads = ("solver", "converged", "steps", "evaluations", "rows evaluated", "worst residual", "ms")
+    body = "".join(
+        f"<tr><td>{escape(r.solver)}{' (present)' if r.present else ''}</td>"
+        f"<td>{e.samples - r.solve.failed} of {e.samples}</td><td>{max(r.solve.steps, default=0)}</td>"
+        f"<td>{r.solve.evaluations}</td><td>{r.solve.sample_evaluations}</td><td>{r.solve.worst:.1e}</td>"
+        f"<td>{1e3 * r.seconds:.1f}</td></tr>"
+        for r in e.solvers
+    )
+    return f"<table><tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>{body}</table>"
+
+
+def _convergence(e: Examination, axes: Axes) -> bool:
+    curve = _finite(e.forward.curve)
+    steps = range(len(curve))
+    low, middle, high, worst = ([row[i] for row in curve] for i in range(4)) if curve else ([], [], [], [])
+    axes.fill_between(steps, low, high, color=COLOURS[0], alpha=0.2, label="10 to 90 %", lw=0)
+    axes.plot(steps, middle, color=COLOURS[0], lw=2, label="median")
+    axes.plot(steps, worst, color=COLOURS[1], lw=1.5, label="worst")
+    axes.axhline(e.rtol, color=MUTED, ls="--", lw=1, label=f"rtol {e.rtol:.0e}")
+    finish(axes, "step", "relative residual", log=True, legend=True)
+    return bool(curve)
+
+
+def _steps(e: Examination, axes: Axes) -> bool:
+    done = [r <= e.rtol for r in e.forward.residual]
+    paired = list(zip(e.forward.steps, done, strict=True))
+    histogram(axes, [s for s, good in paired if good], [s for s, good in paired if not good])
+    return bool(paired)
+
+
+def _radius(e: Examination, axes: Axes) -> bool:
+    radii = [radius for radius in e.radius.radius if radius == radius]
+    if not radii:
+        return False
+    axes.hist(radii, bins=min(30, max(5, len(radii) // 2)), color=COLOURS[0])
+    axes.axvline(1.0, color=COLOURS[1], lw=1.5, ls="--")
+    finish(axes, "spectral radius", "samples")
+    return True
+
+
+def _solvers(e: Examination, axes: Axes) -> bool:
+    for colour, result in zip(COLOURS, e.solvers, strict=False):
+        worst = [row[-1] for row in _finite(result.solve.curve)]
+        name = result.solver.split("(")[0]
+        axes.plot(
+            worst, color=colour, lw=2 if result.present else 1.3, label=f"{name}, {result.solve.evaluations} evaluations"
+        )
+    axes.axhline(e.rtol, color=MUTED, ls="--", lw=1)
+    finish(axes, "step", "relative residual, worst sample", log=True, legend=True)
+    return bool(e.solvers)
+
+
+def _gradients(e: Examination, axes: Axes) -> bool:
+    shown = [a for a in e.agreements if a.error is None]
+    names = [a.name.split("(")[0] for a in shown]
+    axes.barh(names[::-1], [a.cosine for a in shown][::-1], color=COLOURS[0], height=0.55)
+    for position, agreement in enumerate(shown[::-1]):
+        place = max(agreement.cosine, 0) + 0.01
+        axes.text(
+            place, position, f"{agreement.cosine:.3f}, length {agreement.norm_ratio:.2f}", va="center", color=INK, fontsize=8
+        )
+    axes.set_xlim(min([0.0, *[a.cosine for a in shown]]), 1.45)
+    finish(axes, "cosine with the exact gradient", "")
+    return bool(shown)
+
+
+_PICTURES: dict[str, Callable[[Examination, Axes], bool]] = {
+    "convergence": _convergence,
+    "steps": _steps,
+    "radius": _radius,
+    "solvers": _solvers,
+    "gradients": _gradients,
+}
+
+
+def _finite(curve: list[list[float]]) -> list[list[float]]:
+    """For a logarithmic axis: no infinities, no zeros."""
+    return [[min(max(value, 1e-20), 1e20) for value in row] for row in curve]
+
+
+def _stem(layer: LayerDiagnosis) -> str:
+    """A file name from a module's name."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "_", layer.examination.name) or "model"
+
+
+def _style() -> str:
+    return files("equilibria.analysis.diagnosis").joinpath("style.css").read_text()

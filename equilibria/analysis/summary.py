@@ -1,0 +1,208 @@
+"""What a model is made of, and how its equilibria are found."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from equilibria._core.recording import record
+from equilibria.analysis.measuring import untouched
+from equilibria.analysis.summary_table import Row, Settings, Shapes, Solves, Summary
+from equilibria.deq import DEQ
+from equilibria.solution import Solution
+
+
+def summary(model: nn.Module, *inputs: Any, depth: int = 2) -> Summary:
+    """The parts of a model with their sizes, and what its equilibria took in model(*inputs) where inputs are given.
+
+        print(eq.models.summary(model, images))
+
+    The model runs in eval mode without gradients, failed solves are counted without a word, and it is left as it was.
+    Without inputs nothing runs: a model on the meta device will do.
+
+    depth  how far down parts are shown: 1, those of the model; 2, the parts of these too. Equilibria are shown however deep
+           they lie. What is inside a cell is not, as it runs in every step: ask for summary(deq.cell, z, x)
+    """
+    _check(model, inputs, depth)
+    seen = _run(model, inputs) if inputs else _Seen({}, {})
+    rows = tuple(_row(part, seen) for part in _parts(model, depth))
+    tensors = [*model.parameters(), *model.buffers()]
+    return Summary(rows, sum(tensor.numel() * tensor.element_size() for tensor in tensors))
+
+
+class _Part(NamedTuple):
+    """A module that is shown."""
+
+    name: str
+    label: str
+    module: nn.Module
+    level: int
+
+
+class _Seen(NamedTuple):
+    """What a run told, by the names of modules."""
+
+    outputs: dict[str, Shapes]
+    solutions: dict[str, list[Solution]]
+
+
+def _check(model: nn.Module, inputs: Sequence[Any], depth: int) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"A summary is of an nn.Module, got {type(model).__name__}.")
+    if depth < 0:
+        raise ValueError(f"depth is how far down parts are shown, 0 or more, got {depth}.")
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(map(nn.parameter.is_lazy, tensors)):
+        raise ValueError("The model has parameters without a shape yet: run it once, then ask for its summary.")
+    if inputs and _layers(model) and any(tensor.is_meta for tensor in tensors):
+        raise ValueError("On the meta device there is nothing to solve: leave the inputs out, or use a real device.")
+
+
+def _layers(model: nn.Module) -> dict[str, DEQ]:
+    return {name: part for name, part in model.named_modules() if isinstance(part, DEQ)}
+
+
+def _parts(model: nn.Module, depth: int) -> Iterator[_Part]:
+    """What is shown, each module once, parents first."""
+    met: set[int] = set()
+
+    def walk(name: str, module: nn.Module, above: _Part | None, down: int) -> Iterator[_Part]:
+        met.add(id(module))
+        if above is None:
+            above = _Part(name, "(model)", module, 0)
+            yield above
+        elif down <= depth or isinstance(module, DEQ):
+            above = _Part(name, name[len(above.name) :].lstrip("."), module, above.level + 1)
+            yield above
+        for own, child in module.named_children():
+            if id(child) in met or own == "parametrizations":
+                continue
+            if isinstance(module, DEQ) and own == "cell":
+                met.update(map(id, child.modules()))
+                if down < depth:
+                    yield _Part(_join(name, own), own, child, above.level + 1)
+            else:
+                yield from walk(_join(name, own), child, above, down + 1)
+
+    return walk("", model, None, 0)
+
+
+def _row(part: _Part, seen: _Seen) -> Row:
+    module, settings = part.module, None
+    if isinstance(module, DEQ):
+        solutions = seen.solutions.get(part.name)
+        found = _solves(solutions) if solutions else None
+        settings = Settings(module.solver, module.stop, module.eval_stop, module.gradient, found)
+    return Row(
+        part.name,
+        part.label,
+        type(module).__name__,
+        part.level,
+        trained=sum(p.numel() for p in module.parameters() if p.requires_grad),
+        frozen=sum(p.numel() for p in module.parameters() if not p.requires_grad),
+        buffers=sum(buffer.numel() for buffer in module.buffers()),
+        output=seen.outputs.get(part.name),
+        equilibrium=settings,
+    )
+
+
+def _solves(solutions: Sequence[Solution]) -> Solves:
+    every = [solution.stats for solution in solutions]
+    depth = torch.cat([stats.depth for stats in every]).double()
+    residual = torch.cat([stats.residual.double() for stats in every])
+    return Solves(
+        state=tuple(tuple(leaf.shape) for leaf in solutions[0].layout.leaves),
+        count=len(solutions),
+        samples=len(depth),
+        evaluations=sum(stats.evaluations for stats in every),
+        mean_depth=float(depth.mean()) if len(depth) else 0.0,
+        max_depth=int(depth.max()) if len(depth) else 0,
+        residual=float(residual.max()) if len(depth) else 0.0,
+        failed=sum(int(stats.failed.sum()) for stats in every),
+    )
+
+
+def _run(model: nn.Module, inputs: Sequence[Any]) -> _Seen:
+    """model(*inputs), watched."""
+    layers = _layers(model)
+    cells = [layer.cell for layer in layers.values() if isinstance(layer.cell, nn.Module)]
+    inside = {id(part) for cell in cells for part in cell.modules()}
+    watched = {name: part for name, part in model.named_modules() if name not in layers and id(part) not in inside}
+    outputs: dict[str, Shapes] = {}
+    with ExitStack() as stack:
+        stack.enter_context(untouched(model, inputs))
+        stack.enter_context(_evaluating(model))
+        stack.enter_context(_silent(layers.values()))
+        stack.enter_context(torch.no_grad())
+        for name, part in watched.items():
+            stack.enter_context(_noting(name, part, outputs))
+        recorded = {name: stack.enter_context(record(layer)) for name, layer in layers.items()}
+        model(*inputs)
+    solutions = {name: _own(layers[name], recorded, layers) for name in layers}
+    for name, found in solutions.items():
+        if found:
+            outputs[name] = outputs[_join(name, "cell")] = _shapes(found[0].z)
+    return _Seen(outputs, solutions)
+
+
+def _own(layer: DEQ, recorded: Mapping[str, list[Solution]], layers: Mapping[str, DEQ]) -> list[Solution]:
+    """The solves of a layer without those of layers inside of it."""
+    inner = {id(part) for part in layer.modules()} - {id(layer)}
+    others = {id(s) for name, found in recorded.items() if id(layers[name]) in inner for s in found}
+    return [s for name, found in recorded.items() if layers[name] is layer for s in found if id(s) not in others]
+
+
+@contextmanager
+def _noting(name: str, part: nn.Module, outputs: dict[str, Shapes]) -> Iterator[None]:
+    """The shapes of what a module returns first."""
+
+    def note(module: nn.Module, arguments: Any, output: Any) -> None:
+        outputs.setdefault(name, _shapes(output))
+
+    handle = part.register_forward_hook(note)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """In eval mode; afterwards every part is in the mode in which it was."""
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:  # parents first: one that sets more than a flag in `train` sets it for its own mode
+            if part is model or part.training != mode:
+                part.train(mode)
+
+
+@contextmanager
+def _silent(layers: Iterable[DEQ]) -> Iterator[None]:
+    """Failures are told in the summary alone; rows are not dropped, as that is tried once per cell and remembered."""
+    stops = [(layer, layer.stop, layer.eval_stop) for layer in layers]
+    for layer, stop, eval_stop in stops:
+        layer.stop = dataclasses.replace(stop, on_failure="ignore", compact=False)
+        if eval_stop is not None:
+            layer.eval_stop = dataclasses.replace(eval_stop, on_failure="ignore", compact=False)
+    try:
+        yield
+    finally:
+        for layer, stop, eval_stop in stops:
+            layer.stop, layer.eval_stop = stop, eval_stop
+
+
+def _shapes(tree: Any) -> Shapes:
+    return tuple(tuple(leaf.shape) for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
+
+
+def _join(name: str, own: str) -> str:
+    return f"{name}.{own}" if name else own

@@ -1,0 +1,209 @@
+"""Settings of a DEQ: which ones there are to try, and what was measured about them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+
+from equilibria._core.loop import Stop, check_solver
+from equilibria.analysis.measuring import brief
+from equilibria.deq import DEQ
+from equilibria.gradients.base import Gradient
+from equilibria.gradients.implicit import Implicit
+from equilibria.gradients.phantom import JFB, NeumannPhantom, UnrolledPhantom
+from equilibria.gradients.warmup import Warmup
+from equilibria.solvers.anderson import Anderson
+from equilibria.solvers.broyden import Broyden
+from equilibria.solvers.fallback import AnySolver
+from equilibria.solvers.krylov import GMRES, BiCGSTAB
+from equilibria.solvers.newton import Newton
+from equilibria.solvers.picard import Picard
+
+MAX_STEPS = 200  # of a candidate's solves: the tolerance is to end them
+WIDEST = 100  # what a table shows of a reason
+
+
+def _implicit() -> Iterator[Implicit]:
+    for solver in (GMRES(), BiCGSTAB(), Anderson()):
+        yield Implicit(solver=solver)  # to the tolerance of the forward solve
+        for rtol in (1e-2, 1e-1, 3e-1):
+            yield Implicit(solver=solver, stop=Stop(rtol=rtol, max_steps=MAX_STEPS))
+
+
+SOLVERS: tuple[AnySolver, ...] = (
+    Picard(),
+    Picard(damping=0.5),
+    *(Anderson(history=history) for history in (3, 5, None, 10)),
+    *(Broyden(history=history) for history in (10, None)),
+    Newton(),
+)
+GRADIENTS: tuple[Gradient, ...] = (
+    *_implicit(),
+    JFB(),
+    *(NeumannPhantom(steps=steps, damping=1.0) for steps in (3, 5, 10)),
+    UnrolledPhantom(),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """What `tune` tries: solvers, and gradients to go with those that are fast."""
+
+    solvers: tuple[AnySolver, ...] = SOLVERS
+    gradients: tuple[Gradient, ...] = GRADIENTS
+
+    def __post_init__(self) -> None:
+        for solver in self.solvers:
+            check_solver(solver)
+        for gradient in self.gradients:
+            if not isinstance(gradient, Gradient):
+                raise TypeError(f"Gradients to try are objects such as eq.JFB(), got {gradient!r}.")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What to set on a DEQ; without a gradient, for inference alone."""
+
+    solver: AnySolver
+    stop: Stop
+    gradient: Gradient | None
+
+    def apply(self, deq: DEQ) -> DEQ:
+        """Set it, in place. For inference that is solver and `eval_stop`: `stop` and `gradient` are left to training."""
+        deq.solver = self.solver
+        if self.gradient is None:
+            deq.eval_stop = self.stop
+            return deq
+        deq.stop, deq.gradient = self.stop, self.gradient
+        if isinstance(self.gradient, Warmup) and deq.solves is None:
+            deq.solves = torch.zeros((), dtype=torch.int64)
+        return deq
+
+    def __str__(self) -> str:
+        return ", ".join(brief(part) for part in (self.solver, self.stop, self.gradient) if part is not None)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """How a setting did; nan where it was refused before that was known."""
+
+    setting: Setting
+    seconds: float  # of solve and backward pass, for inference of the solve: median
+    residual: float  # relative, of the worst sample
+    cosine: float  # of the angle to the exact gradient
+    evaluations: int  # runs of the cell in the solve
+    reason: str | None  # why it was refused
+
+    @property
+    def accepted(self) -> bool:
+        """Does it reach what was asked for?"""
+        return self.reason is None
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What was found out about one DEQ.
+
+    best          the fastest setting that reaches residual and agreement; where there is none (`reached` is False), the one
+                  that comes nearest
+    measurements  of all settings: those accepted from fast to slow, then those refused
+    """
+
+    name: str  # of the DEQ in the model
+    residual: float  # asked for
+    agreement: float | None  # asked for; None: inference
+    present: Setting
+    best: Setting
+    measurements: tuple[Measurement, ...]
+
+    @property
+    def reached(self) -> bool:
+        """Does any setting reach what was asked for?"""
+        return any(measurement.accepted for measurement in self.measurements)
+
+    def __str__(self) -> str:
+        target = f"residual <= {self.residual:.1e}"
+        target += "" if self.agreement is None else f", cosine >= {self.agreement:g}"
+        found = f"{'best' if self.reached else 'nearest'}: {self.best}"
+        return "\n".join([f"{self.name or 'DEQ'}: {target}", found, *self._advice(), *self._table()])
+
+    def _advice(self) -> list[str]:
+        if self.reached:
+            return []
+        nearest = nearest_to(self.measurements, self.residual)
+        if not nearest.residual <= self.residual:
+            return [
+                f"No setting reaches the residual, this one ends at {nearest.residual:.1e}. Ask for less, give the layer "
+                "more steps with Stop(max_steps=...), compute in a wider dtype, or keep the cell contractive."
+            ]
+        return [
+            f"No setting reaches the cosine, this one has {nearest.cosine:.4f}. Ask for a smaller residual too, as the "
+            "gradient is that of the equilibrium found, or add gradients to the Candidates."
+        ]
+
+    def _table(self) -> list[str]:
+        unit = next(m.seconds for m in self.measurements if m.setting == self.present)
+        rows = [("step", "ms", "residual", "cosine", "setting"), *(self._row(m, unit) for m in self.measurements)]
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        return ["  ".join([*map(str.rjust, row, widths), row[-1]]) for row in rows]
+
+    def _row(self, m: Measurement, unit: float) -> tuple[str, ...]:
+        """Time in units of the present setting's and in milliseconds, residual, cosine, what it is about."""
+        parts = (m.setting.solver, m.setting.gradient)
+        text = ", ".join(brief(part) for part in parts if part is not None)
+        text = f"present: {text}, {brief(m.setting.stop)}" if m.setting == self.present else text
+        text = text if m.reason is None else f"{text}; refused: {m.reason.splitlines()[0][:WIDEST]}"
+        numbers = (f"{m.seconds / unit:.2f}", f"{1e3 * m.seconds:.2f}", f"{m.residual:.1e}", f"{m.cosine:.4f}")
+        return (*("-" if number == "nan" else number for number in numbers), text)
+
+
+@dataclass(frozen=True, eq=False)
+class Tunings(Mapping[str, Tuning]):
+    """A Tuning for every DEQ in a model, by name; printed, all tables."""
+
+    layers: dict[str, Tuning]
+
+    @property
+    def best(self) -> Setting:
+        """Of a model with one DEQ."""
+        if len(self.layers) != 1:
+            raise ValueError(f"The model has {len(self)} DEQs, {list(self)}: ask for the best of one, tunings[name].best.")
+        return next(iter(self.layers.values())).best
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Set the best on every DEQ of the model, in place, but for those where it does not reach what was asked for."""
+        for name, tuning in self.layers.items():
+            if tuning.reached:
+                tuning.best.apply(cast(DEQ, model.get_submodule(name)))
+        return model
+
+    def __getitem__(self, name: str) -> Tuning:
+        return self.layers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self.layers.values()))
+
+
+def nearest_to(measurements: Sequence[Measurement], residual: float) -> Measurement:
+    """To what was asked for: first of all a solve."""
+
+    def distance(m: Measurement) -> tuple[bool, float]:
+        solved = m.residual <= residual
+        return not solved, _or_infinite(-m.cosine if solved else m.residual)
+
+    return min(measurements, key=distance)
+
+
+def _or_infinite(value: float) -> float:
+    return math.inf if math.isnan(value) else value

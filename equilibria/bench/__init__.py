@@ -1,1 +1,0 @@
-"""Training steps next to other libraries', at equal achieved accuracy: `python -m equilibria.bench.command`."""

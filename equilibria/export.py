@@ -1,0 +1,166 @@
+"""Trained models out of Python: `torch.export` and ONNX, every solve a real loop with a stop per sample."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from equilibria._core.autocast import Autocast
+from equilibria._core.files import atomic, optional
+from equilibria._core.recording import record
+from equilibria.exportable import exportable
+from equilibria.solvers.base import require
+
+ONNX_LIMIT = 2**31  # bytes of a protobuf message
+
+
+def export(
+    model: nn.Module, example_inputs: Any, *, dynamic_batch: bool = True, with_steps: bool = False
+) -> ExportedProgram:
+    """The model as a graph in which every DEQ is one loop: it runs until the last sample of a batch is done.
+
+        program = eq.export(model.eval(), x)
+        y = program.module()(other)
+
+    A sample takes the steps and gets the answer that the model gives it, whatever stands beside it in the batch and
+    however hard the example was. Solvers: Picard and Anderson. The graph neither warns nor raises (`Stop.on_failure`):
+    `with_steps` makes it tell which samples converged.
+
+    model           in eval mode; its weights are copied
+    example_inputs  what the model is called with: a tuple, or one input
+    dynamic_batch   batches of any size; the example then has at least two samples, and whatever is as long as its first
+                    tensor counts as having a row per sample
+    with_steps      give (output, steps, converged) instead, with steps (batch,) and converged (batch,) of every solve
+    """
+    inputs = _as_tuple(example_inputs)
+    _check_autocast(inputs)
+    whole = _Whole(exportable(model, dynamic_batch=dynamic_batch), with_steps).eval()
+    shapes = _dynamic_shapes(inputs, torch.export.Dim("batch")) if dynamic_batch else None
+    with torch.no_grad():
+        return torch.export.export(whole, inputs, dynamic_shapes=shapes, strict=False)
+
+
+def to_onnx(
+    model: nn.Module,
+    example_inputs: Any,
+    path: str | Path,
+    *,
+    dynamic_batch: bool = True,
+    with_steps: bool = False,
+) -> None:
+    """Write the graph of `export` as an ONNX file; needs `pip install 'equilibria[export]'`.
+
+        eq.to_onnx(model.eval(), x, "model.onnx")
+        onnxruntime.InferenceSession("model.onnx").run(None, {"x": x.numpy()})
+
+    Inputs have the names of the arguments of `model.forward`; the outputs are `output` (of several: `output_0`, ...) and
+    `with_steps`, of every solve, `steps_0`, `converged_0`, ... The file is there whole or not at all.
+    """
+    for package in ("onnx", "onnxscript"):
+        optional(package, "export")
+    size = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+    require(
+        size < ONNX_LIMIT,
+        f"An ONNX file holds less than 2 GiB, and the model has {size / 2**30:.1f} GiB of weights: convert it to half "
+        "precision, or write eq.export(...) with torch.onnx.export(program, ..., external_data=True).",
+    )
+    inputs = _as_tuple(example_inputs)
+    program = export(model, inputs, dynamic_batch=dynamic_batch, with_steps=with_steps)
+    shapes = _dynamic_shapes(inputs, "batch") if dynamic_batch else None  # the name it has in the file
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch about its own parts
+        written = torch.onnx.export(
+            program,
+            dynamo=True,
+            verbose=False,
+            dynamic_shapes=shapes,
+            input_names=_input_names(model, inputs),
+            output_names=_output_names(program, with_steps),
+        )
+    assert written is not None
+    with atomic(Path(path)) as file:
+        file.write(written.model_proto.SerializeToString())
+
+
+class _Whole(nn.Module):
+    """What is traced: the model, and what its solves have to tell."""
+
+    def __init__(self, model: nn.Module, with_steps: bool) -> None:
+        super().__init__()
+        self.model, self.with_steps = model, with_steps
+
+    def forward(self, *inputs: Any) -> Any:
+        with record(self.model) as solutions:
+            output = self.model(*inputs)
+        if not self.with_steps:
+            return output
+        stats = [solution.stats for solution in solutions]
+        return output, tuple(each.steps for each in stats), tuple(each.converged for each in stats)
+
+
+def _as_tuple(example_inputs: Any) -> tuple[Any, ...]:
+    return example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+
+
+def _dynamic_shapes(inputs: tuple[Any, ...], any_size: Any) -> tuple[Any]:
+    """Of the arguments of `_Whole`: which dimensions may differ from the example's."""
+    batch = _batch_size(inputs)
+
+    def rows(leaf: Any) -> dict[int, Any] | None:
+        return {0: any_size} if _has_rows(leaf) and leaf.shape[0] == batch else None
+
+    return (pytree.tree_map(rows, inputs),)
+
+
+def _batch_size(inputs: tuple[Any, ...]) -> int:
+    sizes = [leaf.shape[0] for leaf in pytree.tree_leaves(inputs) if _has_rows(leaf)]
+    require(len(sizes) > 0, "There is no tensor with a batch dimension among example_inputs: set dynamic_batch=False.")
+    require(
+        sizes[0] >= 2,
+        f"example_inputs holds {sizes[0]} samples, and torch.export takes sizes 0 and 1 for constants: give two samples or "
+        "more, or set dynamic_batch=False for batches of just that size.",
+    )
+    return int(sizes[0])
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0
+
+
+def _check_autocast(inputs: tuple[Any, ...]) -> None:
+    for leaf in pytree.tree_leaves(inputs):
+        require(
+            not (isinstance(leaf, Tensor) and Autocast.current(leaf.device).enabled),
+            "A graph has the dtypes of the model that it is made of, and autocast is on: export outside of it.",
+        )
+
+
+def _input_names(model: nn.Module, inputs: tuple[Any, ...]) -> list[str] | None:
+    """After the arguments of the model; None where numbers are among them, which are no inputs of a graph."""
+    if not all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(inputs)):
+        return None
+    arguments = inspect.signature(model.forward).bind(*inputs).arguments
+    return [name for argument, value in arguments.items() for name in _numbered(argument, value)]
+
+
+def _output_names(program: ExportedProgram, with_steps: bool) -> list[str]:
+    spec = program.call_spec.out_spec
+    assert spec is not None
+    tree = pytree.tree_unflatten(range(spec.num_leaves), spec)
+    if not with_steps:
+        return _numbered("output", tree)
+    output, steps, _ = tree
+    return _numbered("output", output) + [f"{name}_{i}" for name in ("steps", "converged") for i in range(len(steps))]
+
+
+def _numbered(name: str, tree: Any) -> list[str]:
+    """A name for every tensor."""
+    count = len(pytree.tree_leaves(tree))
+    return [name] if count == 1 else [f"{name}_{i}" for i in range(count)]

@@ -1,0 +1,73 @@
+"""The benchmark as a command: `python -m equilibria.lab.bench.command --quick`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from equilibria.analysis.plots import png
+from equilibria.lab.bench.cases import CASES, make
+from equilibria.lab.bench.driver import Results, run
+from equilibria.lab.bench.jax_methods import jax
+from equilibria.lab.bench.methods import DEFAULT, Method, ours, torchdeq
+from equilibria.lab.bench.report import plot, text
+
+QUICK_CASES = ("mlp-b32", "mlp-hard", "mlp-osc", "mixed", "transformer")
+QUICK_METHODS = (DEFAULT, "BiCGSTAB", "TorchDEQ Picard", "TorchDEQ Anderson", "TorchDEQ Broyden")
+ROUNDS, BUDGET, QUICK_BUDGET = 9, 40.0, 8.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    methods = _methods(options.only, options.quick, options.compile)
+    if not methods:
+        parser.error(f"no method has any of {', '.join(options.only)} in its name.")
+    for path in (options.json, options.plot):
+        if path is not None and not path.resolve().parent.is_dir():
+            parser.error(f"there is no folder {path.parent} to write {path.name} into.")
+    if options.budget is not None and options.budget < 0:
+        parser.error(f"--budget must not be negative, got {options.budget}.")
+    torch.set_num_threads(1)  # kernels this small vary far more with threads than methods differ
+    names = options.cases or (QUICK_CASES if options.quick else tuple(CASES))
+    budget = options.budget if options.budget is not None else QUICK_BUDGET if options.quick else BUDGET
+    results = run(map(make, names), methods, rounds=ROUNDS, budget=budget)
+    print(text(results))
+    if not torchdeq():
+        print("\nTorchDEQ is not installed, so there is nothing to compare with: pip install torchdeq")
+    _write(results, options.json, options.plot)
+    return 0
+
+
+def _methods(only: Sequence[str], quick: bool, compile: bool) -> list[Method]:
+    found = [*ours(compile), *torchdeq(), *jax()]
+    parts = only or (QUICK_METHODS if quick else ())
+    return [method for method in found if not parts or any(part in method.name for part in parts)]
+
+
+def _write(results: Results, numbers: Path | None, picture: Path | None) -> None:
+    if numbers is not None:
+        numbers.write_text(results.to_json())
+    if picture is not None:
+        picture.write_bytes(png(plot(results)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="equilibria bench", description="Training steps next to TorchDEQ's at equal achieved accuracy."
+    )
+    parser.add_argument("--cases", nargs="+", choices=tuple(CASES), metavar="CASE", help=f"of {', '.join(CASES)}")
+    parser.add_argument("--only", nargs="+", default=(), metavar="PART", help="methods with any of these in their names")
+    parser.add_argument("--quick", action="store_true", help="fewer cases, methods and rounds: under two minutes")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="of timed rounds per case; three are run anyhow")
+    parser.add_argument("--compile", action="store_true", help="our default with compiled solves too")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write everything measured there")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="write a PNG of the ratios there")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

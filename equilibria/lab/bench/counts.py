@@ -1,0 +1,103 @@
+"""What a training step costs in numbers that do not depend on the machine's load, held against a file of them.
+
+`python -m equilibria.lab.bench.counts tests/lab/bench/counts.json` writes the file anew.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from equilibria.lab.bench.cases import Case, make
+from equilibria.lab.bench.methods import Method, Ours
+from equilibria.lab.bench.rules import count
+
+SMALL = ("mlp-b32", "mlp-hard", "mlp-nonnormal", "mlp-osc", "mixed")
+BATCHES = {"mixed": 64}  # smaller than usual: a check must be fast
+SLACK = 0.03  # by which operations and read-backs may grow; evaluations, products and rows must not at all
+LOOSE = ("operations", "read_backs")
+
+Counts = dict[str, int]
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is dispatched while it is on, and which of that waits for the device to read a number back."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations, self.read_backs = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        self.read_backs += _reads_back(func, args)
+        return func(*args, **(kwargs or {}))
+
+
+class Lists(TorchFunctionMode):
+    """Counts `tolist` while it is on: a read-back that is never dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read_backs = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.read_backs += func is Tensor.tolist
+        return func(*args, **(kwargs or {}))
+
+
+def counts(case: Case, method: Method) -> Counts:
+    """Of one training step to the tolerance of the case, after one that is not counted."""
+    found = asdict(count(case, method, case.rtol))
+    with Operations() as seen, Lists() as lists:
+        method.counted().step(case, case.rtol)
+    return found | {"operations": seen.operations, "read_backs": seen.read_backs + lists.read_backs}
+
+
+def measured() -> dict[str, Any]:
+    """Our default on the small cases, with the version of torch, on which the number of operations depends."""
+    cases = {name: counts(make(name, BATCHES.get(name)), Ours()) for name in SMALL}
+    return {"torch": torch.__version__, "cases": cases}
+
+
+def regressions(found: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[str]:
+    """What has become more, in words; of another torch's baseline the operations are not compared."""
+    same_torch = found["torch"] == baseline["torch"]
+    lines = []
+    for case, before in baseline["cases"].items():
+        for name, allowed in before.items():
+            now = found["cases"][case][name]
+            limit = allowed * (1 + SLACK) if name in LOOSE else allowed
+            if now > limit and (same_torch or name not in LOOSE):
+                lines.append(f"{case}: {name} {now}, were {allowed}")
+    return lines
+
+
+def _reads_back(func: Any, args: Any) -> bool:
+    """Numbers themselves, and shapes that depend on them."""
+    if func is torch.ops.aten.index.Tensor:
+        return any(index is not None and index.dtype == torch.bool for index in args[1])
+    return func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the numbers to the path given, or print them."""
+    torch.set_num_threads(1)
+    text = json.dumps(measured(), indent=1) + "\n"
+    if arguments:
+        Path(arguments[0]).write_text(text)
+    else:
+        print(text, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

@@ -1,0 +1,188 @@
+"""Runs methods on cases by the rules and keeps what was found: `Results`, to and from JSON."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import re
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+
+from equilibria.lab.bench.cases import Case
+from equilibria.lab.bench.methods import Method
+from equilibria.lab.bench.rules import Judge, Sample, Work, count, race, tighten
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A method on a case.
+
+    failure   why it is not in the race; None: it is
+    tol       its tolerance, tightened until the residual was good enough
+    residual  of the worst sample, in float64; None where it is not finite
+    cosine    of its gradient with the reference, and `error`, the relative distance from it
+    times     one per round: seconds of a training step / seconds of a bare call of the cell right before
+    """
+
+    method: str
+    library: str
+    failure: str | None = None
+    tol: float | None = None
+    residual: float | None = None
+    work: Work | None = None
+    cosine: float | None = None
+    error: float | None = None
+    times: tuple[float, ...] = ()
+
+    @property
+    def time(self) -> float | None:
+        """Of a training step, in bare calls of the cell."""
+        return statistics.median(self.times) if self.times else None
+
+    @property
+    def spread(self) -> float | None:
+        """Slowest : fastest round. The machine's doing: differences within it mean nothing."""
+        return max(self.times) / min(self.times) if self.times else None
+
+    @property
+    def overhead(self) -> float | None:
+        """What a step takes : what its evaluations and products would, were each of them a bare call of the cell."""
+        return self.time / self.work.calls if self.time is not None and self.work is not None else None
+
+
+@dataclass(frozen=True)
+class CaseResults:
+    """All methods on one case; `unit` is the median time of a bare call of the cell in seconds."""
+
+    case: str
+    note: str
+    batch: int
+    rtol: float
+    outcomes: tuple[Outcome, ...]
+    unit: float | None = None
+
+    def named(self, method: str) -> Outcome | None:
+        return next((outcome for outcome in self.outcomes if outcome.method == method), None)
+
+    def fastest(self, library: str) -> Outcome | None:
+        timed = [(outcome.time, i) for i, outcome in enumerate(self.outcomes) if outcome.library == library]
+        found = min(((time, i) for time, i in timed if time is not None), default=None)
+        return None if found is None else self.outcomes[found[1]]
+
+
+@dataclass(frozen=True)
+class Results:
+    """Of a run, with the versions and the kind of machine it ran on."""
+
+    setting: Mapping[str, Any]
+    cases: tuple[CaseResults, ...]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1, allow_nan=False) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> Results:
+        read = json.loads(text)
+        return Results(read["setting"], tuple(map(_case_results, read["cases"])))
+
+
+def run(cases: Iterable[Case], methods: Sequence[Method], *, rounds: int = 7, budget: float = 40.0) -> Results:
+    """Every method on every case; `budget` is the seconds of timed rounds per case, three of which are run in any case.
+
+    A method that fails, or does not get as accurate as the case asks for, is recorded with the reason.
+    """
+    return Results(setting(), tuple(_run_case(case, methods, rounds, budget) for case in cases))
+
+
+def setting() -> dict[str, Any]:
+    """What numbers depend on, and nothing that tells whose machine it was."""
+    found = {name: _version(name) for name in ("equilibria", "torch", "torchdeq", "jax", "jaxopt", "optimistix")}
+    return {name: version for name, version in found.items() if version} | {
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "processor": platform.processor(),
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+    }
+
+
+def _run_case(case: Case, methods: Sequence[Method], rounds: int, budget: float) -> CaseResults:
+    begin, judge = time.perf_counter(), Judge(case)
+    outcomes = [_examined(case, method, judge) for method in methods]
+    ready = [(method, outcome) for method, outcome in zip(methods, outcomes, strict=True) if outcome.failure is None]
+    _say(f"{case.name}: {len(ready)} of {len(methods)} methods get there, {time.perf_counter() - begin:.0f} s")
+    steps = {outcome.method: _step(case, method, outcome) for method, outcome in ready}
+    samples = race(case, steps, rounds, budget)
+    units = [sample.unit for some in samples.values() for sample in some]
+    _say(f"{case.name}: {max(map(len, samples.values()), default=0)} rounds, {time.perf_counter() - begin:.0f} s in all")
+    timed = tuple(_with_times(outcome, samples.get(outcome.method, ())) for outcome in outcomes)
+    unit = statistics.median(units) if units else None
+    return CaseResults(case.name, case.note, case.batch, case.rtol, timed, unit)
+
+
+def _examined(case: Case, method: Method, judge: Judge) -> Outcome:
+    """Accuracy and work, before anything is timed."""
+    outcome = Outcome(method.name, method.library)
+    try:
+        found = tighten(case, method, judge)
+        outcome = replace(outcome, tol=found.tol, residual=_finite(found.residual))
+        if not found.reached:
+            return replace(outcome, failure=f"not reached: residual {found.residual:.1e}, {case.rtol:.0e} asked for")
+        agreement = judge.gradient(method.step(case, found.tol)[1])
+        work = count(case, method, found.tol)
+        outcome = replace(outcome, work=work if work.calls else None)  # another framework's calls are not seen
+        outcome = replace(outcome, cosine=agreement.cosine, error=_finite(agreement.error))
+        return outcome if outcome.error is not None else replace(outcome, failure="its gradient is not finite")
+    except Exception as error:  # of whatever kind: one method must not end the run for the others
+        _say(f"{case.name}: {method.name} failed: {error!r}")
+        return replace(outcome, failure=f"{type(error).__name__}: {_without_paths(str(error))[:200]}")
+
+
+def _step(case: Case, method: Method, outcome: Outcome) -> Any:
+    tol = outcome.tol
+    assert tol is not None
+    return lambda: method.step(case, tol)
+
+
+def _with_times(outcome: Outcome, samples: Sequence[Sample]) -> Outcome:
+    return replace(outcome, times=tuple(float(f"{sample.ratio:.5g}") for sample in samples))
+
+
+def _case_results(read: dict[str, Any]) -> CaseResults:
+    return CaseResults(**read | {"outcomes": tuple(map(_outcome, read["outcomes"]))})
+
+
+def _outcome(read: dict[str, Any]) -> Outcome:
+    work = None if read["work"] is None else Work(**read["work"])
+    return Outcome(**read | {"work": work, "times": tuple(read["times"])})
+
+
+def _without_paths(message: str) -> str:
+    """Where somebody keeps their files is nobody else's business."""
+    return re.sub(r"(/[\w.-]+){2,}", "...", message)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,203 @@
+"""The cases in JAX: the same cells with the same numbers, channels last as XLA's convolutions on a processor want them.
+
+JAX need not be installed, so nothing here imports it before a case is translated.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.dlpack import from_dlpack
+
+from equilibria._core.packing import State
+from equilibria.lab.bench.cases import GROUPS, HEADS, AttentionCell, Case, ConvCell, GainCell, TanhCell, TwoScaleCell
+
+Array = Any  # of JAX, or a tuple of them where a state has several parts
+Weights = Mapping[str, Array]  # by their names in the torch cell
+Cell = Callable[..., Array]  # (weights, z, *inputs) -> z
+
+IMAGE = (0, 2, 3, 1)  # N C H W -> N H W C
+KERNEL = (2, 3, 1, 0)  # O I H W -> H W I O
+EPSILON = 1e-5  # of torch's normalizations
+ONE_THREAD = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "PJRT_NPROC": "1"}
+
+
+@cache
+def load() -> Any:
+    """JAX in 32 bits on one thread of the processor; what the environment says about that goes first."""
+    with _defaults(ONE_THREAD):
+        jax = importlib.import_module("jax")
+        jax.devices("cpu")  # starts XLA, which reads its settings only now
+    jax.config.update("jax_enable_x64", False)
+    return jax
+
+
+@dataclass(frozen=True, eq=False)
+class JaxCase:
+    """A case whose arrays are JAX's."""
+
+    cell: Cell
+    weights: Weights
+    inputs: tuple[Array, ...]
+    start: Array
+    cotangent: Array
+
+    def state(self, z: Array) -> State:
+        """z in torch's layout: a view, nothing is copied."""
+        return pytree.tree_map(lambda part: _to_torch(part, IMAGE), z)
+
+    def gradients(self, weights: Weights, inputs: tuple[Array, ...]) -> list[Tensor]:
+        """In the order of the `leaves` of the torch case, as views."""
+        first = [_to_torch(weights[name], KERNEL) for name in self.weights]
+        return first + [_to_torch(part, IMAGE) for part in inputs]
+
+
+def translate(case: Case) -> JaxCase:
+    """Copies of all numbers: what torch does to its own is not seen."""
+    cell = CELLS.get(type(case.cell))
+    if cell is None:
+        known = ", ".join(kind.__name__ for kind in CELLS)
+        raise TypeError(f"There is no cell in JAX for {type(case.cell).__name__}, only for {known}.")
+    weights = {name: _to_jax(weight, KERNEL) for name, weight in case.cell.named_parameters()}
+    inputs, start, cotangent = (
+        pytree.tree_map(lambda part: _to_jax(part, IMAGE), state) for state in (case.inputs, case.start, case.cotangent)
+    )
+    return JaxCase(cell, weights, inputs, start, cotangent)
+
+
+def tanh_cell(w: Weights, z: Array, u: Array) -> Array:
+    return load().numpy.tanh(u + z @ w["weight"].T)
+
+
+def gain_cell(w: Weights, z: Array, u: Array, gain: Array) -> Array:
+    return load().numpy.tanh(u + gain * (z @ w["weight"].T))
+
+
+def conv_cell(w: Weights, z: Array, x: Array) -> Array:
+    relu = load().nn.relu
+    y = _group_norm(w, "norms.0", relu(_conv(w, "first", z)))
+    return _group_norm(w, "norms.2", relu(z + _group_norm(w, "norms.1", x + _conv(w, "second", y))))
+
+
+def branch(w: Weights, z: Array, x: Array) -> Array:
+    relu = load().nn.relu
+    y = relu(_group_norm(w, "norms.0", _conv(w, "first", z)))
+    return _group_norm(w, "norms.2", relu(z + _group_norm(w, "norms.1", x + _conv(w, "second", y))))
+
+
+def two_scale_cell(w: Weights, z: tuple[Array, Array], fine: Array, coarse: Array) -> tuple[Array, Array]:
+    relu = load().nn.relu
+    a, b = branch(_below(w, "branches.0"), z[0], fine), branch(_below(w, "branches.1"), z[1], coarse)
+    up = _group_norm(w, "up.1", _conv(w, "up.0", b)).repeat(2, axis=1).repeat(2, axis=2)
+    down = _group_norm(w, "down.1", _conv(w, "down.0", a, stride=2))
+    sums = relu(a + up), relu(b + down)
+    first, second = (_group_norm(w, f"outs.{i}.1", _conv(w, f"outs.{i}.0", part)) for i, part in enumerate(sums))
+    return first, second
+
+
+def attention_cell(w: Weights, z: Array, x: Array) -> Array:
+    nn = load().nn
+    batch, length, width = z.shape
+    split = (z @ w["split.weight"].T).reshape(batch, length, 3, HEADS, width // HEADS)
+    heads = nn.dot_product_attention(split[:, :, 0], split[:, :, 1], split[:, :, 2])
+    y = _layer_norm(w, "norms.0", z + x + heads.reshape(batch, length, width) @ w["join.weight"].T)
+    wide = nn.relu(y @ w["widen.weight"].T + w["widen.bias"])
+    return _layer_norm(w, "norms.1", y + wide @ w["narrow.weight"].T + w["narrow.bias"])
+
+
+CELLS: dict[type[nn.Module], Cell] = {
+    TanhCell: tanh_cell,
+    GainCell: gain_cell,
+    ConvCell: conv_cell,
+    TwoScaleCell: two_scale_cell,
+    AttentionCell: attention_cell,
+}
+
+
+def _below(w: Weights, name: str) -> Weights:
+    return {key.removeprefix(f"{name}."): value for key, value in w.items() if key.startswith(f"{name}.")}
+
+
+def _conv(w: Weights, name: str, z: Array, stride: int = 1) -> Array:
+    """A convolution whose product with the transposed Jacobian is one with the kernel turned round.
+
+    JAX says the same by exchanging the kernel's channels in the description of its axes; within a loop XLA then takes
+    70 times as long as for the convolution itself, which would be all that is seen of the solvers.
+    """
+    convolution = load().custom_jvp(lambda kernel, z: _convolved(kernel, z, stride))
+
+    @convolution.defjvp  # type: ignore[untyped-decorator]
+    def rule(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
+        kernel, z = primals
+        change = _linear(kernel, tangents[1], stride) + _convolved(tangents[0], z, stride)
+        return convolution(kernel, z), change
+
+    return convolution(w[f"{name}.weight"], z)
+
+
+def _linear(kernel: Array, z: Array, stride: int) -> Array:
+    forward, transposed = partial(_convolved, stride=stride), partial(_transposed, stride=stride)
+    return load().custom_derivatives.linear_call(forward, transposed, kernel, z)
+
+
+def _transposed(kernel: Array, z: Array, stride: int) -> Array:
+    """z with zeros between its numbers, convolved with the kernel turned round."""
+
+    def forward(kernel: Array, z: Array) -> Array:
+        between = (0, stride - 1, stride - 1)  # before, after and between
+        spread = load().lax.pad(z, load().numpy.zeros((), z.dtype), [(0, 0, 0), between, between, (0, 0, 0)])
+        return _convolved(kernel[::-1, ::-1].swapaxes(2, 3), spread)
+
+    return load().custom_derivatives.linear_call(forward, partial(_linear, stride=stride), kernel, z)
+
+
+def _convolved(kernel: Array, z: Array, stride: int = 1) -> Array:
+    padding = [(size // 2, size // 2) for size in kernel.shape[:2]]
+    axes = ("NHWC", "HWIO", "NHWC")
+    return load().lax.conv_general_dilated(z, kernel, (stride, stride), padding, dimension_numbers=axes)
+
+
+def _group_norm(w: Weights, name: str, z: Array) -> Array:
+    groups = z.reshape(*z.shape[:-1], GROUPS, -1)
+    return _normalized(groups, (1, 2, 4)).reshape(z.shape) * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+
+def _layer_norm(w: Weights, name: str, z: Array) -> Array:
+    return _normalized(z, (-1,)) * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+
+def _normalized(z: Array, axes: tuple[int, ...]) -> Array:
+    centred = z - z.mean(axes, keepdims=True)
+    return centred * load().lax.rsqrt((centred * centred).mean(axes, keepdims=True) + EPSILON)
+
+
+def _to_jax(tensor: Tensor, order: tuple[int, ...]) -> Array:
+    jax = load()
+    ordered = tensor.detach().permute(order) if tensor.ndim == 4 else tensor.detach()
+    return jax.device_put(ordered.clone(memory_format=torch.contiguous_format).numpy(), jax.devices("cpu")[0])
+
+
+def _to_torch(array: Array, order: tuple[int, ...]) -> Tensor:
+    tensor = from_dlpack(array)
+    return tensor.permute(sorted(range(4), key=order.__getitem__)) if tensor.ndim == 4 else tensor
+
+
+@contextmanager
+def _defaults(variables: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables for a while, where they are not set."""
+    added = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]

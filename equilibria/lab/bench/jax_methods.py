@@ -1,0 +1,198 @@
+"""Who takes part from JAX: jaxopt and optimistix, each training step compiled as a whole by XLA."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from equilibria._core.packing import State
+from equilibria.lab.bench.cases import Case
+from equilibria.lab.bench.jax_cases import Array, JaxCase, load, translate
+from equilibria.lab.bench.methods import Method, Ours
+
+JAXOPT, OPTIMISTIX = "jaxopt", "optimistix"
+RESTART = 20  # of GMRES: the default of either library
+
+
+@dataclass(frozen=True)
+class Problem:
+    """z = f(z, arguments) while XLA looks on.
+
+    norm  of the solution, root mean square over samples: both libraries want absolute tolerances too, which their
+          users have to find out; here everybody is told
+    """
+
+    f: Callable[[Array, Array], Array]
+    start: Array
+    arguments: Array
+    tol: Array
+    norm: float
+    max_steps: int
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A case and what is run of it; the tolerance is an argument, so that tightening it compiles nothing anew."""
+
+    case: JaxCase
+    solve: Callable[[float], Array]
+    step: Callable[[float], tuple[Any, Array]]
+
+
+class JaxMethod(Method):
+    """A library of JAX. Numbers are translated once per case; those that come back are views."""
+
+    _built: tuple[Case, Compiled] | None = None
+
+    @abstractmethod
+    def fixed_point(self, problem: Problem) -> Array:
+        """z, with an implicit gradient with respect to the arguments."""
+
+    def solve(self, case: Case, tol: float) -> State:
+        compiled = self._compiled(case)
+        return compiled.case.state(load().block_until_ready(compiled.solve(tol)))
+
+    def step(self, case: Case, tol: float) -> tuple[State, Sequence[Tensor]]:
+        compiled = self._compiled(case)
+        gradients, z = load().block_until_ready(compiled.step(tol))
+        return compiled.case.state(z), compiled.case.gradients(*gradients)
+
+    def _compiled(self, case: Case) -> Compiled:
+        if self._built is None or self._built[0] is not case:
+            self._built = (case, self._compile(case))
+        return self._built[1]
+
+    def _compile(self, case: Case) -> Compiled:
+        jax, own, norm = load(), translate(case), _norm(case)
+
+        def f(z: Array, arguments: Array) -> Array:
+            return own.cell(arguments[0], z, *arguments[1])
+
+        def solve(arguments: Array, start: Array, tol: Array) -> Array:
+            return self.fixed_point(Problem(f, start, arguments, tol, norm, case.max_steps))
+
+        def loss(arguments: Array, start: Array, cotangent: Array, tol: Array) -> tuple[Array, Array]:
+            z = solve(arguments, start, tol)
+            products = jax.tree_util.tree_map(lambda v, part: (v * part).sum(), cotangent, z)
+            return sum(jax.tree_util.tree_leaves(products)), z
+
+        arguments = (own.weights, own.inputs)
+        solution, gradient = jax.jit(solve), jax.jit(jax.grad(loss, has_aux=True))
+        return Compiled(own, partial(solution, arguments, own.start), partial(gradient, arguments, own.start, own.cotangent))
+
+
+@dataclass(eq=False)
+class JaxOpt(JaxMethod):
+    """A solver of jaxopt with one of its linear solvers for the gradient.
+
+    solver   AndersonAcceleration or FixedPointIteration
+    linear   solve_normal_cg, its default, or solve_gmres
+    options  of the solver
+    """
+
+    name: str
+    solver: str
+    linear: str
+    options: dict[str, Any] = field(default_factory=dict)
+    library: str = JAXOPT
+
+    def fixed_point(self, problem: Problem) -> Array:
+        jaxopt = _jaxopt()
+        restart = RESTART if self.linear == "solve_gmres" else 1  # its steps are counted in restarts
+        linear = partial(
+            getattr(jaxopt.linear_solve, self.linear), tol=problem.tol, maxiter=math.ceil(problem.max_steps / restart)
+        )
+        solver = getattr(jaxopt, self.solver)(
+            problem.f,
+            maxiter=problem.max_steps,
+            tol=problem.tol * problem.norm * _samples(problem.start) ** 0.5,  # it looks at the norm of the whole batch
+            implicit_diff_solve=linear,
+            **self.options,
+        )
+        return solver.run(problem.start, problem.arguments).params
+
+
+@dataclass(eq=False)
+class Optimistix(JaxMethod):
+    """FixedPointIteration of optimistix, its gradient by lineax's GMRES."""
+
+    name: str
+    library: str = OPTIMISTIX
+
+    def fixed_point(self, problem: Problem) -> Array:
+        optimistix, lineax = importlib.import_module("optimistix"), importlib.import_module("lineax")
+        atol = problem.tol * problem.norm / _numbers(problem.start) ** 0.5
+        linear = lineax.GMRES(rtol=problem.tol, atol=1e-3 * atol, restart=RESTART, max_steps=problem.max_steps)
+        found = optimistix.fixed_point(
+            problem.f,
+            optimistix.FixedPointIteration(rtol=problem.tol, atol=atol, norm=_worst_sample),
+            problem.start,
+            problem.arguments,
+            max_steps=problem.max_steps,
+            adjoint=optimistix.ImplicitAdjoint(linear),
+            throw=False,
+        )
+        return found.value
+
+
+def jax() -> list[Method]:
+    """Solvers of jaxopt and optimistix; none where JAX is not installed."""
+    if not _installed("jax"):
+        return []
+    return (_jaxopt_methods() if _installed("jaxopt") else []) + (
+        [Optimistix(f"{OPTIMISTIX} Picard, GMRES")] if _installed("optimistix") else []
+    )
+
+
+def _jaxopt_methods() -> list[Method]:
+    anderson, picard = "AndersonAcceleration", "FixedPointIteration"
+    # like TorchDEQ's, the ridge of its Anderson is absolute and as large as small residuals
+    repaired = {"ridge": 1e-9}
+    return [
+        JaxOpt(f"{JAXOPT} Anderson, normal CG", anderson, "solve_normal_cg"),
+        JaxOpt(f"{JAXOPT} Anderson, GMRES", anderson, "solve_gmres"),
+        JaxOpt(f"{JAXOPT} Anderson, ridge repaired, normal CG", anderson, "solve_normal_cg", repaired),
+        JaxOpt(f"{JAXOPT} Picard, normal CG", picard, "solve_normal_cg"),
+        JaxOpt(f"{JAXOPT} Picard, GMRES", picard, "solve_gmres"),
+    ]
+
+
+def _installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def _jaxopt() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # it says of itself that it is no longer maintained
+        return importlib.import_module("jaxopt")
+
+
+def _norm(case: Case) -> float:
+    parts = pytree.tree_leaves(Ours().solve(case, case.rtol))
+    return float(torch.cat([part.flatten() for part in parts]).norm()) / case.batch**0.5
+
+
+def _worst_sample(state: Array) -> Array:
+    """The largest root mean square of a sample: what the judge looks at too."""
+    parts = [part.reshape(len(part), -1) for part in load().tree_util.tree_leaves(state)]
+    return (sum((part * part).sum(1) for part in parts) / _numbers(state)).max() ** 0.5
+
+
+def _samples(state: Array) -> int:
+    return len(load().tree_util.tree_leaves(state)[0])
+
+
+def _numbers(state: Array) -> int:
+    """Per sample."""
+    return sum(math.prod(part.shape[1:]) for part in load().tree_util.tree_leaves(state))

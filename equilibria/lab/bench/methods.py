@@ -1,0 +1,170 @@
+"""Who takes part: configurations of ours and of TorchDEQ, each as its users would set it up."""
+
+from __future__ import annotations
+
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from equilibria._core.loop import Stop
+from equilibria._core.packing import State
+from equilibria.deq import DEQ
+from equilibria.gradients.implicit import Implicit
+from equilibria.lab.bench.cases import Case
+from equilibria.solvers.anderson import Anderson
+from equilibria.solvers.broyden import Broyden
+from equilibria.solvers.fallback import AnySolver
+from equilibria.solvers.krylov import BiCGSTAB
+from equilibria.solvers.picard import Picard
+
+OURS, TORCHDEQ = "equilibria", "TorchDEQ"
+DEFAULT = f"{OURS} default"
+
+Layer = Callable[[bool], State]  # runs a solve: True in training mode
+
+
+class Method(ABC):
+    """A library with its settings. It neither counts nor times anything: the rules are the same for all."""
+
+    library: str
+    name: str
+
+    @abstractmethod
+    def solve(self, case: Case, tol: float) -> State:
+        """z for inference, to the tolerance as this method understands it."""
+
+    @abstractmethod
+    def step(self, case: Case, tol: float) -> tuple[State, Sequence[Tensor]]:
+        """z and the gradients of `case.loss(z)` of `case.leaves`, forward and adjoint solve to `tol`."""
+
+    def counted(self) -> Method:
+        """The same method in a form in which every call of the cell can be seen."""
+        return self
+
+
+class LayerMethod(Method):
+    """A method that is a layer, built once for a case and a tolerance and then called in every step."""
+
+    _built: tuple[Case, float, Layer] | None = None
+
+    @abstractmethod
+    def build(self, case: Case, tol: float) -> Layer: ...
+
+    def solve(self, case: Case, tol: float) -> State:
+        with torch.no_grad():
+            return self._layer(case, tol)(False)
+
+    def step(self, case: Case, tol: float) -> tuple[State, Sequence[Tensor]]:
+        z = self._layer(case, tol)(True)
+        gradients = torch.autograd.grad(case.loss(z), case.leaves)
+        return pytree.tree_map(Tensor.detach, z), gradients
+
+    def _layer(self, case: Case, tol: float) -> Layer:
+        if self._built is None or self._built[0] is not case or self._built[1] != tol:
+            self._built = (case, tol, self.build(case, tol))
+        return self._built[2]
+
+
+@dataclass(eq=False)
+class Ours(LayerMethod):
+    """An eq.DEQ; what is None is left at its default."""
+
+    name: str = DEFAULT
+    solver: AnySolver | None = None
+    adjoint: AnySolver | None = None
+    compile: bool = False
+    library: str = OURS
+
+    def build(self, case: Case, tol: float) -> Layer:
+        deq = self.deq(case, tol)
+
+        def layer(training: bool) -> State:
+            return deq.train(training)(*case.inputs)
+
+        return layer
+
+    def deq(self, case: Case, tol: float) -> DEQ:
+        stop = Stop(rtol=tol, atol=0, max_steps=case.max_steps, on_failure="ignore")
+        options: dict[str, Any] = {} if self.solver is None else {"solver": self.solver}
+        if self.adjoint is not None:
+            options["gradient"] = Implicit(solver=self.adjoint)
+        if not _starts_by_default(case):
+            options["init"] = lambda *inputs: case.start
+        return DEQ(case.cell, stop=stop, compile=self.compile, **options)
+
+    def counted(self) -> Method:
+        return replace(self, compile=False) if self.compile else self
+
+
+@dataclass(eq=False)
+class TorchDEQ(LayerMethod):
+    """TorchDEQ with one solver in both directions.
+
+    solver   by its name there
+    hook     the gradient by a backward hook instead of an autograd function
+    options  of the forward solver; there is no way to hand them to the backward one
+    """
+
+    name: str
+    solver: str
+    hook: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+    library: str = TORCHDEQ
+
+    def build(self, case: Case, tol: float) -> Layer:
+        from torchdeq import get_deq
+
+        both = {"solver": self.solver, "max_iter": case.max_steps, "tol": tol, "stop_mode": "rel"}
+        settings = {f"{side}_{key}": value for side in "fb" for key, value in both.items()}
+        deq = get_deq(**settings, **{"hook_ift" if self.hook else "ift": True})
+        single = isinstance(case.start, Tensor)
+
+        def cell(*z: Tensor) -> State:
+            return case.cell(z[0] if single else z, *case.inputs)
+
+        def layer(training: bool) -> State:
+            start = case.start if single else list(case.start)
+            z = deq.train(training)(cell, start, solver_kwargs=dict(self.options))[0][-1]
+            return z if single else tuple(z)
+
+        return layer
+
+
+def ours(compile: bool = False) -> list[Method]:
+    """Our default and some of what a user might try instead."""
+    found: list[Method] = [
+        Ours(),
+        Ours(f"{OURS} Picard", Picard()),
+        Ours(f"{OURS} Anderson, Anderson adjoint", Anderson(), Anderson()),
+        Ours(f"{OURS} Anderson, BiCGSTAB adjoint", Anderson(), BiCGSTAB()),
+        Ours(f"{OURS} Broyden", Broyden()),
+    ]
+    return found + ([Ours(f"{OURS} default, compiled", compile=True)] if compile else [])
+
+
+def torchdeq() -> list[Method]:
+    """Its solvers with either of its implicit gradients; none where it is not installed."""
+    if importlib.util.find_spec("torchdeq") is None:
+        return []
+    # the ridge of its Anderson is absolute and as large as small residuals: "repaired" sets it out of their way
+    repaired = {"lam": 1e-9}
+    return [
+        TorchDEQ(f"{TORCHDEQ} Picard", "fixed_point_iter"),
+        TorchDEQ(f"{TORCHDEQ} Anderson", "anderson"),
+        TorchDEQ(f"{TORCHDEQ} Anderson, hook", "anderson", hook=True),
+        TorchDEQ(f"{TORCHDEQ} Anderson, ridge repaired", "anderson", options=repaired),
+        TorchDEQ(f"{TORCHDEQ} Anderson, ridge repaired, hook", "anderson", hook=True, options=repaired),
+        TorchDEQ(f"{TORCHDEQ} Broyden", "broyden"),
+    ]
+
+
+def _starts_by_default(case: Case) -> bool:
+    """Is the start what a DEQ takes without being told, zeros like the first input?"""
+    start = case.start
+    return isinstance(start, Tensor) and start.shape == case.inputs[0].shape and not bool(start.any())

@@ -1,0 +1,118 @@
+"""Results as tables and as a picture."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from equilibria.analysis.plots import COLOURS, INK, finish, new_axes
+from equilibria.lab.bench.driver import CaseResults, Outcome, Results
+from equilibria.lab.bench.methods import DEFAULT, OURS, TORCHDEQ
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLUMNS = (
+    "method",
+    "step",
+    "ratio",
+    "spread",
+    "evaluations",
+    "products",
+    "overhead",
+    "residual",
+    "gradient cosine",
+    "gradient error",
+)
+EXPLANATION = f"""\
+step: time of a training step in bare calls of the cell; ratio: to the fastest {TORCHDEQ}, lower is better; spread: the
+slowest round : the fastest; evaluations: calls of the cell, with and without graph; products: with its transposed Jacobian;
+overhead: step / (evaluations + products); residual: of the worst sample, in float64; gradient cosine and error: with and
+from a float64 implicit gradient, of weights or inputs, whichever agrees less."""
+
+
+def ratio(outcome: Outcome | None, results: CaseResults) -> float | None:
+    """Step time : that of the fastest TorchDEQ; below 1 is faster."""
+    theirs = results.fastest(TORCHDEQ)
+    if outcome is None or outcome.time is None or theirs is None or theirs.time is None:
+        return None
+    return outcome.time / theirs.time
+
+
+def summary(results: Results) -> str:
+    """Markdown: for each case the fastest TorchDEQ, our default and our fastest configuration."""
+    lines = _head("case", *COLUMNS)
+    for case in results.cases:
+        for outcome in _chosen(case):
+            lines.append(_row(case.case, *_cells(outcome, case)))
+    return "\n".join(lines)
+
+
+def details(results: Results) -> str:
+    """Markdown: a table per case with all methods, and those that did not get there with the reason."""
+    return "\n\n".join(_details(case) for case in results.cases)
+
+
+def text(results: Results) -> str:
+    """Everything."""
+    setting = ", ".join(f"{name} {value}" for name, value in results.setting.items() if value not in ("", None))
+    return "\n\n".join(["## Training step", summary(results), EXPLANATION, details(results), setting])
+
+
+def plot(results: Results, axes: Axes | None = None) -> Axes:
+    """Our step times as shares of the fastest TorchDEQ's, which is the line at 1."""
+    axes = new_axes(max(5.2, 1.1 * len(results.cases) + 1.5), 3.6) if axes is None else axes
+    bars = {
+        "default": [ratio(case.named(DEFAULT), case) for case in results.cases],
+        "our fastest": [ratio(case.fastest(OURS), case) for case in results.cases],
+    }
+    for i, (label, values) in enumerate(bars.items()):
+        places = [(place + 0.38 * (i - 0.5), value) for place, value in enumerate(values) if value is not None]
+        axes.bar([x for x, _ in places], [y for _, y in places], width=0.36, label=label, color=COLOURS[i])
+    axes.axhline(1.0, color=INK, lw=1)
+    axes.set_xticks(range(len(results.cases)), [case.case for case in results.cases], rotation=25, ha="right")
+    axes.legend(frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))  # inside it would hide bars
+    return finish(axes, "", f"step time : fastest {TORCHDEQ}")
+
+
+def _chosen(case: CaseResults) -> list[Outcome]:
+    """Each once, also where our default is our fastest."""
+    wanted = (case.fastest(TORCHDEQ), case.named(DEFAULT), case.fastest(OURS))
+    return list({outcome.method: outcome for outcome in wanted if outcome is not None}.values())
+
+
+def _details(case: CaseResults) -> str:
+    ordered = sorted(case.outcomes, key=lambda outcome: (outcome.time is None, outcome.time or 0.0))
+    unit = "" if case.unit is None else f", a bare call takes {case.unit * 1e6:.0f} us"
+    title = f"### {case.case}\n\n{case.note}; residual {case.rtol:.0e}{unit}."
+    table = [*_head(*COLUMNS), *(_row(*_cells(outcome, case)) for outcome in ordered if outcome.failure is None)]
+    failures = [f"- {outcome.method}: {outcome.failure}" for outcome in ordered if outcome.failure is not None]
+    return "\n\n".join(["\n".join(part) for part in ([title], table, failures) if part])
+
+
+def _cells(outcome: Outcome, case: CaseResults) -> list[str]:
+    work = outcome.work
+    return [
+        outcome.method,
+        _number(outcome.time, ".0f"),
+        _number(ratio(outcome, case), ".2f"),
+        _number(outcome.spread, ".2f"),
+        "–" if work is None else str(work.evaluations + work.graph_evaluations),
+        "–" if work is None else str(work.products),
+        _number(outcome.overhead, ".2f"),
+        _number(outcome.residual, ".1e"),
+        _number(outcome.cosine, ".4f"),
+        _number(outcome.error, ".1e"),
+    ]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _head(*names: str) -> list[str]:
+    words = ("case", "method")
+    return [_row(*names), _row(*("---" if name in words else "---:" for name in names))]
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,82 @@
+"""What commands share: where they write, how errors end them, tables that also read well in a plain log."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from equilibria.lab.data.files import DataError
+from equilibria.lab.experiments.catalogue import UnknownName
+from equilibria.lab.experiments.settings import SettingError
+from equilibria.lab.training.checkpoints import CorruptCheckpointError
+from equilibria.lab.training.stepping import TrainingError
+
+INTERRUPTED = 130
+
+DataRoot = Annotated[
+    Path | None,
+    typer.Option("--data", metavar="DIR", envvar="EQUILIBRIA_DATA", help="Folder of the datasets; default: a user cache."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, to stdout.")]
+
+
+def is_first_process() -> bool:
+    """Of several that train together, the one that speaks."""
+    return os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0"
+
+
+def progress_console() -> Console:
+    """For progress and messages: stderr, so that stdout has results alone."""
+    return Console(stderr=True)
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Errors that a person can mend end the command with their message: 2 for what was asked, 1 for what went wrong."""
+    try:
+        yield
+    except (SettingError, UnknownName) as error:
+        raise typer.BadParameter(str(error)) from error
+    except (DataError, TrainingError, CorruptCheckpointError, OSError, ValueError) as error:
+        typer.echo(f"Error: {_words(error)}", err=True)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt as error:
+        typer.echo(str(error) or "Interrupted. The same command goes on with what is not done.", err=True)
+        raise typer.Exit(INTERRUPTED) from error
+
+
+def _words(error: Exception) -> str:
+    """An error without its number."""
+    if not isinstance(error, OSError) or not error.strerror:
+        return str(error)
+    where = "" if error.filename is None else f"{error.filename}: "
+    return f"{where}{error.strerror}."
+
+
+def show_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=1))
+
+
+def show_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Drawn on a terminal; elsewhere columns with two spaces between them, whatever their width."""
+    if sys.stdout.isatty():
+        table = Table(title=title, title_justify="left")
+        for head in heads:
+            table.add_column(head, overflow="fold")
+        for row in rows:
+            table.add_row(*row)
+        Console().print(table)
+        return
+    widths = [max(len(cells[i]) for cells in (heads, *rows)) for i in range(len(heads))]
+    typer.echo(title)
+    for cells in (heads, *rows):
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())

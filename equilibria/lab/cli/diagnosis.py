@@ -1,0 +1,98 @@
+"""diagnose: a run, a function of one's own, or an example."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from equilibria.analysis.diagnosis.doctor import diagnose as run_diagnosis
+from equilibria.analysis.diagnosis.illnesses import EXAMPLES
+from equilibria.lab.cli.console import AsJson, DataRoot, explained
+from equilibria.lab.experiments.evaluation import model_and_batch
+from equilibria.lab.training.folder import Run
+from equilibria.models.registry import nearest
+
+
+def diagnose(
+    target: Annotated[
+        str | None,
+        typer.Argument(
+            help="Folder of a run, or file.py:function or package.module:function, a function that returns (model, batch)."
+        ),
+    ] = None,
+    example: Annotated[str | None, typer.Option(help=f"A model with one thing wrong: {', '.join(EXAMPLES)}.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder for the page, the plots and the numbers; default: RUN/diagnosis, or diagnosis."),
+    ] = None,
+    evaluating: Annotated[bool, typer.Option("--eval", help="Examine in eval mode instead of training mode.")] = False,
+    data: DataRoot = None,
+    as_json: AsJson = False,
+) -> None:
+    """Examine every equilibrium layer of a model: what is wrong with it, and what to try."""
+    is_run = example is None and target is not None and Path(target).is_dir()
+    if example is not None:
+        model, batch = _example(example)
+    elif is_run:
+        with explained():
+            model, batch = model_and_batch(Run.open(Path(str(target))), root=data)
+    else:
+        model, batch = _built(target)
+    model.train(not evaluating)
+    with explained():
+        found = run_diagnosis(model, batch)
+        page = found.save(output or (Path(str(target)) / "diagnosis" if is_run else Path("diagnosis")))
+    if as_json:
+        return typer.echo(json.dumps(json.loads(found.to_json()) | {"page": str(page)}, indent=1))
+    typer.echo(str(found))
+    typer.echo(f"\npage, plots and numbers: {page}")
+
+
+def _example(name: str) -> tuple[Any, Any]:
+    if name not in EXAMPLES:
+        raise typer.BadParameter(f"there is no example {name!r}. {nearest(name, EXAMPLES)}", param_hint="--example")
+    return EXAMPLES[name]()
+
+
+def _built(target: str | None) -> tuple[Any, Any]:
+    """What the function that `target` names returns."""
+    if target is None:
+        raise typer.BadParameter(
+            "name the folder of a run or a function that returns (model, batch), as in train.py:build, or take --example."
+        )
+    place, separator, name = target.rpartition(":")
+    if not separator or not name:
+        raise typer.BadParameter(
+            f"expected the folder of a run, file.py:function or package.module:function, got {target!r}."
+        )
+    function = getattr(_module(place), name, None)
+    if not callable(function):
+        raise typer.BadParameter(f"{place} has no function {name!r}.")
+    built = function()
+    if not isinstance(built, tuple) or len(built) != 2:
+        raise typer.BadParameter(f"{target} must return a pair (model, batch), got {type(built).__name__}.")
+    return built
+
+
+def _module(place: str) -> Any:
+    if not place.endswith(".py"):
+        sys.path.insert(0, "")  # what lies in the current folder, as `python -m` finds it
+        try:
+            return importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            raise typer.BadParameter(f"cannot import {place!r}: {error}.") from error
+    path = Path(place)
+    if not path.is_file():
+        raise typer.BadParameter(f"there is no file {path}.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent))  # its neighbours, as `python file.py` finds them
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,128 @@
+"""list, and data list, fetch, check."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from equilibria.lab.cli.console import AsJson, DataRoot, explained, show_json, show_table
+from equilibria.lab.data.catalogue import check, fetch
+from equilibria.lab.data.catalogue import info as data_info
+from equilibria.lab.data.catalogue import names as data_names
+from equilibria.lab.data.files import FileState, data_root
+from equilibria.lab.experiments.catalogue import tables
+from equilibria.models.registry import info as model_info
+from equilibria.models.registry import names as model_names
+
+Names = Annotated[list[str] | None, typer.Argument(help="Names of datasets; default: all.")]
+
+data_app = typer.Typer(help="Datasets: what there is, fetching, checking.", no_args_is_help=True)
+
+
+def list_all(data: DataRoot = None, as_json: AsJson = False) -> None:
+    """Tables and their experiments, models and datasets, with their sizes."""
+    found = [
+        {"table": table.name, "title": table.title, "experiments": [f"{table.name}-{row.name}" for row in table.rows]}
+        for table in tables().values()
+    ]
+    known = [model_info(name) for name in model_names()]
+    sets = [_entry(name, data) for name in data_names()]
+    if as_json:
+        built = [{"name": m.name, "summary": m.summary, "parameters": m.parameters} for m in known]
+        return show_json({"tables": found, "models": built, "data": sets})
+    for table in tables().values():
+        rows = [(f"{table.name}-{row.name}", row.experiment("full").summary, _epochs(row)) for row in table.rows]
+        show_table(f"Table {table.name}: {table.title}", ("experiment", "what", "epochs, seeds"), rows)
+        typer.echo("")
+    show_table("Models", ("model", "what", "parameters"), [(m.name, m.summary, f"{m.parameters:,}") for m in known])
+    typer.echo("")
+    _show_sets(sets)
+
+
+@data_app.command("list")
+def list_data(data: DataRoot = None, as_json: AsJson = False) -> None:
+    """All datasets: samples, size, and whether their files are there."""
+    sets = [_entry(name, data) for name in data_names()]
+    return show_json(sets) if as_json else _show_sets(sets)
+
+
+@data_app.command("fetch")
+def fetch_data(
+    names: Annotated[list[str], typer.Argument(help="Names of datasets.")], data: DataRoot = None, as_json: AsJson = False
+) -> None:
+    """Fetch the files of datasets that are missing, from their official sources."""
+    _check_names(names)
+    with explained():
+        found = {name: fetch(name, data, _progress) for name in names}
+    if as_json:
+        return show_json({name: [str(path) for path in paths] for name, paths in found.items()})
+    for name, paths in found.items():
+        typer.echo(f"{name}: {', '.join(map(str, paths)) or 'needs no files'}")
+
+
+@data_app.command("check")
+def check_data(names: Names = None, data: DataRoot = None, as_json: AsJson = False) -> None:
+    """Compare files with the official ones; ends with 1 if one differs, or is missing of a set that was named."""
+    _check_names(names or [])
+    with explained():
+        states = {name: check(name, data) for name in names or data_names()}
+    bad = {FileState.DIFFERS, FileState.MISSING} if names else {FileState.DIFFERS}
+    if as_json:
+        show_json({name: {path: state.value for path, state in files.items()} for name, files in states.items()})
+    else:
+        rows = [(name, path, state.value) for name, files in states.items() for path, state in files.items()]
+        rows += [(name, "–", "needs no files") for name, files in states.items() if not files]
+        show_table(f"Files below {data_root(data)}", ("dataset", "file", "state"), rows)
+    if any(state in bad for files in states.values() for state in files.values()):
+        raise typer.Exit(1)
+
+
+def _check_names(names: list[str]) -> None:
+    for name in names:
+        try:
+            data_info(name)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+
+
+def _entry(name: str, root: Path | None) -> dict[str, Any]:
+    entry, place = data_info(name), data_root(root)
+    there = sum(file.locate(place) is not None for file in entry.files)
+    train, valid, test = entry.counts
+    return {
+        "name": entry.name,
+        "kind": entry.kind,
+        "summary": entry.summary,
+        "train": train,
+        "valid": valid,
+        "test": test,
+        "megabytes": entry.size,
+        "present": there == len(entry.files),
+        "files": len(entry.files),
+    }
+
+
+def _show_sets(sets: list[dict[str, Any]]) -> None:
+    def there(s: dict[str, Any]) -> str:
+        return "made on the spot" if not s["files"] else "yes" if s["present"] else "no"
+
+    rows = [
+        (s["name"], s["summary"], f"{s['train']:,}", f"{s['valid']:,}", f"{s['test']:,}", f"{s['megabytes']:g}", there(s))
+        for s in sets
+    ]
+    show_table("Data", ("dataset", "what", "train", "valid", "test", "MB", "there"), rows)
+
+
+def _epochs(row: Any) -> str:
+    e = row.experiment("full")
+    return f"{e.training.epochs}, {len(e.seeds)}"
+
+
+def _progress(name: str, done: int, total: int | None) -> None:
+    """One line that is written over on a terminal, nothing in a log."""
+    if sys.stderr.isatty():
+        share = f" of {total / 1e6:.1f}" if total else ""
+        typer.echo(f"\r{name}: {done / 1e6:.1f}{share} MB", nl=done == total, err=True)

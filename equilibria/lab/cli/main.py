@@ -1,0 +1,97 @@
+"""The command line: parse, build, run; nothing else. A command's module loads when it runs, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Annotated, Any
+
+try:
+    import typer
+    from typer.core import TyperGroup
+except ModuleNotFoundError as error:
+    raise SystemExit(f"The command line needs the extra `train`: pip install 'equilibria[train]'. ({error})") from error
+
+import equilibria
+
+# name: module of equilibria.lab.cli, its function (or group of commands), and what `--help` says about it
+COMMANDS = {
+    "demo": (
+        "tables",
+        "demo",
+        "Train an equilibrium classifier of digits beside its explicit twin, and report: a minute, nothing to download.",
+    ),
+    "list": ("listing", "list_all", "Tables and their experiments, models and datasets, with their sizes."),
+    "train": ("runs", "train", "Train an experiment, or go on with it where it was interrupted."),
+    "evaluate": ("runs", "evaluate", "Evaluate the model of a run on the test data."),
+    "reproduce": (
+        "tables",
+        "reproduce",
+        "Run a published table, or --all, and report it beside the published figures; finished runs are not run again.",
+    ),
+    "generate": (
+        "generating",
+        "generate",
+        "Sample text from a trained language model. The folder of its run has all that is needed.",
+    ),
+    "diagnose": (
+        "diagnosis",
+        "diagnose",
+        "Examine every equilibrium layer of a model: what is wrong with it, and what to try.",
+    ),
+    "data": ("listing", "data_app", "Datasets: what there is, fetching, checking."),
+}
+
+
+class _Commands(TyperGroup):
+    """Commands that are known by name and help alone, until one runs."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, load(name) if name in COMMANDS else command, rest
+
+
+def load(name: str) -> Any:
+    """The command itself, as typer makes it of its function."""
+    module, attribute, _ = COMMANDS[name]
+    try:
+        found = getattr(importlib.import_module(f"equilibria.lab.cli.{module}"), attribute)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "equilibria":
+            raise
+        raise SystemExit(f"The command line needs the extra `train`: pip install 'equilibria[train]'. ({error})") from error
+    group = typer.Typer(add_completion=False)
+    if isinstance(found, typer.Typer):
+        group.add_typer(found, name=name)
+    else:
+        group.command(name)(found)
+    return typer.main.get_group(group).commands[name]
+
+
+app = typer.Typer(
+    cls=_Commands, help="Deep equilibrium models: tools around them.", no_args_is_help=True, add_completion=False
+)
+
+
+def _version(shown: bool) -> None:
+    if shown:
+        typer.echo(equilibria.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Deep equilibrium models: tools around them."""
+
+
+for _name, (_, _, _help) in COMMANDS.items():
+    app.command(_name, help=_help)(lambda: None)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def bench(context: typer.Context) -> None:
+    """Training steps next to TorchDEQ's at equal achieved accuracy; `equilibria bench --help` lists the options."""
+    from equilibria.lab.bench.command import main as run_bench
+
+    raise typer.Exit(run_bench(context.args))

@@ -1,0 +1,57 @@
+"""Running jobs from a command: progress for the person who waits, failures told at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import typer
+
+from equilibria.lab.cli.console import progress_console
+from equilibria.lab.cli.progress import listening, summary_line
+from equilibria.lab.experiments.runner import HERE, Failure, Job, Place, run_apart, run_here
+from equilibria.lab.training.folder import Run
+from equilibria.lab.training.stepping import TrainingError
+
+
+def run_jobs(jobs: Sequence[Job], place: Place = HERE, at_once: int = 0) -> list[Failure]:
+    """One after the other in this process, or `at_once` as processes of their own."""
+    if at_once:
+        return run_apart(jobs, at_once=at_once, place=place, watch=_Watch(len(jobs)))
+    failures = []
+    for job in jobs:
+        try:
+            with listening(job.label) as listener:
+                run_here(job, place, listener)
+        except TrainingError as error:
+            failures.append(Failure(job, str(error)))
+    return failures
+
+
+def tell_failures(failures: Sequence[Failure]) -> None:
+    """End the command with 1 if there are any."""
+    for failure in failures:
+        typer.echo(f"Error: {failure.job.label} failed: {failure.reason}", err=True)
+    if failures:
+        raise typer.Exit(1)
+
+
+def say(text: str) -> None:
+    progress_console().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class _Watch:
+    """Lines about processes: each start, epoch and end."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done = total, 0
+
+    def __call__(self, job: Job, event: str) -> None:
+        self.done += event in ("finished", "failed")
+        say(f"[{self.done}/{self.total}] {job.label}  {event}{self._epoch(job, event)}")
+
+    def _epoch(self, job: Job, event: str) -> str:
+        word, _, number = event.partition(" ")
+        if word != "epoch":
+            return ""
+        record = Run.open(job.folder).metrics[int(number) - 1]
+        return f"/{job.experiment.training.epochs}  {summary_line(record)}"

@@ -1,0 +1,90 @@
+"""train and evaluate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from equilibria.lab.cli.console import AsJson, DataRoot, explained, is_first_process, show_json, show_table
+from equilibria.lab.cli.progress import summary_line
+from equilibria.lab.cli.running import run_jobs, tell_failures
+from equilibria.lab.experiments.base import Scale
+from equilibria.lab.experiments.catalogue import experiment as find_experiment
+from equilibria.lab.experiments.evaluation import evaluate as evaluate_run
+from equilibria.lab.experiments.runner import Job, Place, seed_number
+from equilibria.lab.training.folder import Run
+from equilibria.lab.training.processes import Strategy
+
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Change a setting by its dotted name, as training.epochs=1; repeatable."
+    ),
+]
+ScaleOption = Annotated[
+    Scale, typer.Option(help="debug: seconds; reduced: the same on a small budget; full: the protocol of the paper.")
+]
+Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of all runs.")]
+Which = Literal["last", "best", "raw"]
+Devices = Annotated[int, typer.Option(min=1, help="Devices of this machine to train on.")]
+
+
+def train(
+    experiment: Annotated[str, typer.Argument(help="Its name; `equilibria list` has them.")],
+    assignments: Assignments = None,
+    seeds: Annotated[int, typer.Option(min=1, help="How many of the experiment's seeds to run, one after the other.")] = 1,
+    seed: Annotated[int | None, typer.Option(help="One seed of your own instead.")] = None,
+    scale: ScaleOption = "full",
+    devices: Devices = 1,
+    strategy: Annotated[
+        Strategy, typer.Option(help="Of several devices: ddp copies the model to each, fsdp shards it; auto: ddp.")
+    ] = "auto",
+    out: Out = Path("runs"),
+    folder: Annotated[
+        Path | None, typer.Option(help="Folder of the run itself, for one seed; default: OUT/EXPERIMENT/SCALE/seed-S.")
+    ] = None,
+    data: DataRoot = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train an experiment, or go on with it where it was interrupted."""
+    with explained():
+        jobs = _jobs(experiment, scale, assignments or [], seeds, seed, out, folder)
+        failures = run_jobs(jobs, Place(data, devices, strategy), at_once=1 if devices > 1 and len(jobs) > 1 else 0)
+    tell_failures(failures)
+    if not is_first_process():
+        return
+    summaries = {str(job.folder): Run.open(job.folder).summary or {} for job in jobs}
+    if as_json:
+        return show_json(summaries)
+    for path, summary in summaries.items():
+        typer.echo(f"{path}: {summary_line(summary['final'])} (last of {summary['epochs']} epochs)")
+
+
+def evaluate(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
+    which: Annotated[Which, typer.Option(help="Weights: last, best, or raw (last, never averaged).")] = "last",
+    data: DataRoot = None,
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate the model of a run on the test data."""
+    with explained():
+        metrics = evaluate_run(Run.open(run), which=which, root=data)
+    if as_json:
+        return show_json({"run": str(run), "which": which, "metrics": metrics})
+    show_table(f"{run}, {which} weights", ("metric", "value"), [(name, f"{value:.6g}") for name, value in metrics.items()])
+
+
+def _jobs(
+    name: str, scale: Scale, assignments: list[str], seeds: int, seed: int | None, out: Path, folder: Path | None
+) -> list[Job]:
+    found = find_experiment(name, scale).changed(assignments)
+    if folder is not None and seed is None and seeds > 1:
+        raise typer.BadParameter("--folder holds one run; leave it out for several --seeds.")
+    own = any(text.partition("=")[0].strip() == "training.seed" for text in assignments)
+    numbers = [seed] if seed is not None else [found.training.seed] if own else [seed_number(found, i) for i in range(seeds)]
+    if own and seeds > 1:
+        raise typer.BadParameter("--set training.seed=... is one seed; leave it out for several --seeds.")
+    base = out / name / scale
+    return [Job(name, found.seeded(number), folder or base / f"seed-{number}", tuple(assignments)) for number in numbers]

@@ -1,0 +1,125 @@
+"""reproduce and demo: the runs of a table, and its report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from equilibria.lab.cli.console import AsJson, DataRoot, explained, show_json, show_table
+from equilibria.lab.cli.running import run_jobs, say, tell_failures
+from equilibria.lab.cli.runs import Assignments, Devices, Out, ScaleOption
+from equilibria.lab.experiments.base import SCALES, Scale, Table
+from equilibria.lab.experiments.catalogue import table as find_table
+from equilibria.lab.experiments.catalogue import tables
+from equilibria.lab.experiments.digits import DIGITS
+from equilibria.lab.experiments.runner import Failure, Place, plan
+from equilibria.lab.reports.overview import write_overview
+from equilibria.lab.reports.table import Results, figure_text, plain
+from equilibria.lab.reports.write import NUMBERS, PAGE, TEXT, reported_scale, write_report
+
+
+def reproduce(
+    table: Annotated[str | None, typer.Argument(help="Its name; `equilibria list` has them.")] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="All tables, one after the other, and a page over them in the folder of --report.")
+    ] = False,
+    scale: ScaleOption = "full",
+    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds of every row; default: those of the protocol.")] = None,
+    rows: Annotated[list[str] | None, typer.Option("--row", help="Only this row; repeatable.")] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=1, help="Runs at once, each a process of its own; default: one, in debug scale in this process."),
+    ] = None,
+    assignments: Assignments = None,
+    devices: Devices = 1,
+    out: Out = Path("runs"),
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder of the report, with --all of all reports; default: beside the runs."),
+    ] = None,
+    data: DataRoot = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a published table, or --all, and report it beside the published figures; finished runs are not run again."""
+    with explained():
+        names = _chosen(table, everything, rows, assignments, as_json)
+        failures: list[Failure] = []
+        for name in names:
+            found = find_table(name)
+            planned = plan(found, scale, out, seeds=seeds, rows=rows or (), assignments=assignments or ())
+            for job in planned:
+                job.check_settings()
+            todo = [job for job in planned if not job.finished]
+            say(f"{found.name}, {scale}: {len(planned)} runs, {len(planned) - len(todo)} of them finished.")
+            here = jobs is None and scale == "debug" and devices == 1
+            failures += run_jobs(todo, Place(data, devices), at_once=0 if here else jobs or 1)
+            folder = report_folder(found, scale, out, report, everything=everything)
+            _show(write_report(found, scale, found.folder(out, scale), folder), folder, as_json)
+        if everything and report is not None:
+            typer.echo(f"overview: {write_overview(report, tables())}")
+    tell_failures(failures)
+
+
+def report_folder(table: Table, scale: Scale, out: Path, report: Path | None, *, everything: bool) -> Path:
+    """Where the report goes; with --all that of a larger scale is not replaced."""
+    own = table.folder(out, scale)
+    if report is None or not everything:
+        return report or own
+    before = reported_scale(report / table.name)
+    if before is None or SCALES.index(before) <= SCALES.index(scale):
+        return report / table.name
+    say(f"{report / table.name} has a report of the {before} scale, which stays; this one goes to {own}.")
+    return own
+
+
+def _chosen(
+    table: str | None, everything: bool, rows: list[str] | None, assignments: list[str] | None, as_json: bool
+) -> list[str]:
+    """The tables to run."""
+    if (table is None) != everything:
+        raise typer.BadParameter("Name one table, or give --all for all of them.")
+    if everything and (rows or assignments or as_json):
+        raise typer.BadParameter("--row, --set and --json are for one table, not for --all.")
+    return list(tables()) if table is None else [table]
+
+
+def demo(
+    out: Out = Path("runs"),
+    scale: ScaleOption = "full",
+) -> None:
+    """Train an equilibrium classifier of digits beside its explicit twin, and report: a minute, nothing to download."""
+    with explained():
+        found = find_table(DIGITS)
+        todo = [job for job in plan(found, scale, out) if not job.finished]
+        torch.set_num_threads(1)  # its kernels are too small for more, which would only wait for each other
+        failures = run_jobs(todo)
+        folder = found.folder(out, scale)
+        results = write_report(found, scale, folder)
+    _show(results, folder, as_json=False)
+    tell_failures(failures)
+
+
+def _show(results: Results, folder: Path, as_json: bool) -> None:
+    files = {"html": folder / PAGE, "markdown": folder / TEXT, "numbers": folder / NUMBERS}
+    if as_json:
+        return show_json(plain(results) | {"files": {kind: str(path) for kind, path in files.items()}})
+    titles = [row.title for row in results.table.rows]
+    show_table(results.table.title, [f"{results.scale} scale", *titles], _lines(results))
+    typer.echo("")
+    for verdict in results.verdicts():
+        typer.echo(f"{verdict.word}: {verdict.claim.text}. {verdict.seen}")
+    typer.echo(f"\nreport: {files['html']}\n        {files['markdown']}")
+
+
+def _lines(results: Results) -> list[list[str]]:
+    """A line per column of the table, the published figures below ours."""
+    lines = []
+    for column in results.table.columns:
+        lines.append([column.title, *(figure_text(results.figure(row.name, column), column) for row in results.table.rows)])
+        published = [row.published.get(column.name) for row in results.table.rows]
+        if any(published):
+            lines.append(["  published", *(figure_text(figure, column) for figure in published)])
+    return lines

@@ -1,0 +1,64 @@
+"""The datasets by name: what they are, whether their files are there, fetching and loading them."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+from typing import Any
+
+from equilibria.lab.data.download import Progress, obtain
+from equilibria.lab.data.entries import CATALOGUE, Info
+from equilibria.lab.data.files import FileState, data_root, state_of
+from equilibria.lab.data.sets import Dataset
+
+Root = str | os.PathLike[str] | None
+
+
+def names() -> list[str]:
+    """All datasets."""
+    return list(CATALOGUE)
+
+
+def info(name: str) -> Info:
+    """What is known of a dataset without loading it."""
+    key = name.lower().replace("_", "-")
+    if key not in CATALOGUE:
+        near = difflib.get_close_matches(key, CATALOGUE, n=3, cutoff=0.5)
+        hint = f"Did you mean {' or '.join(near)}?" if near else f"There are: {', '.join(CATALOGUE)}."
+        raise ValueError(f"There is no dataset {name!r}. {hint}")
+    return CATALOGUE[key]
+
+
+def load(
+    name: str, root: Root = None, *, download: bool = True, progress: Progress | None = None, **options: Any
+) -> Dataset[Any]:
+    """A dataset in memory; files that are missing are fetched first.
+
+        mnist = data.load("mnist")
+        mnist.train.x  # uint8 (60000, 1, 28, 28)
+
+    root      folder of all data; None: $EQUILIBRIA_DATA, else a cache of the user
+    download  whether missing files may be fetched
+    progress  called with file name, bytes there and bytes in all (or None) while they are
+    options   of the set: `info(name).options`
+    """
+    entry = info(name)
+    if unknown := sorted(set(options) - set(entry.options)):
+        known = ", ".join(f"{key}={value!r}" for key, value in entry.options.items()) or "none"
+        raise TypeError(f"{entry.name} has no option {', '.join(unknown)}. Its options are: {known}.")
+    if not entry.files:
+        return entry.read(**options)
+    paths = obtain(entry.name, entry.files, data_root(root), progress, download=download, manual=entry.manual)
+    return entry.read(paths, **options)
+
+
+def fetch(name: str, root: Root = None, progress: Progress | None = None) -> list[Path]:
+    """Where the files of a dataset stand, after fetching those that are missing."""
+    entry = info(name)
+    return list(obtain(entry.name, entry.files, data_root(root), progress, manual=entry.manual).values())
+
+
+def check(name: str, root: Root = None) -> dict[str, FileState]:
+    """The state of each file of a dataset, by its path below the data root. Reads them whole where a checksum is known."""
+    return {file.path: state_of(file, data_root(root)) for file in info(name).files}

@@ -1,0 +1,113 @@
+"""Files below a data root: where they are looked for, whether they are the official ones, how they are written."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+CHUNK = 1 << 18
+
+
+class DataError(RuntimeError):
+    """A data file is missing, damaged or not of the expected kind; the message names it."""
+
+
+@dataclass(frozen=True)
+class Archive:
+    """A zip or tar file that holds others.
+
+    path      below the data root; one that stands there is used before anything is downloaded
+    checksum  "md5:..." or "sha256:..."; empty where none is published
+    """
+
+    path: str
+    urls: tuple[str, ...]
+    checksum: str = ""
+
+
+@dataclass(frozen=True)
+class File:
+    """A file of a dataset in its official format.
+
+    path      below the data root
+    urls      of the file itself: the addresses tried in turn
+    checksum  "md5:..." or "sha256:..." of the official file; empty where none is known
+    archive   that holds the file, under the same base name
+    also      other places below the data root where it may stand
+    """
+
+    path: str
+    urls: tuple[str, ...] = ()
+    checksum: str = ""
+    archive: Archive | None = None
+    also: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
+
+    def locate(self, root: Path) -> Path | None:
+        places = (root / path for path in (self.path, *self.also))
+        return next((place for place in places if place.is_file()), None)
+
+
+class FileState(Enum):
+    PRESENT = "present"
+    UNVERIFIED = "present, no official checksum to compare"
+    DIFFERS = "differs from the official file"
+    MISSING = "missing"
+
+
+def data_root(root: str | os.PathLike[str] | None = None) -> Path:
+    """The folder of all data: `root`, else $EQUILIBRIA_DATA, else equilibria/data in the user's cache."""
+    chosen = root or os.environ.get("EQUILIBRIA_DATA")
+    if chosen:
+        return Path(chosen).expanduser()
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache) if cache else Path.home() / ".cache") / "equilibria" / "data"
+
+
+def state_of(file: File, root: Path) -> FileState:
+    place = file.locate(root)
+    if place is None:
+        return FileState.MISSING
+    if not file.checksum or place.name != file.name:  # another name, another form: not gzipped, say
+        return FileState.UNVERIFIED
+    return FileState.PRESENT if matches(place, file.checksum) else FileState.DIFFERS
+
+
+def matches(path: Path, checksum: str) -> bool:
+    """Whether a file has this checksum; any has the empty one."""
+    algorithm, _, expected = checksum.partition(":")
+    return not checksum or digest(path, algorithm) == expected
+
+
+def digest(path: Path, algorithm: str = "sha256") -> str:
+    sums = hashlib.new(algorithm)
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK):
+            sums.update(chunk)
+    return sums.hexdigest()
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """One process at a time, where the system can lock folders: ranks that start together must not download twice."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        import fcntl
+
+        descriptor = os.open(folder, os.O_RDONLY)
+    except (ImportError, OSError):  # Windows
+        yield
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,88 @@
+"""Experiments and tables by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from equilibria.lab.experiments.base import Experiment, Row, Scale, Table
+from equilibria.lab.experiments.copy_task import tables as copy_tables
+from equilibria.lab.experiments.digits import tables as digits_tables
+from equilibria.lab.experiments.graph_tables import tables as graph_tables
+from equilibria.lab.experiments.jacobian_tables import tables as jacobian_tables
+from equilibria.lab.experiments.jfb import tables as jfb_tables
+from equilibria.lab.experiments.language_memory import tables as language_memory_tables
+from equilibria.lab.experiments.language_methods import tables as language_method_tables
+from equilibria.lab.experiments.language_phantom import tables as language_phantom_tables
+from equilibria.lab.experiments.language_tables import tables as language_tables
+from equilibria.lab.experiments.memory_tables import tables as memory_tables
+from equilibria.lab.experiments.monotone_tables import tables as monotone_tables
+from equilibria.lab.experiments.phantom_tables import tables as phantom_tables
+from equilibria.lab.experiments.prompts import tables as prompt_tables
+from equilibria.lab.experiments.segmentation import tables as segmentation_tables
+from equilibria.lab.experiments.skip_tables import tables as skip_tables
+from equilibria.lab.experiments.skip_vision import tables as skip_vision_tables
+from equilibria.lab.experiments.trellis_tables import tables as trellis_tables
+from equilibria.lab.experiments.wikitext_tables import tables as wikitext_tables
+from equilibria.models.registry import nearest
+
+
+class UnknownName(ValueError):  # noqa: N818
+    """No experiment or table of that name; the message tells the nearest ones."""
+
+
+@cache
+def tables() -> dict[str, Table]:
+    """All tables."""
+    found = (
+        *digits_tables(),
+        *skip_tables(),
+        *skip_vision_tables(),
+        *jfb_tables(),
+        *monotone_tables(),
+        *jacobian_tables(),
+        *phantom_tables(),
+        *memory_tables(),
+        *segmentation_tables(),
+        *prompt_tables(),
+        *graph_tables(),
+        *copy_tables(),
+        *language_tables(),
+        *trellis_tables(),
+        *wikitext_tables(),
+        *language_method_tables(),
+        *language_phantom_tables(),
+        *language_memory_tables(),
+    )
+    return {table.name: table for table in found}
+
+
+def table(name: str) -> Table:
+    """A published table by its name."""
+    if name not in tables():
+        raise UnknownName(f"There is no table {name!r}. {nearest(name, tables())}")
+    return tables()[name]
+
+
+def experiments() -> dict[str, Callable[[Scale], Experiment[Any]]]:
+    """All experiments: the rows of all tables."""
+    return {f"{table.name}-{row.name}": row.experiment for table in tables().values() for row in table.rows}
+
+
+def experiment(name: str, scale: Scale = "full") -> Experiment[Any]:
+    """A row of a table by its name, TABLE-ROW."""
+    known = experiments()
+    if name in tables():
+        raise UnknownName(f"{name} is a table, of several experiments: `equilibria reproduce {name}` runs them all.")
+    if name not in known:
+        raise UnknownName(f"There is no experiment {name!r}. {nearest(name, known)}")
+    return known[name](scale)
+
+
+def row(table: Table, name: str) -> Row:
+    """A row of a table by name."""
+    names = [row.name for row in table.rows]
+    if name not in names:
+        raise UnknownName(f"{table.name} has no row {name!r}. {nearest(name, names)}")
+    return table.row(name)

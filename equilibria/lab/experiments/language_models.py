@@ -1,0 +1,217 @@
+"""Language models by their settings: which network, how it is solved and how it is differentiated."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from equilibria._core.loop import Stop
+from equilibria.gradients.base import Gradient
+from equilibria.gradients.implicit import Implicit
+from equilibria.gradients.phantom import JFB, NeumannPhantom, UnrolledPhantom
+from equilibria.models.language.adaptive_vocabulary import AdaptiveVocabulary, VocabularyConfig
+from equilibria.models.language.deq_transformer import DEQTransformer, Start, TransformerXL
+from equilibria.models.language.sequence import GRUModel, SequenceModel
+from equilibria.models.language.transformer_configs import (
+    TRANSFORMER_CONFIGS,
+    TRANSFORMER_XL_CONFIGS,
+    NormPlace,
+    TransformerConfig,
+)
+from equilibria.models.language.trellis_cell import TRELLIS_CONFIGS, TrellisConfig
+from equilibria.models.language.trellisnet import TrellisNet
+from equilibria.solvers.anderson import Anderson
+from equilibria.solvers.base import Solver, require
+from equilibria.solvers.broyden import Broyden
+from equilibria.solvers.krylov import GMRES
+from equilibria.solvers.picard import Picard
+
+Kind = Literal["transformer", "untied", "trellis", "gru"]
+Checkpointing = Literal["sqrt", "recursive"]
+Solving = Literal["anderson", "broyden", "picard"]
+Differentiating = Literal["implicit", "upg", "npg", "jfb"]
+Adjoint = Literal["gmres", "broyden"]
+
+NEVER = 1e-30  # a tolerance that no solve meets
+
+_NAMES: dict[Kind, tuple[str, ...]] = {
+    "transformer": tuple(TRANSFORMER_CONFIGS),
+    "untied": tuple(TRANSFORMER_XL_CONFIGS),
+    "trellis": tuple(TRELLIS_CONFIGS),
+    "gru": ("60",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageModel:
+    """A sequence model; None: as its configuration says.
+
+    kind            "transformer" and "trellis" are equilibria, or explicit stacks of one layer with a depth; "untied" is
+                    Transformer-XL, with layers of their own
+    size            a name of TRANSFORMER_CONFIGS, TRANSFORMER_XL_CONFIGS or TRELLIS_CONFIGS; of "gru" its units
+    depth           of the explicit stack; the number of layers of "untied"
+    checkpoint      of explicit ones: what is kept for backward
+    solver          of the equilibrium; None: Anderson's method, TrellisNet's is Broyden's
+    gradient        of it; `phantom_steps` and `damping` are those of "upg" and "npg"
+    adjoint         of the linear systems of "implicit": "broyden", as published, takes all of `backward_steps`, however
+                    good it is before
+    directions      that "gmres" keeps; None: 4 to 20, as they are needed
+    eval_steps      limit of the solver in evaluation; None: as in training
+    start           of a transformer's solves; None: zero
+    gain            factor on the initial matrices of a transformer. They begin with a deviation of 0.01, as released; the
+                    DEQ paper says 0.05
+    cutoffs         of an adaptive softmax; `divisor` makes the vectors of transformers shorter from cluster to cluster
+    vectors         width of the words' vectors, where it is not that of the transformer
+    width, heads, inner, hidden, dropout, norm, ...  of the configuration; `hidden` and `embedding` are TrellisNet's
+    """
+
+    kind: Kind = "transformer"
+    size: str = "nano"
+    depth: int | None = None
+    checkpoint: Checkpointing | None = None
+    solver: Solving | None = None
+    gradient: Differentiating = "implicit"
+    phantom_steps: int = 5
+    damping: float = 0.8
+    adjoint: Adjoint = "gmres"
+    directions: int | None = None
+    tolerance: float | None = None
+    forward_steps: int | None = None
+    backward_steps: int | None = None
+    eval_steps: int | None = None
+    start: Start | None = None
+    pretraining_depth: int | None = None
+    memory: int | None = None
+    eval_memory: int | None = None
+    norm: NormPlace | None = None
+    skip_from_norm: bool | None = None
+    dropout: float | None = None
+    width: int | None = None
+    heads: int | None = None
+    inner: int | None = None
+    embedding: int | None = None
+    hidden: int | None = None
+    gain: float = 1.0
+    cutoffs: tuple[int, ...] | None = None
+    divisor: int | None = None
+    vectors: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind == "gru":
+            require(self.size.isdigit() and int(self.size) > 0, f"The size of a gru is its units, got {self.size!r}.")
+        else:
+            names = _NAMES[self.kind]
+            require(self.size in names, f"size of {self.kind} must be one of {', '.join(names)}, got {self.size!r}.")
+        require(
+            self.checkpoint is None or self.kind == "untied" or self.depth is not None,
+            "checkpoint is for explicit networks: give a depth as well.",
+        )
+
+    def model(self, tokens: int) -> SequenceModel:
+        match self.kind:
+            case "gru":
+                return GRUModel(tokens, int(self.size))
+            case "untied":
+                return self._widened(TransformerXL(self.transformer(tokens), layers=self.depth, checkpoint=self.checkpoint))
+            case "trellis":
+                return self._trellis(tokens)
+        config = self.transformer(tokens)
+        parts = self._parts(config)
+        return self._widened(
+            DEQTransformer(config, **parts, depth=self.depth, checkpoint=self.checkpoint, start=self.start or "zero")
+        )
+
+    def transformer(self, tokens: int) -> TransformerConfig:
+        """The configuration, with what is changed of it."""
+        config = (TRANSFORMER_XL_CONFIGS if self.kind == "untied" else TRANSFORMER_CONFIGS)[self.size]
+        vocabulary = config.vocabulary
+        chosen = VocabularyConfig(
+            tokens=tokens,
+            width=self.vectors or vocabulary.width,
+            cutoffs=tuple(c for c in (vocabulary.cutoffs if self.cutoffs is None else self.cutoffs) if c < tokens),
+            divisor=self.divisor or vocabulary.divisor,
+            tied=vocabulary.tied,
+            shared_projections=vocabulary.shared_projections,
+        )
+        changes = self._changes(
+            "tolerance", "forward_steps", "backward_steps", "pretraining_depth", "memory", "eval_memory", "norm",
+            "skip_from_norm", "dropout", "width", "heads", "inner",
+        )  # fmt: skip
+        changed: TransformerConfig = dataclasses.replace(config, vocabulary=chosen, **changes)
+        if self.width is None and self.heads is None:
+            return changed
+        require(changed.width % changed.heads == 0, f"{changed.heads} heads do not share a width of {changed.width} evenly.")
+        return dataclasses.replace(changed, head_width=changed.width // changed.heads)
+
+    def trellis(self, tokens: int) -> TrellisConfig:
+        changes = self._changes(
+            "tolerance", "forward_steps", "backward_steps", "pretraining_depth", "embedding", "hidden"
+        )  # fmt: skip
+        return dataclasses.replace(TRELLIS_CONFIGS[self.size], tokens=tokens, **changes)
+
+    @property
+    def forward_limit(self) -> int:
+        """Steps of the solver in training."""
+        config = self.trellis(1) if self.kind == "trellis" else self.transformer(1)
+        return config.forward_steps
+
+    def _trellis(self, tokens: int) -> TrellisNet:
+        config = self.trellis(tokens)
+        parts = self._parts(config)
+        net = TrellisNet(config, **parts, depth=self.depth, checkpoint=self.checkpoint)
+        if cutoffs := tuple(c for c in self.cutoffs or () if c < tokens):
+            require(config.experts == 1, f"cutoffs are for one softmax, and this mixture has {config.experts}.")
+            net.vocabulary = AdaptiveVocabulary(VocabularyConfig(tokens=tokens, cutoffs=cutoffs), config.embedding)
+        return net
+
+    def _widened(self, model: SequenceModel) -> SequenceModel:
+        """With matrices `gain` times as large; of those with weight norm the lengths of their rows."""
+        if self.gain != 1:
+            with torch.no_grad():
+                for name, weight in model.named_parameters():
+                    length = name.endswith("weight.original0")
+                    if length or (weight.dim() > 1 and "parametrizations" not in name):
+                        weight.mul_(self.gain)
+        return model
+
+    def _changes(self, *names: str) -> dict[str, Any]:
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+    def _parts(self, config: TransformerConfig | TrellisConfig) -> dict[str, Any]:
+        """Solver, stops and gradient; the limit in evaluation does not follow that of training, which may be drawn."""
+        training = Stop(rtol=config.tolerance, atol=0.0, max_steps=config.forward_steps, on_failure="ignore")
+        evaluation = dataclasses.replace(training, max_steps=self.eval_steps or config.forward_steps)
+        return {
+            "solver": self._solver(config.forward_steps),
+            "stop": training,
+            "eval_stop": evaluation,
+            "gradient": self._gradient(config),
+        }
+
+    def _solver(self, steps: int) -> Solver[Any]:
+        match self.solver:
+            case None:
+                return Broyden() if self.kind == "trellis" else Anderson()
+            case "anderson":
+                return Anderson()
+            case "broyden":
+                return Broyden(history=max(steps, 1))
+            case "picard":
+                return Picard()
+
+    def _gradient(self, config: TransformerConfig | TrellisConfig) -> Gradient:
+        match self.gradient:
+            case "upg":
+                return UnrolledPhantom(steps=self.phantom_steps, damping=self.damping)
+            case "npg":
+                return NeumannPhantom(steps=self.phantom_steps, damping=self.damping)
+            case "jfb":
+                return JFB()
+        stop = Stop(rtol=config.tolerance, atol=0.0, max_steps=config.backward_steps, on_failure="ignore")
+        if self.adjoint == "gmres":
+            return Implicit(solver=GMRES(restart=self.directions), stop=stop)
+        all_steps = dataclasses.replace(stop, rtol=NEVER)
+        return Implicit(solver=Broyden(history=max(config.backward_steps, 1)), stop=all_steps)

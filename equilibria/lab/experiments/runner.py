@@ -1,0 +1,235 @@
+"""Running experiments: here, or several at once as processes of their own; finished ones are not run again."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from equilibria.lab.experiments.base import MACHINE, Experiment, Scale, Table, run_folder
+from equilibria.lab.experiments.catalogue import row as find_row
+from equilibria.lab.reports.gallery import write_gallery
+from equilibria.lab.reports.run import write_run_report
+from equilibria.lab.training.durable import replace_file
+from equilibria.lab.training.folder import SUMMARY, Run, Summary, check_settings, whole_config
+from equilibria.lab.training.listeners import Listener
+from equilibria.lab.training.processes import Strategy
+from equilibria.lab.training.trainer import Trainer
+
+LOG = "log.txt"
+POLL = 0.5  # seconds between two looks at the processes
+
+
+@dataclass(frozen=True)
+class Job:
+    """An experiment, its seed set, and the folder its run lies in. `row` is its name for people."""
+
+    row: str
+    experiment: Experiment[Any]
+    folder: Path
+    assignments: tuple[str, ...] = ()
+
+    @property
+    def seed(self) -> int:
+        return self.experiment.training.seed
+
+    @property
+    def label(self) -> str:
+        return f"{self.row} seed {self.seed}"
+
+    @property
+    def finished(self) -> bool:
+        return (self.folder / SUMMARY).is_file()
+
+    def check_settings(self) -> None:
+        """Refuse to take a finished run of other settings for this one."""
+        if self.finished:
+            check_settings(self.folder, whole_config(self.experiment.config(), self.experiment.training))
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A run that ended with an error."""
+
+    job: Job
+    reason: str
+
+
+def plan(
+    table: Table,
+    scale: Scale,
+    out: Path,
+    *,
+    seeds: int | None = None,
+    rows: Sequence[str] = (),
+    assignments: Sequence[str] = (),
+) -> list[Job]:
+    """The runs of a table, seed by seed: the first seed of every row comes before the second of any."""
+    chosen = [find_row(table, name) for name in rows] or list(table.rows)
+    count = table.seeds[scale] if seeds is None else seeds
+    base = table.folder(out, scale)
+    jobs = []
+    for place in range(count):
+        for row in chosen:
+            experiment = row.experiment(scale).changed(assignments)
+            seeded = experiment.seeded(seed_number(experiment, place))
+            jobs.append(Job(row.name, seeded, run_folder(base, row.name, seeded.training.seed), tuple(assignments)))
+    return jobs
+
+
+def seed_number(experiment: Experiment[Any], place: int) -> int:
+    """The experiment's own seeds in turn; beyond them, the smallest numbers that are none of them."""
+    if place < len(experiment.seeds):
+        return experiment.seeds[place]
+    others = (n for n in range(place + 1 + len(experiment.seeds)) if n not in experiment.seeds)
+    return list(others)[place - len(experiment.seeds)]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where jobs run: folder of the datasets (None: the default one), devices of this machine, how they share the work."""
+
+    root: Path | None = None
+    devices: int = 1
+    strategy: Strategy = "auto"
+
+
+HERE = Place()
+
+
+def run_here(job: Job, place: Place = HERE, listener: Listener | None = None) -> Summary:
+    """Run a job in this process, or go on with it."""
+    job.folder.mkdir(parents=True, exist_ok=True)
+    replace_file(job.folder / MACHINE, json.dumps(machine()).encode())
+    e = job.experiment
+    options: dict[str, Any] = {"root": place.root, "devices": place.devices, "strategy": place.strategy}
+    trainer = Trainer(e.task(), e.training, job.folder, config=e.config(), listener=listener, **options)
+    summary = trainer.fit()
+    if trainer.fabric.is_global_zero:
+        _keep_gallery(job, place.root)
+        write_run_report(job.folder)
+    return summary
+
+
+def run_apart(
+    jobs: Sequence[Job],
+    *,
+    at_once: int,
+    place: Place = HERE,
+    watch: Callable[[Job, str], None] = lambda job, event: None,
+) -> list[Failure]:
+    """Run jobs as processes, so many at once; `watch` is told "started", "finished" or "failed" and each epoch of each."""
+    waiting, failures = list(jobs), []
+    running: dict[Job, subprocess.Popen[bytes]] = {}
+    seen: dict[Job, int] = {}
+    with _interruptible(running):
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                job = waiting.pop(0)
+                running[job] = _start(job, at_once, place)
+                watch(job, "started")
+            time.sleep(POLL)
+            for job, process in list(running.items()):
+                _tell_epochs(job, seen, watch)
+                if process.poll() is None:
+                    continue
+                del running[job]
+                if process.returncode:
+                    failures.append(Failure(job, _last_words(job, process.returncode)))
+                watch(job, "failed" if process.returncode else "finished")
+    return failures
+
+
+def command(job: Job, place: Place) -> list[str]:
+    """The command line that runs a job."""
+    e = job.experiment
+    words = [sys.executable, "-m", "equilibria", "train", e.name, "--scale", e.scale, "--seed", str(job.seed)]
+    words += ["--folder", str(job.folder), "--devices", str(place.devices), "--strategy", place.strategy]
+    words += ["--data", str(place.root)] if place.root is not None else []
+    return words + [word for text in job.assignments for word in ("--set", text)]
+
+
+def machine() -> dict[str, Any]:
+    """What the times of a run depend on."""
+    found = {
+        "processor": _processor(),
+        "cores": f"{os.cpu_count()} cores",
+        "threads": f"{torch.get_num_threads()} threads of torch",
+    }
+    if torch.cuda.is_available():
+        found["devices"] = torch.cuda.get_device_name()
+    return found
+
+
+def _keep_gallery(job: Job, root: Path | None) -> None:
+    """The task's own pictures, with their titles beside them."""
+    task = job.experiment.task()
+    drawn = task.gallery(Run.open(job.folder).model(task, "last"), root, job.experiment.training)
+    if drawn:
+        write_gallery(job.folder, drawn)
+
+
+def _start(job: Job, at_once: int, place: Place) -> subprocess.Popen[bytes]:
+    job.folder.mkdir(parents=True, exist_ok=True)
+    threads = max(1, (os.cpu_count() or 1) // at_once)
+    environment = {"OMP_NUM_THREADS": str(threads)} | os.environ
+    with open(job.folder / LOG, "ab") as log:
+        # a session of its own: Ctrl-C reaches this process alone, which passes it on once
+        return subprocess.Popen(
+            command(job, place), stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+
+
+@contextmanager
+def _interruptible(running: dict[Job, subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Pass an interruption on to the processes and wait for the checkpoints they write; no process outlives this one."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # not the main thread
+        before = None
+    try:
+        yield
+    finally:
+        for process in running.values():
+            process.send_signal(signal.SIGINT)
+        for process in running.values():
+            process.wait()
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _tell_epochs(job: Job, seen: dict[Job, int], watch: Callable[[Job, str], None]) -> None:
+    if not (job.folder / "config.json").is_file():
+        return
+    records = Run.open(job.folder).metrics
+    for record in records[seen.get(job, 0) :]:
+        watch(job, f"epoch {record['epoch']}")
+    seen[job] = len(records)
+
+
+def _last_words(job: Job, code: int) -> str:
+    lines = (job.folder / LOG).read_text(errors="replace").strip().splitlines()[-6:]
+    return "\n".join([f"exit code {code}; {job.folder / LOG} ends with:", *lines])
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

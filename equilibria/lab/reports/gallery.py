@@ -1,0 +1,31 @@
+"""Pictures that a task drew of its trained model, kept in the folder of the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from equilibria.lab.training.durable import replace_file
+
+FOLDER, TITLES = "gallery", "titles.json"
+SHOW_DATA = ("segmentation",)  # samples of a dataset: they stay beside the runs, since a report elsewhere may be published
+
+
+def write_gallery(run: Path, pictures: Mapping[str, tuple[str, bytes]]) -> None:
+    """(title, PNG) by name."""
+    folder = run / FOLDER
+    folder.mkdir(exist_ok=True)
+    for name, (_, content) in pictures.items():
+        replace_file(folder / f"{name}.png", content)
+    titles = {name: title for name, (title, _) in pictures.items()}
+    replace_file(folder / TITLES, json.dumps(titles).encode())  # last: it says that all of them are there
+
+
+def read_gallery(run: Path) -> dict[str, tuple[str, bytes]]:
+    """What `write_gallery` kept, or nothing."""
+    index = run / FOLDER / TITLES
+    if not index.is_file():
+        return {}
+    titles: dict[str, str] = json.loads(index.read_text())
+    return {name: (title, (run / FOLDER / f"{name}.png").read_bytes()) for name, title in titles.items()}

@@ -1,0 +1,93 @@
+"""One page over the reports of many tables: what was run, and every claim with its verdict."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from equilibria.lab.experiments.base import Table
+from equilibria.lab.reports.markdown import MARKS
+from equilibria.lab.reports.write import NUMBERS, TEXT
+from equilibria.lab.training.durable import replace_file
+
+PAGE = "README.md"
+NOTES = "NOTES.md"  # written by hand, shown at the end
+NUMBERED = {
+    "C1": "Skip DEQ and V2 need fewer evaluations at equal accuracy",
+    "C2": "a continuous Skip DEQ converges where the plain one meets its limit of evaluations",
+    "C3": "Jacobian regularization saves evaluations at about equal accuracy; without it, stopping early costs accuracy",
+    "C4": "a training step with Jacobian regularization takes longer than one of Skip DEQ",
+    "C5": "the Jacobian-free gradient is as accurate as the exact one, in less time",
+    "C6": "an implicit ResNet is as good as its explicit twin",
+    "C7": "a training step with an unrolled phantom gradient is faster than an implicit one, at about equal accuracy",
+    "C8": "phantom gradients point uphill: their cosine with the exact gradient is positive, and rises with their steps",
+    "C9": "Neumann phantom gradients of many steps degrade where the cell expands, unrolled ones do not",
+    "C10": "memory does not grow with the solver's steps; it grows with a stack's layers, with checkpoints as their root",
+    "C11": "a step of an equilibrium takes longer than one of an explicit network, which is no better for its parameters",
+    "C12": "stacks of one layer approach a fixed point with depth",
+    "C13": "implicit graph networks are as accurate with phantom gradients as with exact ones",
+    "C14": "implicit training loses accuracy without unrolled pre-training, training with phantom gradients does not",
+}
+WORDS = {True: "held", False: "did not hold", None: "undecided"}
+
+
+def write_overview(folder: Path, tables: Mapping[str, Table]) -> Path:
+    """Read folder/TABLE/table.json, tables in this order, and write folder/README.md."""
+    found = {
+        name: json.loads((folder / name / NUMBERS).read_text()) for name in tables if (folder / name / NUMBERS).is_file()
+    }
+    others = [table for name, table in tables.items() if name not in found]
+    notes = (folder / NOTES).read_text() if (folder / NOTES).is_file() else ""
+    replace_file(folder / PAGE, page(found, others, notes).encode())
+    return folder / PAGE
+
+
+def page(tables: Mapping[str, Mapping[str, Any]], others: Sequence[Table], notes: str = "") -> str:
+    """`tables` are what `reports.table.plain` gives, by name; `others` have not been run."""
+    parts = [
+        "# Results",
+        "Every folder is the report of one table, written from its runs: figures beside the published ones, the claims, the "
+        "protocol, curves. The tables on this page are written from them; only the notes at its end are by hand. Each "
+        "command runs its table; finished runs are not run again. `equilibria reproduce --all --scale reduced --report "
+        "results` runs all of them, and leaves reports of the full scale as they are.",
+        "\n".join([*_listing(tables), *map(_unreported, others)]),
+        "## Claims",
+        "What the papers say, and what these runs show of it. Commands begin with `equilibria`, and lead to the report they "
+        "write. Some claims are made by several papers, and are numbered:",
+        "\n".join(f"- {number}: {text}." for number, text in NUMBERED.items()),
+        "\n".join(_claims(tables)),
+    ]
+    return "\n\n".join([*parts, notes.strip()] if notes.strip() else parts) + "\n"
+
+
+def _listing(tables: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    lines = ["| table | source | scale | runs | claims |", "|---|---|---|---:|---|"]
+    for name, table in tables.items():
+        runs = sum(len(row["runs"]) for row in table["rows"].values())
+        verdicts = [WORDS[claim["held"]] for claim in table["claims"]]
+        counted = ", ".join(f"{verdicts.count(word)} {word}" for word in WORDS.values() if word in verdicts)
+        lines.append(f"| [{name}]({name}/{TEXT}) | {table['source']} | {table['scale']} | {runs} | {counted or '–'} |")
+    return lines
+
+
+def _unreported(table: Table) -> str:
+    return f"| `equilibria reproduce {table.name}` | {table.source} | | not run | {len(table.claims)} to judge |"
+
+
+def _claims(tables: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    lines = ["| | claim | published | ours | verdict | command |", "|---|---|---|---|---|---|"]
+    rows = [(claim.get("id", ""), claim, name) for name, table in tables.items() for claim in table["claims"]]
+    for identity, claim, name in sorted(rows, key=lambda row: _place(row[0])):
+        verdict = MARKS[WORDS[claim["held"]]]
+        published, scale = claim.get("published", "–"), tables[name]["scale"]
+        command = f"[`reproduce {name} --scale {scale}`]({name}/{TEXT})"
+        lines.append(f"| {identity} | {claim['claim']} | {published} | {claim['seen']} | {verdict} | {command} |")
+    return lines
+
+
+def _place(identity: str) -> int:
+    """C1, C2, ..., and what has no number after them."""
+    number = identity.removeprefix("C")
+    return int(number) if number.isdigit() else 1000

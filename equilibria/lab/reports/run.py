@@ -1,0 +1,86 @@
+"""The report of a single run, in its own folder: every metric over the epochs, and the settings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from equilibria.analysis.plots import COLOURS, finish, new_axes, png
+from equilibria.lab.reports.document import document, plots
+from equilibria.lab.reports.gallery import read_gallery
+from equilibria.lab.training.durable import replace_file
+from equilibria.lab.training.folder import Run
+
+PAGE = "report.html"
+LOGARITHMIC = ("loss", "residual", "residual_max", "lr")
+
+
+def write_run_report(folder: Path) -> Path:
+    """Read the run and write its plots and page; the path of the page."""
+    run = Run.open(folder)
+    drawn = {name: (name.replace("_", " "), content) for name, content in _pictures(run).items()}
+    for name, (_, content) in drawn.items():
+        (folder / "plots").mkdir(exist_ok=True)
+        replace_file(folder / "plots" / f"{name}.png", content)
+    replace_file(folder / PAGE, _page(run, read_gallery(folder) | drawn).encode())
+    return folder / PAGE
+
+
+def _page(run: Run, drawn: Mapping[str, tuple[str, bytes]]) -> str:
+    name = str(run.config.get("experiment", run.folder.name))
+    epochs, wanted = len(run.metrics), run.config["training"]["epochs"]
+    state = f"{epochs} epochs" if run.summary is not None else f"{epochs} of {wanted} epochs, not finished"
+    last = _table(run.metrics[-1]) if run.metrics else "<p>No epoch is finished.</p>"
+    settings = escape(json.dumps({key: run.config[key] for key in run.config if key != "experiment"}, indent=1))
+    body = f"<h1>{escape(name)} <span class='scale'>{state}</span></h1>\n<h2>Last epoch</h2>\n{last}"
+    return document(name, f"{body}\n<h2>Curves</h2>\n{plots(drawn)}\n<h2>Settings</h2>\n<pre>{settings}</pre>")
+
+
+def _table(record: Mapping[str, Any]) -> str:
+    splits = record["split"]
+    names = list(dict.fromkeys(name for metrics in splits.values() for name in metrics))
+    head = "".join(f"<th>{escape(split)}</th>" for split in splits)
+    lines = [
+        f"<tr><td>{escape(name)}</td>{''.join(f'<td>{_number(metrics.get(name))}</td>' for metrics in splits.values())}</tr>"
+        for name in names
+    ]
+    others = [
+        f"<tr><td>{escape(name)}</td><td colspan='{len(splits)}'>{_number(value)}</td></tr>"
+        for name, value in _scalars(record)
+    ]
+    return f"<table><tr><th></th>{head}</tr>{''.join(lines + others)}</table>"
+
+
+def _scalars(record: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """Of the epoch as a whole."""
+    skipped = ("epoch", "step", "split")
+    return [(name, value) for name, value in record.items() if name not in skipped and isinstance(value, (int, float))]
+
+
+def _number(value: Any) -> str:
+    return "–" if not isinstance(value, (int, float)) else f"{value:.6g}"
+
+
+def _pictures(run: Run) -> dict[str, bytes]:
+    """A plot per metric, with a line per split."""
+    lines: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for record in run.metrics:
+        found = [(split, name, value) for split, metrics in record["split"].items() for name, value in metrics.items()]
+        found += [("", name, value) for name, value in _scalars(record)]
+        for split, name, value in found:
+            if isinstance(value, (int, float)) and (value > 0 or name not in LOGARITHMIC):
+                lines.setdefault(name, {}).setdefault(split, []).append((record["epoch"], value))
+    return {name: _drawn(name, splits) for name, splits in lines.items()}
+
+
+def _drawn(name: str, splits: Mapping[str, list[tuple[float, float]]]) -> bytes:
+    axes = new_axes()
+    for i, (split, points) in enumerate(splits.items()):
+        x, y = zip(*points, strict=True)
+        axes.plot(x, y, color=COLOURS[i % len(COLOURS)], marker="." if len(x) == 1 else None, lw=1.8, label=split or None)
+    if any(splits):
+        axes.legend(frameon=False, fontsize=8)
+    return png(finish(axes, "epoch", name.replace("_", " "), log=name in LOGARITHMIC))

@@ -1,0 +1,36 @@
+"""Writing a table's report: HTML, Markdown, numbers and pictures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from equilibria.lab.experiments.base import SCALES, Scale, Table
+from equilibria.lab.reports.figures import pictures
+from equilibria.lab.reports.html import page as html_page
+from equilibria.lab.reports.markdown import page as markdown_page
+from equilibria.lab.reports.table import Results, collect, plain
+from equilibria.lab.training.durable import replace_file
+
+PAGE, TEXT, NUMBERS = "report.html", "report.md", "table.json"
+
+
+def write_report(table: Table, scale: Scale, runs: Path, folder: Path | None = None) -> Results:
+    """Read the runs below `runs` and write their report there, or to another folder, but for pictures of the data."""
+    results = collect(table, scale, runs)
+    drawn, folder = pictures(results, with_data=folder is None), runs if folder is None else folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, (_, content) in drawn.items():
+        replace_file(folder / f"{name}.png", content)
+    titles = {f"{name}.png": title for name, (title, _) in drawn.items()}
+    replace_file(folder / NUMBERS, (json.dumps(plain(results), indent=1) + "\n").encode())
+    replace_file(folder / TEXT, markdown_page(results, titles).encode())
+    replace_file(folder / PAGE, html_page(results, drawn).encode())
+    return results
+
+
+def reported_scale(folder: Path) -> Scale | None:
+    """Of the report in a folder; None where there is none."""
+    file = folder / NUMBERS
+    scale = json.loads(file.read_bytes()).get("scale") if file.exists() else None
+    return next((known for known in SCALES if known == scale), None)

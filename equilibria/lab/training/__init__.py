@@ -1,0 +1,36 @@
+"""Training: one loop for all experiments, and the folders of its runs.
+
+from equilibria.lab import training
+
+summary = training.Trainer(task, training.Training(epochs=10), Path("runs/digits")).fit()
+"""
+
+from equilibria.lab.training.checkpoints import CorruptCheckpointError
+from equilibria.lab.training.folder import Run, Summary
+from equilibria.lab.training.listeners import Listener, PlainLog, Silent
+from equilibria.lab.training.settings import Optimizer, Schedule, Training, from_plain, one_of, to_plain
+from equilibria.lab.training.stepping import TrainingError
+from equilibria.lab.training.task import Loader, Loaders, Outcome, Task
+from equilibria.lab.training.trainer import Interrupted, Trainer
+
+__all__ = [
+    "CorruptCheckpointError",
+    "Interrupted",
+    "Listener",
+    "Loader",
+    "Loaders",
+    "Optimizer",
+    "Outcome",
+    "PlainLog",
+    "Run",
+    "Schedule",
+    "Silent",
+    "Summary",
+    "Task",
+    "Trainer",
+    "Training",
+    "TrainingError",
+    "from_plain",
+    "one_of",
+    "to_plain",
+]

@@ -1,0 +1,221 @@
+"""Checkpoints: trees of tensors and plain values as safetensors and JSON, written whole or not at all, checked when read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from equilibria.lab.training.durable import sync_folder, write_new
+
+MANIFEST = "manifest.json"
+STRUCTURE = "state.json"
+
+Tree = Any  # tensors, numbers, strings, None, in dicts, lists and tuples
+
+
+class CorruptCheckpointError(RuntimeError):
+    """A checkpoint is not what was written."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that was read and is sound."""
+
+    path: Path
+    step: int
+    parts: dict[str, Tree]
+
+
+class Checkpoints:
+    """Folders `step-00001875`, the newest `keep` of them.
+
+    Each has a safetensors file for every part of the tree, its structure in state.json, and manifest.json with the sha256 of
+    all these. It is written under a temporary name and renamed when the disk has it, so that it is there whole or not at
+    all, and the ones before are removed only then. Nothing that is read can run code.
+    """
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self.folder, self.keep = folder, keep
+
+    def write(self, step: int, parts: Mapping[str, Tree]) -> Path:
+        """Write the parts, each a tree."""
+        path = self.folder / f"step-{step:08d}"
+        temporary = self.folder / f".{path.name}.tmp-{os.getpid()}"
+        try:
+            temporary.mkdir(parents=True)
+            _write_files(temporary, step, _files(parts))
+            self._put(temporary, path)
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise OSError(error.errno, self._failure(path, error)) from error
+        for old in self.paths()[: -self.keep]:
+            shutil.rmtree(old)
+        return path
+
+    def _put(self, temporary: Path, path: Path) -> None:
+        """Give it its name; one of the same step, from before the evaluation of its epoch, is set aside until then."""
+        aside = path.with_name(f".{path.name}.old")
+        if path.exists():
+            os.rename(path, aside)
+        os.rename(temporary, path)
+        sync_folder(self.folder)
+        shutil.rmtree(aside, ignore_errors=True)
+
+    def paths(self) -> list[Path]:
+        """From old to new, sound or not."""
+        return sorted(path for path in self.folder.glob("step-*") if path.is_dir() and path.name[5:].isdigit())
+
+    def newest(self, tell: Callable[[str], None]) -> Found | None:
+        """The newest one that is sound. Others are told of and set aside; if they are all there is, it is an error."""
+        paths = self.paths()
+        for path in reversed(paths):
+            try:
+                return read(path)
+            except CorruptCheckpointError as error:
+                tell(f"{error} Going on from the one before.")
+                aside = path.with_name(f"{path.name}.corrupt")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+        if paths:
+            raise CorruptCheckpointError(
+                f"None of the checkpoints in {self.folder} is sound: {', '.join(path.name for path in paths)}. "
+                "Start the run anew in another folder."
+            )
+        return None
+
+    def sweep(self) -> None:
+        """Remove what a killed process left half done."""
+        for aside in self.folder.glob(".step-*.old"):
+            path = aside.with_name(aside.name[1 : -len(".old")])
+            shutil.rmtree(aside) if path.exists() else aside.rename(path)
+        for path in self.folder.glob(".step-*.tmp-*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _failure(self, path: Path, error: OSError) -> str:
+        kept = self.paths()
+        last = (
+            f"{kept[-1].name} is kept: make room and start the run again to go on from it" if kept else "there is none yet"
+        )
+        return f"cannot write the checkpoint {path.name} in {self.folder}: {error.strerror or error}; {last}"
+
+
+def read(path: Path, parts: Collection[str] | None = None) -> Found:
+    """A checkpoint, or these parts of it, checked against its manifest."""
+    sums, step = _manifest(path)
+    structure = json.loads(_checked(path, STRUCTURE, sums))
+    names = [name for name in structure if parts is None or name in parts]
+    return Found(path, step, {name: decode(structure[name], _tensors(path, name, sums)) for name in names})
+
+
+def encode(value: Tree, tensors: dict[str, Tensor], path: str = "") -> Any:
+    """The tree as JSON that tells lists from tuples and ints from strings; its tensors go to `tensors`, named by path."""
+    if isinstance(value, Tensor):
+        if path in tensors:
+            raise ValueError(f"Two tensors of a checkpoint have the name {path!r}.")
+        tensors[path] = value
+        return {"tensor": path}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        items = [encode(each, tensors, _join(path, i)) for i, each in enumerate(value)]
+        return items if isinstance(value, list) else {"tuple": items}
+    if isinstance(value, Mapping):
+        pairs = [[encode(key, {}), encode(each, tensors, _join(path, key))] for key, each in value.items()]
+        return {"dict": dict(pairs)} if all(isinstance(key, str) for key in value) else {"pairs": pairs}
+    raise TypeError(
+        f"A checkpoint holds tensors, numbers, strings and None in dicts, lists and tuples; got {type(value).__name__} "
+        f"at {path!r}."
+    )
+
+
+def decode(value: Any, tensors: Mapping[str, Tensor]) -> Tree:
+    """What `encode` was given."""
+    if isinstance(value, list):
+        return [decode(each, tensors) for each in value]
+    if not isinstance(value, dict):
+        return value
+    (kind, inner), *_ = value.items()
+    if kind == "tensor":
+        return tensors[inner]
+    if kind == "float":
+        return float(inner)
+    if kind == "tuple":
+        return tuple(decode(each, tensors) for each in inner)
+    pairs = inner.items() if kind == "dict" else inner
+    return {decode(key, tensors): decode(each, tensors) for key, each in pairs}
+
+
+def _join(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _files(parts: Mapping[str, Tree]) -> dict[str, bytes]:
+    files, structure = {}, {}
+    for name, tree in parts.items():
+        tensors: dict[str, Tensor] = {}
+        structure[name] = encode(tree, tensors)
+        if tensors:
+            files[f"{name}.safetensors"] = safetensors.torch.save(_stored(tensors))
+    files[STRUCTURE] = (json.dumps(structure, allow_nan=False) + "\n").encode()
+    return files
+
+
+def _stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """On the host, and none a view of another: safetensors refuses tied weights."""
+    stored: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        host = tensor.detach().cpu().contiguous()
+        pointer = host.untyped_storage().data_ptr()
+        stored[name] = host.clone() if pointer in seen else host
+        seen.add(pointer)
+    return stored
+
+
+def _write_files(folder: Path, step: int, files: Mapping[str, bytes]) -> None:
+    for name, data in files.items():
+        write_new(folder / name, data)
+    sums = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+    write_new(folder / MANIFEST, (json.dumps({"step": step, "sha256": sums}, indent=1) + "\n").encode())
+    sync_folder(folder)
+
+
+def _manifest(path: Path) -> tuple[dict[str, str], int]:
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+        return manifest["sha256"], manifest["step"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorruptCheckpointError(f"The checkpoint {path} is corrupt: it has no readable {MANIFEST}.") from error
+
+
+def _checked(path: Path, name: str, sums: Mapping[str, str]) -> bytes:
+    try:
+        data = (path / name).read_bytes()
+    except OSError as error:
+        raise CorruptCheckpointError(f"The checkpoint {path} is corrupt: cannot read {name}, {error.strerror}.") from error
+    if hashlib.sha256(data).hexdigest() != sums.get(name):
+        raise CorruptCheckpointError(
+            f"The checkpoint {path} is corrupt: {name} is not what was written, its sha256 differs."
+        )
+    return data
+
+
+def _tensors(path: Path, name: str, sums: Mapping[str, str]) -> dict[str, Tensor]:
+    file = f"{name}.safetensors"
+    if file not in sums:
+        return {}
+    # a copy has torch's own alignment, and with it the vectorised loops that the tensor had before
+    return {key: torch.clone(tensor) for key, tensor in safetensors.torch.load(_checked(path, file, sums)).items()}

@@ -1,0 +1,71 @@
+"""Evaluation of a run's model on its splits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from equilibria._core.compaction import set_verdicts, verdicts
+from equilibria._core.recording import record
+from equilibria.lab.training.processes import gather, gathered, other_rng
+from equilibria.lab.training.settings import Training
+from equilibria.lab.training.state import State
+from equilibria.lab.training.statistics import Meter, observe, radius
+from equilibria.lab.training.task import Loader
+from equilibria.solution import Solution
+
+
+class Evaluator:
+    """Means over the validation and test splits; `pause` is called after every batch and may raise.
+
+    Training goes on afterwards as if there had been no evaluation: weights, modes and random numbers are as before.
+    """
+
+    def __init__(self, state: State, training: Training, pause: Callable[[], None]) -> None:
+        self.state, self.training, self.pause = state, training, pause
+
+    def splits(self) -> dict[str, dict[str, float]]:
+        """By name, those there are; the first one with the spectral radius on its first batch."""
+        loaders, rank = self.state.loaders, self.state.fabric.global_rank
+        given = [(name, loader) for name, loader in (("valid", loaders.valid), ("test", loaders.test)) if loader is not None]
+        known = verdicts(self.state.module)
+        try:
+            with self.weights(), other_rng(self.training.seed, self.state.progress.epoch, rank):
+                return {name: self._split(loader, look=i == 0) for i, (name, loader) in enumerate(given)}
+        except BaseException:
+            set_verdicts(self.state.module, known)  # it will be done anew from the beginning
+            raise
+
+    @contextmanager
+    def weights(self) -> Iterator[None]:
+        """Inside the block the model is in eval mode and has its averaged weights, if there are any."""
+        average, model = self.state.average, self.state.model
+        model.eval()
+        try:
+            with nullcontext() if average is None else average.in_place(self.state.module), gathered(self.state.module):
+                yield
+        finally:
+            model.train()
+
+    def means(self, meter: Meter) -> dict[str, float]:
+        """Over all processes, as the task reports them."""
+        return self.state.task.summarise(Meter.merged(gather(self.state.fabric, meter.state())).means())
+
+    def _split(self, loader: Loader[Any], look: bool) -> dict[str, float]:
+        meter, model, fabric = Meter(), self.state.model, self.state.fabric
+        loader.resume({**loader.state(), "epoch": 0, "position": 0})
+        for position, batch in enumerate(loader):
+            with fabric.autocast(), record(model) as solutions:
+                outcome = self.state.task.evaluate(model, fabric.to_device(batch))
+            meter.add_batch(observe(outcome, solutions))
+            if look and position == 0:
+                self._look(meter, solutions)
+            self.pause()
+        return self.means(meter)
+
+    def _look(self, meter: Meter, solutions: Sequence[Solution]) -> None:
+        # how many products it takes differs between processes, and with sharded weights each is a collective
+        found = None if self.state.sharded else radius(solutions, self.training.seed)
+        if found is not None:
+            meter.add("spectral_radius", found, 1)

@@ -1,0 +1,82 @@
+"""Optimisers, learning rates and averaged weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from equilibria.lab.training.settings import Optimizer, Schedule
+
+
+def make_optimizer(settings: Optimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimiser of `torch.optim` that the settings name."""
+    lr, decay, momentum = settings.lr, settings.weight_decay, settings.momentum
+    match settings.name:
+        case "adam":
+            return torch.optim.Adam(parameters, lr=lr, betas=settings.betas, weight_decay=decay)
+        case "adamw":
+            return torch.optim.AdamW(parameters, lr=lr, betas=settings.betas, weight_decay=decay)
+        case "sgd":
+            return torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=decay, nesterov=settings.nesterov)
+        case _:
+            return torch.optim.RMSprop(parameters, lr=lr, momentum=momentum, weight_decay=decay)
+
+
+def lr_factor(schedule: Schedule, step: int, steps: int) -> float:
+    """The factor on the learning rate at `step` (from 0) of `steps`."""
+    warmup = schedule.warmup_steps
+    if step < warmup:
+        return (step + 1) / warmup
+    done = (step - warmup) / max(steps - warmup, 1)
+    match schedule.name:
+        case "cosine":
+            return schedule.final + (1 - schedule.final) * (1 + math.cos(math.pi * done)) / 2
+        case "linear":
+            return 1 - (1 - schedule.final) * done
+        case "step":
+            return math.prod(schedule.factor for milestone in schedule.milestones if step >= milestone * steps)
+        case "inverse-sqrt":
+            return math.sqrt(max(warmup, 1) / (step + 1))
+        case _:
+            return 1.0
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+class Average:
+    """mean <- d mean + (1 - d) weights after every step, d = min(decay, (1 + n) / (10 + n)) after n steps."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.updates = 0
+        self.means = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        self.updates += 1
+        for name, weight in model.named_parameters():
+            self.means[name].lerp_(weight, 1 - decay)
+
+    @contextmanager
+    def in_place(self, model: nn.Module) -> Iterator[None]:
+        """Inside the block the model has the averaged weights."""
+        own = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+        _set(model, self.means)
+        try:
+            yield
+        finally:
+            _set(model, own)
+
+
+@torch.no_grad()
+def _set(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    for name, weight in model.named_parameters():
+        weight.copy_(weights[name])

@@ -1,0 +1,121 @@
+"""Everything a run changes as it goes on, to a checkpoint and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from lightning_fabric import Fabric
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils import _pytree as pytree
+
+from equilibria._core.compaction import set_verdicts, verdicts
+from equilibria.lab.training.optimisers import Average
+from equilibria.lab.training.processes import gather, rng_state, set_rng_state
+from equilibria.lab.training.statistics import Meter
+from equilibria.lab.training.task import Loaders, Task
+
+
+@dataclass
+class Progress:
+    """Where a run is."""
+
+    epoch: int = 1  # the current one
+    trained: bool = False  # its steps are done, its evaluation is not
+    step: int = 0  # batches so far, in all epochs
+    bad_steps: int = 0  # skipped in this epoch
+    bad_in_a_row: int = 0
+    seconds_epoch: float = 0.0
+    seconds_train: float = 0.0
+    last: dict[str, Any] | None = None  # the entry in metrics.jsonl of the last epoch
+    best: dict[str, Any] | None = None  # and that of the best one, and its value
+    best_value: float = math.nan
+
+
+@dataclass
+class State:
+    """What a checkpoint holds. `model` is Fabric's wrapper around `module`."""
+
+    fabric: Fabric
+    task: Task[Any]
+    model: nn.Module
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    average: Average | None
+    loaders: Loaders[Any]
+    sharded: bool = False  # every use of a weight is a collective
+    progress: Progress = field(default_factory=Progress)
+    meter: Meter = field(default_factory=Meter)
+
+    def snapshot(self) -> dict[str, Any]:
+        """All of it, on every process the same; every process must take part."""
+        own = {
+            "rng": rng_state(),
+            "meter": self.meter.state(),
+            "task": self.task.state(),
+            "verdicts": verdicts(self.module),
+        }
+        parts = {
+            "model": whole(self.module.state_dict()),
+            "optimizer": whole(self.optimizer.state_dict()),
+            "progress": asdict(self.progress),
+            "data": self.loaders.train.state(),
+            "precision": self.fabric.strategy.precision.state_dict(),
+            "processes": gather(self.fabric, own),
+        }
+        if self.average is not None:
+            parts["average"] = {"updates": self.average.updates, "means": whole(self.average.means)}
+        return parts
+
+    def restore(self, parts: Mapping[str, Any]) -> None:
+        """Go on from a snapshot. With another number of processes than it had, random numbers are not restored."""
+        self.module.load_state_dict(_shared_like(self.module.state_dict(), parts["model"]))
+        self.optimizer.load_state_dict(self._optimizer_state(parts["optimizer"]))
+        if self.average is not None:
+            self.average.updates = parts["average"]["updates"]
+            self.average.means = _shared_like(self.average.means, parts["average"]["means"])
+        self.progress = Progress(**parts["progress"])
+        self.loaders.train.resume(parts["data"])
+        self.fabric.strategy.precision.load_state_dict(parts["precision"])
+        self._restore_own(parts["processes"])
+
+    def _restore_own(self, processes: list[Any]) -> None:
+        rank = self.fabric.global_rank
+        if len(processes) == self.fabric.world_size:
+            own = processes[rank]
+            set_rng_state(own["rng"])
+            self.meter = Meter.merged([own["meter"]])
+            self.task.resume(own["task"])
+            set_verdicts(self.module, own["verdicts"])
+        elif rank == 0:
+            self.meter = Meter.merged([each["meter"] for each in processes])
+
+    def _optimizer_state(self, saved: Any) -> Any:
+        """With what belongs to a sharded weight sharded like it."""
+        weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        state = {
+            i: {key: _like(weights[i], value) for key, value in entries.items()} for i, entries in saved["state"].items()
+        }
+        return {**saved, "state": state}
+
+
+def whole(tree: Any) -> Any:
+    """The tree with sharded tensors put together."""
+    return pytree.tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, tree)
+
+
+def _shared_like(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _like(own.get(name), value) for name, value in saved.items()}
+
+
+def _like(own: Any, saved: Any) -> Any:
+    """`saved` where `own` is, and sharded like it."""
+    if not isinstance(saved, Tensor) or not isinstance(own, Tensor) or saved.shape != own.shape:
+        return saved
+    if isinstance(own, DTensor):
+        return distribute_tensor(saved.to(own.device), own.device_mesh, own.placements)
+    return saved.to(own.device)

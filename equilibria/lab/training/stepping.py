@@ -1,0 +1,117 @@
+"""One step of training: loss, gradients, and the decision whether to take them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from equilibria._core.recording import record
+from equilibria.lab.training.optimisers import lr_factor, set_lr
+from equilibria.lab.training.processes import agree
+from equilibria.lab.training.settings import Training
+from equilibria.lab.training.state import State
+from equilibria.lab.training.statistics import Observed, observe
+
+
+class TrainingError(RuntimeError):
+    """Training was stopped by its own rules: too many bad steps, or a failed solve where none is allowed."""
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What a step was like; `skipped` is the reason why the weights were left as they are."""
+
+    loss: float
+    skipped: str | None
+    asked: bool  # for whatever the flags of `Stepper.step` were, by any process
+    due: bool
+
+
+class Stepper:
+    """Takes steps for a run; `steps` is how many there will be in all."""
+
+    def __init__(self, state: State, training: Training, optimizer: Any, steps: int) -> None:
+        self.state, self.training, self.optimizer, self.steps = state, training, optimizer, steps
+        self.fabric = state.fabric
+
+    def step(self, batch: Any, asked: bool, due: bool) -> Stepped:
+        """Train on a batch. All processes agree on what to do, and on the two flags."""
+        state, before = self.state, self._buffers()
+        set_lr(state.optimizer, self._lr())
+        with self.fabric.autocast(), record(state.model) as solutions:
+            outcome = state.task.loss(state.model, batch, state.progress.step)
+        self.fabric.backward(outcome.loss * self._share(outcome.size))
+        norm, seen = self._clip(), observe(outcome, solutions)
+        flags = (not math.isfinite(seen.loss), not math.isfinite(norm), _failed(seen), asked, due)
+        no_loss, no_gradient, failed, asked, due = agree(self.fabric, flags)
+        reason = self._reason(no_loss, no_gradient, failed, seen)
+        if reason is None:
+            self._improve()
+        else:
+            self._undo(before)
+        self.optimizer.zero_grad()
+        state.meter.add_batch(seen, skipped=reason is not None)
+        return Stepped(seen.loss, reason, asked, due)
+
+    def _reason(self, no_loss: bool, no_gradient: bool, failed: bool, seen: Observed) -> str | None:
+        """Why not to take a step, if there is a reason; an error where the settings say so."""
+        if no_loss:
+            return f"the loss is {seen.loss}"
+        if no_gradient:
+            return "the gradient is not finite"
+        if not failed or self.training.failed_solves == "count":
+            return None
+        s = seen.solves
+        counts = "" if s is None else f" ({s.failed} forward, {s.adjoint_failed} adjoint of {s.samples} on this process)"
+        if self.training.failed_solves == "skip":
+            return f"solves failed{counts}"
+        raise TrainingError(
+            f'Step {self.state.progress.step + 1}: solves failed{counts}, and failed_solves is "stop". Give the solver more '
+            'steps or a larger tolerance, or "skip" or "count" such steps.'
+        )
+
+    def _improve(self) -> None:
+        self.state.task.improve(self.state.module, self.optimizer)
+        if self.state.average is not None:
+            self.state.average.update(self.state.module)
+
+    def _undo(self, buffers: Mapping[str, Tensor]) -> None:
+        """A skipped step leaves nothing behind, such as running statistics that are nan."""
+        with torch.no_grad():
+            for name, buffer in self.state.module.named_buffers():
+                buffer.copy_(buffers.get(name, buffer))
+        scaler = getattr(self.fabric.strategy.precision, "scaler", None)
+        if scaler is not None:  # of half precision: it takes a smaller factor after gradients that overflowed
+            scaler.update()
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return {name: buffer.clone() for name, buffer in self.state.module.named_buffers()}
+
+    def _clip(self) -> float:
+        """Shorten the gradient if asked to; its length before."""
+        limit = math.inf if self.training.clip_norm is None else self.training.clip_norm
+        norm = self.fabric.clip_gradients(self.state.model, self.optimizer, max_norm=limit, error_if_nonfinite=False)
+        assert norm is not None
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def _share(self, size: int) -> float:
+        """Gradients are averaged over processes; parts of a batch that differ in size must count by their size."""
+        if self.fabric.world_size == 1:
+            return 1.0
+        sizes = torch.tensor([size], dtype=torch.float64, device=self.fabric.device)
+        dist.all_reduce(sizes)
+        return size * self.fabric.world_size / float(sizes)
+
+    def _lr(self) -> float:
+        return self.training.optimizer.lr * lr_factor(self.training.schedule, self.state.progress.step, self.steps)
+
+
+def _failed(seen: Observed) -> bool:
+    return seen.solves is not None and seen.solves.failed + seen.solves.adjoint_failed > 0

@@ -1,0 +1,143 @@
+"""Networks on graphs: what they have in common, and graph convolutions (Kipf and Welling 2017).
+
+NodeGCN()                                    a class per node
+GraphGCN(GraphGCNConfig(features=35))        a class per graph
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import relu
+
+from equilibria.models.graphs.graph_input import GraphInput, GraphLike, read_graph
+from equilibria.models.graphs.graph_ops import Adjacency
+from equilibria.solvers.base import require
+
+
+class GraphNet(nn.Module, ABC):
+    """A network that takes a graph in any form."""
+
+    normalize: bool = True  # is the adjacency to be D^(-1/2) (A + I) D^(-1/2)?
+
+    def forward(
+        self,
+        x: Tensor | GraphLike,
+        edge_index: Tensor | Adjacency | None = None,
+        edge_weight: Tensor | None = None,
+        batch: Tensor | None = None,
+    ) -> Tensor:
+        """Logits, a row per node or per graph; `batch` has the graph that each node belongs to."""
+        return self.logits(read_graph(x, edge_index, edge_weight, batch, normalize=self.normalize))
+
+    @abstractmethod
+    def logits(self, graph: GraphInput) -> Tensor: ...
+
+
+class GCNLayer(nn.Module):
+    """A'x W' + b with A normalised: a graph convolution."""
+
+    def __init__(self, features: int, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(features, width, bias=False)
+        self.bias = nn.Parameter(torch.zeros(width))
+        nn.init.xavier_uniform_(self.linear.weight)
+
+    def forward(
+        self, x: Tensor | GraphLike, edge_index: Tensor | Adjacency | None = None, edge_weight: Tensor | None = None
+    ) -> Tensor:
+        graph = read_graph(x, edge_index, edge_weight, normalize=True)
+        return graph.adjacency.propagate(self.linear(graph.x)) + self.bias
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeGCNConfig:
+    """23,063 parameters on Cora."""
+
+    features: int = 1433
+    classes: int = 7
+    width: int = 16
+    layers: int = 2
+    dropout: float = 0.5
+
+    def __post_init__(self) -> None:
+        require(self.layers >= 1, f"layers must be at least 1, got {self.layers}.")
+
+
+CORA_GCN = NodeGCNConfig()
+
+
+class NodeGCN(GraphNet):
+    """Graph convolutions with dropout before and relu between them: no node sees further than there are layers."""
+
+    def __init__(self, config: NodeGCNConfig = CORA_GCN) -> None:
+        super().__init__()
+        self.config = config
+        self.layers = _convolutions([config.features, *[config.width] * (config.layers - 1), config.classes])
+        self.dropout = nn.Dropout(config.dropout)
+
+    def logits(self, graph: GraphInput) -> Tensor:
+        x = row_normalized(graph.x)
+        for layer in self.layers:
+            x = layer(self.dropout(x), graph.adjacency)
+            x = x if layer is self.layers[-1] else relu(x)
+        return x
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphGCNConfig:
+    """As `GraphClassifierConfig`, without a contraction."""
+
+    features: int
+    classes: int = 2
+    width: int = 64
+    layers: int = 3
+    dropout: float = 0.5
+
+    def __post_init__(self) -> None:
+        require(self.layers >= 1, f"layers must be at least 1, got {self.layers}.")
+
+
+class GraphGCN(GraphNet):
+    """`GraphClassifier` with graph convolutions and relu in place of implicit layers."""
+
+    def __init__(self, config: GraphGCNConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.layers = _convolutions([config.features, *[config.width] * config.layers])
+        self.head = graph_head(config.width, config.classes, config.dropout)
+
+    def logits(self, graph: GraphInput) -> Tensor:
+        x = graph.x
+        for layer in self.layers:
+            x = relu(layer(x, graph.adjacency))
+        return self.head(sum_pool(x, graph.batch))
+
+
+def sum_pool(x: Tensor, batch: Tensor | None) -> Tensor:
+    """(graphs, channels), the sum over the nodes of each graph; without a batch there is one."""
+    if batch is None:
+        return x.sum(dim=0, keepdim=True)
+    if batch.shape != x.shape[:1]:
+        raise ValueError(f"batch has a graph for each of {len(x)} nodes: got shape {tuple(batch.shape)}.")
+    graphs = int(batch.max()) + 1 if len(batch) else 0
+    return x.new_zeros(graphs, x.shape[1]).index_add(0, batch, x)
+
+
+def row_normalized(x: Tensor) -> Tensor:
+    """Rows that add up to 1, as the features of citation graphs are given to networks; rows that add up to 0 stay."""
+    total = x.sum(dim=1, keepdim=True)
+    return torch.where(total == 0, x, x / torch.where(total == 0, 1.0, total))
+
+
+def graph_head(width: int, classes: int, dropout: float) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, classes))
+
+
+def _convolutions(widths: Sequence[int]) -> nn.ModuleList:
+    return nn.ModuleList(GCNLayer(p, m) for p, m in pairwise(widths))

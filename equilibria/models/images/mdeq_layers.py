@@ -1,0 +1,90 @@
+"""What multiscale DEQs are made of: convolutions, norms, residual blocks, and paths between resolutions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
+
+from equilibria.models.images.mdeq_configs import Activation, MDEQConfig
+from equilibria.nn import VariationalDropout
+
+SPREAD = 0.01  # of the weights and biases of convolutions at the start
+
+
+def activation(kind: Activation) -> nn.Module:
+    return nn.ReLU() if kind == "relu" else nn.GELU()
+
+
+def conv(inputs: int, outputs: int, kernel: int, *, stride: int = 1, bias: bool = False) -> nn.Conv2d:
+    """A convolution that keeps the size, or halves it with stride=2; N(0, 0.01) at the start."""
+    layer = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=bias)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=SPREAD)
+    return layer
+
+
+def normalized(layer: nn.Conv2d) -> nn.Conv2d:
+    """With weight norm, a length for every output channel; a solve computes the weight once."""
+    weight_norm(layer, dim=0)
+    return layer
+
+
+def latent_norm(config: MDEQConfig, channels: int, groups: int, *, affine: bool = True) -> nn.Module:
+    if config.norm == "batch":
+        return nn.BatchNorm2d(channels, affine=affine)
+    return nn.GroupNorm(groups, channels, affine=affine)
+
+
+class ResidualBlock(nn.Module):
+    """norm(act(norm(W2 act(norm(W1 z)) + x) + z)) with 3x3 convolutions W1, W2 under weight norm.
+
+    The injection x comes in before the second norm, dropout right after W2. An eager block has an activation after the
+    second norm too.
+    """
+
+    def __init__(self, config: MDEQConfig, channels: int, dropout: float) -> None:
+        super().__init__()
+        wide, groups = config.expansion * channels, config.block_groups or config.groups
+        self.conv1 = normalized(conv(channels, wide, 3))
+        self.conv2 = normalized(conv(wide, channels, 3))
+        self.norm1 = latent_norm(config, wide, groups)
+        self.norm2 = latent_norm(config, channels, groups)
+        self.norm3 = latent_norm(config, channels, groups)
+        self.dropout = VariationalDropout(dropout, shared=(2, 3))
+        self.activation = activation(config.conventions.activation)
+        self.eager = config.conventions.eager
+
+    def forward(self, z: Tensor, x: Tensor | None = None) -> Tensor:
+        y = self.dropout(self.conv2(self.activation(self.norm1(self.conv1(z)))))
+        y = self.norm2(y if x is None else y + x)
+        y = self.activation(y) if self.eager else y
+        out: Tensor = self.norm3(self.activation(y + z))
+        return out
+
+
+def down_path(config: MDEQConfig, source: int, target: int) -> nn.Sequential:
+    """To a lower resolution by 3x3 convolutions of stride 2, of which the last changes the channels."""
+    channels, layers = config.channels, nn.Sequential()
+    for step in range(source + 1, target + 1):
+        last = step == target
+        outputs = channels[target] if last else channels[source]
+        layers.append(conv(channels[source], outputs, 3, stride=2))
+        layers.append(latent_norm(config, outputs, config.groups))
+        if not last or config.conventions.eager:
+            layers.append(activation(config.conventions.activation))
+    return layers
+
+
+def up_path(config: MDEQConfig, source: int, target: int) -> nn.Sequential:
+    """To the channels of a higher resolution by a 1x1 convolution; the size is for `resized` to change."""
+    outputs = config.channels[target]
+    layers = nn.Sequential(conv(config.channels[source], outputs, 1), latent_norm(config, outputs, config.groups))
+    if config.conventions.eager:
+        layers.append(activation(config.conventions.activation))
+    return layers
+
+
+def resized(y: Tensor, size: torch.Size) -> Tensor:
+    """Nearest neighbours of another height and width; nothing where they are right."""
+    return y if y.shape[-2:] == size else nn.functional.interpolate(y, size=size, mode="nearest")

@@ -1,0 +1,188 @@
+"""Words to vectors and back, with shorter vectors for rarer words (Baevski and Auli 2019; Grave and others 2017)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from equilibria.models.language.sequence_layers import SPREAD
+from equilibria.solvers.base import require
+
+
+@dataclass(frozen=True, kw_only=True)
+class VocabularyConfig:
+    """Which tokens there are and how they are written.
+
+    tokens              how many, the most frequent first
+    width               of the vectors of the most frequent ones; None: that of the model
+    cutoffs             where a new cluster begins; (): one cluster, a plain softmax
+    divisor             by which vectors get shorter from cluster to cluster
+    tied                the vectors of the softmax are those of the embedding
+    shared_projections  the clusters but the first project back with the matrix that they came with. False, as in the
+                        released models: with a matrix of their own, which begins as a copy. Matters with a divisor only
+    """
+
+    tokens: int
+    width: int | None = None
+    cutoffs: tuple[int, ...] = ()
+    divisor: int = 1
+    tied: bool = True
+    shared_projections: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.tokens >= 1, f"A vocabulary has at least one token, got {self.tokens}.")
+        require(self.divisor >= 1, f"divisor must be at least 1, got {self.divisor}.")
+        ends = self.ends
+        require(
+            all(a < b for a, b in pairwise((0, *ends))),
+            f"cutoffs must grow and lie between 0 and the number of tokens, {self.tokens}, got {self.cutoffs}. "
+            "Leave out those that the vocabulary does not reach.",
+        )
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Behind the last token of every cluster."""
+        return (*self.cutoffs, self.tokens)
+
+    def widths(self, model: int) -> tuple[int, ...]:
+        """Of the vectors of every cluster, for a model of that width."""
+        first = model if self.width is None else self.width
+        widths = tuple(first // self.divisor**i for i in range(len(self.ends)))
+        require(
+            min(widths) >= 1,
+            f"With divisor={self.divisor} the vectors of the clusters get the widths {widths}: use fewer cutoffs.",
+        )
+        return widths
+
+
+class AdaptiveVocabulary(nn.Module):
+    """Embedding and softmax over one vocabulary, in clusters.
+
+    A token of cluster i has a vector of width // divisor^i, projected to the width of the model. For its probability the
+    first cluster competes with one more entry per later cluster, the last entry being that of cluster 1:
+    log p(token) = log p(cluster) + log p(token in cluster). With one cluster this is the plain softmax. Projections are
+    left out where vectors have the width of the model and there is no divisor; without a divisor there is one for all.
+
+        vocabulary = AdaptiveVocabulary(VocabularyConfig(tokens=267_735, cutoffs=(20_000, 40_000, 200_000), divisor=4), 700)
+        x = vocabulary.embed(tokens)             # (batch, time, 700)
+        loss = vocabulary(h, targets)            # the mean of -log p(target), a scalar
+        scores = vocabulary(h)                   # (batch, time, tokens)
+
+    width  of the model
+    scale  of the embedded vectors
+    """
+
+    def __init__(self, config: VocabularyConfig, width: int, *, scale: float = 1.0) -> None:
+        super().__init__()
+        self.config, self.width, self.scale = config, width, scale
+        widths = config.widths(width)
+        self.starts = (0, *config.cutoffs)
+        shapes = [(end - start, w) for start, end, w in zip(self.starts, config.ends, widths, strict=True)]
+        self.tables = _parameters(shapes)
+        self.out_tables = _parameters([] if config.tied else shapes)
+        self.biases = nn.ParameterList(torch.zeros(size) for size, _ in shapes)
+        each = config.divisor > 1 and len(widths) > 1
+        one = not each and widths[0] != width
+        self.projections = _parameters([(width, w) for w in widths] if each else [(width, widths[0])] if one else [])
+        own = widths[:1] if config.shared_projections else widths
+        self.out_projections = _parameters([(width, w) for w in own] if each else [])
+        with torch.no_grad():
+            for i in range(1, len(self.out_projections)):
+                self.out_projections[i].copy_(self.projections[i])
+        self.cluster_weight = nn.Parameter(SPREAD * torch.randn(len(widths) - 1, widths[0])) if config.cutoffs else None
+        self.cluster_bias = nn.Parameter(torch.zeros(len(widths) - 1)) if config.cutoffs else None
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """(batch, time) -> (batch, time, width)."""
+        self._check(tokens)
+        if len(self.tables) == 1:
+            return self.scale * self._lifted(F.embedding(tokens, self.tables[0]), 0)
+        flat = tokens.flatten()
+        out = torch.zeros(len(flat), self.width, dtype=self.tables[0].dtype, device=tokens.device)
+        for i, (start, end) in enumerate(zip(self.starts, self.config.ends, strict=True)):
+            places = ((flat >= start) & (flat < end)).nonzero().squeeze(1)
+            rows = self._lifted(F.embedding(flat[places] - start, self.tables[i]), i)
+            out = out.index_copy(0, places, rows)
+        return self.scale * out.view(*tokens.shape, self.width)
+
+    def forward(self, h: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Scores of all tokens, (..., tokens), of which the softmax gives the probabilities; with targets, their mean loss.
+
+        The scores of several clusters are log-probabilities themselves.
+        """
+        return self.scores(h) if targets is None else self.losses(h, targets).mean()
+
+    def scores(self, h: Tensor) -> Tensor:
+        """(..., width) -> (..., tokens)."""
+        head = self._logits(h, 0)
+        if self.cluster_weight is None:
+            return head
+        head = F.log_softmax(head, dim=-1)
+        tails = [F.log_softmax(self._logits(h, i), dim=-1) + head[..., -i, None] for i in range(1, len(self.tables))]
+        return torch.cat([head[..., : self.config.cutoffs[0]], *tails], dim=-1)
+
+    def losses(self, h: Tensor, targets: Tensor) -> Tensor:
+        """-log p(target), in the shape of the targets; only the clusters that occur among them are computed."""
+        require(
+            h.shape[:-1] == targets.shape,
+            f"Every place has one target: got targets of shape {tuple(targets.shape)} for states of {tuple(h.shape)}.",
+        )
+        self._check(targets)
+        flat, goal = h.flatten(0, -2), targets.flatten().long()
+        if self.cluster_weight is None:
+            return F.cross_entropy(self._logits(flat, 0), goal, reduction="none").view_as(targets)
+        head = F.log_softmax(self._logits(flat, 0), dim=-1)
+        cluster = torch.bucketize(goal, torch.tensor(self.config.cutoffs, device=goal.device), right=True)
+        column = torch.where(cluster == 0, goal, head.shape[1] - cluster)
+        found = head.gather(1, column.unsqueeze(1)).squeeze(1)
+        for i in range(1, len(self.tables)):
+            places = (cluster == i).nonzero().squeeze(1)
+            if len(places):
+                tail = F.log_softmax(self._logits(flat[places], i), dim=-1)
+                inside = tail.gather(1, (goal[places] - self.starts[i]).unsqueeze(1)).squeeze(1)
+                found = found.index_add(0, places, inside)
+        return -found.view_as(targets)
+
+    def _logits(self, h: Tensor, cluster: int) -> Tensor:
+        """Of the tokens of a cluster; of the first with those of the other clusters behind."""
+        table, bias = (self.tables if self.config.tied else self.out_tables)[cluster], self.biases[cluster]
+        if cluster == 0 and self.cluster_weight is not None and self.cluster_bias is not None:
+            table, bias = torch.cat([table, self.cluster_weight]), torch.cat([bias, self.cluster_bias])
+        logits = F.linear(self._lowered(h, cluster), table, bias)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))  # a loss in bfloat16 has two digits
+
+    def _lifted(self, rows: Tensor, cluster: int) -> Tensor:
+        if not len(self.projections):
+            return rows
+        lifted = F.linear(rows, self.projections[min(cluster, len(self.projections) - 1)])
+        return lifted.to(rows.dtype)  # states and residuals that follow keep their precision under autocast
+
+    def _lowered(self, h: Tensor, cluster: int) -> Tensor:
+        if not len(self.projections):
+            return h
+        own = cluster < len(self.out_projections)
+        matrix = self.out_projections[cluster] if own else self.projections[min(cluster, len(self.projections) - 1)]
+        return F.linear(h, matrix.mT)
+
+    def _check(self, tokens: Tensor) -> None:
+        if tokens.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"Tokens are numbers of type int64 or int32, got {tokens.dtype}. Convert them with .long().")
+        # elsewhere to look at them would wait for the device, and in a trace they have no values
+        if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
+            low, high = int(tokens.min()), int(tokens.max())
+            require(
+                0 <= low and high < self.config.tokens,
+                f"Tokens go from 0 to {self.config.tokens - 1} in this vocabulary, got {low} to {high}. "
+                "Say how many there are when the model is made.",
+            )
+
+    def extra_repr(self) -> str:
+        return f"tokens={self.config.tokens}, cutoffs={self.config.cutoffs}, width={self.width}, scale={self.scale:.4g}"
+
+
+def _parameters(shapes: list[tuple[int, int]]) -> nn.ParameterList:
+    return nn.ParameterList(SPREAD * torch.randn(*shape) for shape in shapes)

@@ -1,0 +1,204 @@
+"""DEQ transformers for language (Bai, Kolter and Koltun 2019) and the explicit networks beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from equilibria._core.checkpointing import Buffers, Checkpoint, Tensors, check_checkpoint, repeat
+from equilibria._core.loop import Stop
+from equilibria.deq import DEQ
+from equilibria.explicit import WeightTied
+from equilibria.gradients.base import Gradient
+from equilibria.gradients.implicit import Implicit
+from equilibria.gradients.phantom import UnrolledPhantom
+from equilibria.models.language.adaptive_vocabulary import AdaptiveVocabulary
+from equilibria.models.language.relative_attention import Around
+from equilibria.models.language.sequence import EquilibriumModel, Memory, SequenceModel, checked, last_columns
+from equilibria.models.language.sequence_layers import linear
+from equilibria.models.language.transformer_cell import Positions, TransformerBlock, TransformerCell
+from equilibria.models.language.transformer_configs import TransformerConfig
+from equilibria.nn import VariationalDropout
+from equilibria.solvers.anderson import Anderson
+from equilibria.solvers.base import require
+from equilibria.solvers.fallback import AnySolver
+
+Start = Literal["zero", "embedding", "memory"]
+
+
+class DEQTransformer(EquilibriumModel):
+    """Embedding -> equilibrium of a `TransformerCell` over all positions of a segment -> softmax.
+
+        model = DEQTransformer(TRANSFORMER_CONFIGS["nano"], tokens=len(corpus.classes))
+        loss, memory = model(tokens, memory, targets)
+
+    The memory is the injection and the states of the last positions, cut from the graph. No state depends on a later one,
+    so that segments read with enough memory give what one long segment gives. That is so for an equilibrium; an explicit
+    twin sees the states of its last application in all of them, as unrolled pre-training does.
+
+    config      one of `TRANSFORMER_CONFIGS` or your own
+    tokens      in the vocabulary; None: as many as the configuration has
+    solver      of the equilibrium
+    stop        None: tolerance and cap of the configuration, without a word on solves that meet the cap
+    gradient    None: implicit, with tolerance and cap of the configuration; phantom, where that has `tracked_steps`
+    eval_stop   `stop` in eval mode; None: the same
+    depth       an explicit twin instead: the cell applied so many times, with the same weights under the same names
+    checkpoint  of the explicit twin, see `WeightTied`
+    start       of the solve: "zero"; "embedding", the embedded tokens; "memory", the mean of the states in memory (zero
+                where there are none), which saves evaluations in a trained model
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        tokens: int | None = None,
+        *,
+        solver: AnySolver = Anderson(),
+        stop: Stop | None = None,
+        gradient: Gradient | None = None,
+        eval_stop: Stop | None = None,
+        depth: int | None = None,
+        checkpoint: Checkpoint = None,
+        start: Start = "zero",
+    ) -> None:
+        super().__init__()
+        require(start in get_args(Start), f"start must be one of {', '.join(get_args(Start))}, got {start!r}.")
+        require(depth is not None or checkpoint is None, "checkpoint is for explicit networks: give a depth as well.")
+        self.config, self.start, self.pretraining_depth = config, start, config.pretraining_depth
+        self.gradient = gradient or _gradient(config)
+        self.vocabulary = vocabulary(config, tokens)
+        self.injection = linear(config.width, 3 * config.heads * config.head_width)
+        self.input_dropout = VariationalDropout(config.dropout, shared=(1,))
+        self.output_dropout = VariationalDropout(config.dropout, shared=(1,))
+        cell = TransformerCell(config)
+        self.layer: DEQ | WeightTied
+        if depth is None:
+            stop = stop or _stop(config, config.forward_steps)
+            self.layer = DEQ(cell, None, solver, stop, self.gradient, eval_stop)
+        else:
+            self.layer = WeightTied(cell, depth, checkpoint=checkpoint)
+
+    def forward(self, tokens: Tensor, memory: Memory | None = None, targets: Tensor | None = None) -> tuple[Tensor, Memory]:
+        """(scores (batch, time, tokens), memory) or, with targets, (mean loss, memory)."""
+        memory = checked(tokens, memory, 1 + self.config.blocks)
+        x = self.input_dropout(self.vocabulary.embed(tokens))
+        u = self.injection(x).to(x.dtype)  # also under autocast: what is remembered serves outside of it too
+        z, seen = self._states(u, memory, self._start(x, memory))
+        length = self.config.memory_length(self.training)
+        return self.vocabulary(self.output_dropout(z), targets), remembered(memory, (u, *seen), length)
+
+    def _start(self, x: Tensor, memory: Memory) -> Tensor:
+        if self.start == "embedding":
+            return x
+        if self.start == "memory" and memory and memory[1].shape[1]:
+            return memory[1].mean(dim=1, keepdim=True).to(x.dtype).expand_as(x)
+        return torch.zeros_like(x, requires_grad=False)
+
+    def _states(self, u: Tensor, memory: Memory, z0: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The state, and that of every block inside the cell."""
+        cell = self.layer.cell
+        if not isinstance(cell, TransformerCell) or len(cell.blocks) == 1:
+            z = self.layer(u, memory, init=z0)
+            return z, (z,)
+        if isinstance(self.layer, DEQ):
+            s = self.layer.solve(u, memory, init=z0)
+            with torch.no_grad(), cell.watched() as seen:
+                s.f(s.z.detach())
+            return s.z, tuple(seen.values())
+        with cell.watched() as seen:
+            z = self.layer(u, memory, init=z0)
+        return z, (z, *[seen[i] for i in range(1, len(seen))])
+
+
+class TransformerXL(SequenceModel):
+    """Embedding -> a stack of blocks with weights of their own -> softmax (Dai and others 2019).
+
+    There is no injection: the embedding is the state that the first block gets. Each block has a memory of its own, of the
+    states that it got in earlier segments.
+
+    config      one of `TRANSFORMER_XL_CONFIGS` or your own
+    tokens      in the vocabulary; None: as many as the configuration has
+    layers      None: as many as the configuration has
+    checkpoint  what to keep for backward, see `WeightTied`; the gradients are the same bits
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        tokens: int | None = None,
+        *,
+        layers: int | None = None,
+        checkpoint: Checkpoint = None,
+    ) -> None:
+        super().__init__()
+        layers = config.layers if layers is None else layers
+        require(layers >= 1, f"layers must be at least 1, got {layers}.")
+        check_checkpoint(checkpoint)
+        self.config, self.checkpoint = config, checkpoint
+        self.vocabulary = vocabulary(config, tokens)
+        self.positions = Positions(config)
+        self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(layers))
+        self.input_dropout = VariationalDropout(config.dropout, shared=(1,))
+        self.output_dropout = VariationalDropout(config.dropout, shared=(1,))
+
+    def forward(self, tokens: Tensor, memory: Memory | None = None, targets: Tensor | None = None) -> tuple[Tensor, Memory]:
+        """(scores (batch, time, tokens), memory) or, with targets, (mean loss, memory)."""
+        memory = checked(tokens, memory, len(self.blocks))
+        x = self.input_dropout(self.vocabulary.embed(tokens))
+        positions, hidden = self.positions(x.shape[1], memory[0].shape[1] if memory else 0, x)
+        states = memory or [None] * len(self.blocks)
+        blocks: Sequence[Any] = list(self.blocks)
+        around = [block.around(positions, hidden, state, None) for block, state in zip(blocks, states, strict=True)]
+        step = _BlockStep(blocks, around)
+        _, z = repeat(step, (torch.tensor(0), x), len(blocks), self.checkpoint)
+        seen = tuple(step.seen[i] for i in range(len(blocks)))
+        length = self.config.memory_length(self.training)
+        return self.vocabulary(self.output_dropout(z), targets), remembered(memory, seen, length)
+
+
+class _BlockStep:
+    """One block of a stack on (its number, the state)."""
+
+    def __init__(self, blocks: Sequence[Any], around: Sequence[Around]) -> None:
+        self.blocks, self.around = blocks, around
+        self.seen: dict[int, Tensor] = {}
+
+    def buffers(self) -> dict[str, Tensor]:
+        return {}
+
+    def __call__(self, z: Tensors, buffers: Buffers) -> Tensors:
+        number, state = int(z[0]), z[1]
+        self.seen[number] = state.detach()
+        return z[0] + 1, self.blocks[number](state, None, self.around[number])
+
+
+def vocabulary(config: TransformerConfig, tokens: int | None) -> AdaptiveVocabulary:
+    """That of a configuration, with another number of tokens; cutoffs beyond it are left out."""
+    chosen = config.vocabulary
+    if tokens is not None:
+        cutoffs = tuple(cutoff for cutoff in chosen.cutoffs if cutoff < tokens)
+        chosen = replace(chosen, tokens=tokens, cutoffs=cutoffs)
+    return AdaptiveVocabulary(chosen, config.width, scale=math.sqrt(config.width))
+
+
+def remembered(memory: Memory, now: Sequence[Tensor], length: int) -> Memory:
+    """The last positions of memory and segment, for each of the tensors; () where none are kept."""
+    if length == 0:
+        return ()
+    before = memory or [None] * len(now)
+    return tuple(last_columns(a, b, length) for a, b in zip(before, now, strict=True))
+
+
+def _gradient(config: TransformerConfig) -> Gradient:
+    if config.tracked_steps:
+        return UnrolledPhantom(steps=config.tracked_steps, damping=0.8, checkpoint=True)
+    return Implicit(stop=_stop(config, config.backward_steps))
+
+
+def _stop(config: TransformerConfig, max_steps: int) -> Stop:
+    return Stop(rtol=config.tolerance, atol=0.0, max_steps=max_steps, on_failure="ignore")

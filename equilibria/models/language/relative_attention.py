@@ -1,0 +1,136 @@
+"""Attention by content and by distance, with a memory of earlier positions (Dai and others 2019, "Transformer-XL")."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from equilibria._core import autodiff_modes
+from equilibria.models.language.sequence_layers import SPREAD, linear
+from equilibria.nn import VariationalDropout
+
+# pairs of positions from which on torch's fused attention is faster without a graph: half the time at 64 x 128, a quarter
+# more at 32 x 64. With a graph it is slower at every size, as the bias has a gradient too.
+FUSED_FROM = 4096
+
+
+class Around(NamedTuple):
+    """All that a block's attention knows beside its state. What belongs to no sample has a first dimension of 1."""
+
+    distances: Tensor  # (1, heads, k, e) r for distances k - 1 ... 0
+    hidden: Tensor  # (1, 1, q, k) bool, which positions are out of sight
+    keys: Tensor | None  # (batch, heads, m, e) of the memory; None: there is none
+    values: Tensor | None
+
+
+class RelativeAttention(nn.Module):
+    """out_i = W_o sum_j softmax_j(((q_i + b_w) . k_j + (q_i + b_r) . r_{i-j}) / √e) v_j.
+
+    q, k, v = W_qkv c + u, of the current positions and of a memory before them; r = W_r P, of sinusoids P of the distance.
+    What does not depend on the state, r and the keys and values of the memory, is for `around` to compute once per solve.
+
+    width       of the state
+    heads       so many softmaxes beside each other, each `head_width` (e) wide
+    norm        weight norm on all matrices
+    bias        of W_o
+    out_norm    a layer norm in front of W_o
+    dropout     of the attention, with one mask per solve
+    fused       use torch's fused attention where it is faster, which is in solves without a graph; False: never. Derivatives
+                of all orders always come from the plain formula
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        head_width: int,
+        *,
+        norm: bool = True,
+        bias: bool = True,
+        out_norm: bool = False,
+        dropout: float = 0.0,
+        fused: bool = True,
+    ) -> None:
+        super().__init__()
+        inner = heads * head_width
+        self.heads, self.head_width, self.fused = heads, head_width, fused
+        self.qkv = linear(width, 3 * inner, bias=False, norm=norm)
+        self.position = linear(width, inner, bias=False, norm=norm)
+        self.out = linear(inner, width, bias=bias, norm=norm)
+        self.out_norm = nn.LayerNorm(inner, elementwise_affine=False) if out_norm else nn.Identity()
+        self.content_bias = nn.Parameter(SPREAD * torch.randn(heads, head_width))  # b_w
+        self.distance_bias = nn.Parameter(SPREAD * torch.randn(heads, head_width))  # b_r
+        self.dropout = VariationalDropout(dropout)
+
+    def around(self, positions: Tensor, hidden: Tensor, memory: Tensor | None, injected: Tensor | None) -> Around:
+        """What stays the same throughout a solve.
+
+        positions  (1, k, width) sinusoids
+        memory     (batch, m, width) what keys and values of earlier positions are made of; None: nothing came before
+        injected   (batch, m, 3 heads e) what is added to them
+        """
+        distances = self._split(self.position(positions))
+        if memory is None:
+            return Around(distances, hidden, None, None)
+        inner = self.heads * self.head_width
+        keys_values = F.linear(memory, self.qkv.weight[inner:])
+        keys_values = keys_values if injected is None else keys_values + injected[..., inner:]
+        keys, values = keys_values.chunk(2, dim=-1)
+        return Around(distances, hidden, self._split(keys), self._split(values))
+
+    def forward(self, c: Tensor, injected: Tensor | None, around: Around) -> Tensor:
+        """(batch, q, width) -> (batch, q, width)."""
+        qkv = self.qkv(c) if injected is None else self.qkv(c) + injected
+        query, keys, values = (self._split(part) for part in qkv.chunk(3, dim=-1))
+        if around.keys is not None and around.values is not None:
+            keys = torch.cat([around.keys, keys], dim=2)
+            values = torch.cat([around.values, values], dim=2)
+        mixed = self._mix(query, keys, values, around)
+        return self.out(self.out_norm(mixed.transpose(1, 2).flatten(2)))
+
+    def _mix(self, query: Tensor, keys: Tensor, values: Tensor, around: Around) -> Tensor:
+        scaled = (query + self.distance_bias.unsqueeze(1)) * self.head_width**-0.5
+        bias = relative_shift(scaled @ around.distances.mT).masked_fill(around.hidden, -math.inf)
+        query = query + self.content_bias.unsqueeze(1)
+        if self._may_fuse(bias):
+            return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias)
+        scores = torch.softmax((query * self.head_width**-0.5) @ keys.mT + bias, dim=-1)
+        return self.dropout(scores) @ values
+
+    def _may_fuse(self, bias: Tensor) -> bool:
+        differentiated = torch.is_grad_enabled() or autodiff_modes.inside_transform() or autodiff_modes.inside_dual_level()
+        large = bias.shape[-2] * bias.shape[-1] >= FUSED_FROM
+        return self.fused and large and not differentiated and not self.dropout.active
+
+    def _split(self, x: Tensor) -> Tensor:
+        """(batch, time, heads e) -> (batch, heads, time, e)."""
+        return x.unflatten(-1, (self.heads, self.head_width)).transpose(1, 2)
+
+
+def sinusoids(length: int, width: int, *, like: Tensor) -> Tensor:
+    """(1, length, width) [sin | cos] of the distances length - 1 ... 0, at the frequencies 10000^(-2l / width)."""
+    frequencies = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    angles = torch.arange(length - 1, -1, -1, dtype=torch.float64).unsqueeze(1) * frequencies
+    both = torch.cat([angles.sin(), angles.cos()], dim=1)[:, :width]  # one too many where the width is odd
+    return both.to(like).unsqueeze(0)
+
+
+def relative_shift(x: Tensor) -> Tensor:
+    """Entry (i, l) of (..., q, k), l counting distances k - 1 ... 0, moves to the column that lies at this distance from i.
+
+    Row i moves q - 1 - i to the left. What comes in at its end belongs to the future, and is to be hidden.
+    """
+    q, k = x.shape[-2:]
+    return F.pad(x, (1, 0)).flatten(-2).unflatten(-1, (k + 1, q))[..., 1:, :].reshape(x.shape)
+
+
+def out_of_sight(queries: int, memory: int, reach: int | None, device: torch.device) -> Tensor:
+    """(1, 1, q, m + q) bool: the future, and what lies `reach` positions back or more."""
+    now = torch.arange(memory, memory + queries, device=device).unsqueeze(1)
+    back = now - torch.arange(memory + queries, device=device)
+    hidden = back < 0 if reach is None else (back < 0) | (back >= reach)
+    return hidden[None, None]

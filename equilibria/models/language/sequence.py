@@ -1,0 +1,161 @@
+"""What language models have in common: memory, loss, unrolled pre-training, and text drawn from them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equilibria.deq import DEQ
+from equilibria.gradients.base import Gradient
+from equilibria.gradients.unrolled import Unrolled
+from equilibria.models.language.adaptive_vocabulary import AdaptiveVocabulary, VocabularyConfig
+from equilibria.solvers.base import require
+
+Memory = tuple[Tensor, ...]  # each with the batch first; (): none
+
+
+class SequenceModel(nn.Module):
+    """A model of tokens, (batch, time), that is read segment by segment.
+
+        memory = None
+        for tokens, targets in batches:
+            loss, memory = model(tokens, memory, targets)
+
+    The memory is cut from the graph. It is a tuple of tensors, batch first, and goes into checkpoints as it is.
+    """
+
+    @abstractmethod
+    def forward(self, tokens: Tensor, memory: Memory | None = None, targets: Tensor | None = None) -> Any:
+        """(scores (batch, time, tokens), memory) or, with targets, (mean loss, memory)."""
+
+
+class EquilibriumModel(SequenceModel):
+    """A sequence model around one layer: a DEQ, or the explicit network in its place.
+
+    gradient           of the DEQ, when it is not in pre-training
+    pretraining_depth  applications of the cell in pre-training
+    """
+
+    layer: nn.Module
+    gradient: Gradient
+    pretraining_depth: int
+
+
+def unrolled_pretraining(model: nn.Module, on: bool = True, depth: int | None = None) -> None:
+    """Switch every equilibrium sequence model inside `model` to a shallow unrolled network, and back.
+
+    The published recipes train so for the first steps. Parameters stay, and so does what an optimizer knows of them.
+    The switch is no part of the state dict. `gradient=Warmup(...)` is the same by the count of steps.
+
+    depth  None: as many applications of the cell as the configuration says
+    """
+    found = [module for module in model.modules() if isinstance(module, EquilibriumModel)]
+    require(
+        len(found) > 0,
+        f"unrolled_pretraining switches DEQTransformer and TrellisNet, and there is none in this {type(model).__name__}.",
+    )
+    for module in found:
+        if not isinstance(module.layer, DEQ):
+            raise ValueError(
+                f"unrolled_pretraining switches an equilibrium, and this {type(module).__name__} is an explicit network: "
+                "depth must be None."
+            )
+        unrolled = Unrolled(depth=module.pretraining_depth if depth is None else depth)
+        module.layer.gradient = unrolled if on else module.gradient
+
+
+class GRUModel(SequenceModel):
+    """Embedding -> gated recurrent units -> softmax, the baseline of the copy memory task.
+
+    tokens     in the vocabulary
+    hidden     units
+    embedding  width of the embedding; None: as many as tokens, up to `hidden`
+    layers     on top of each other
+    """
+
+    def __init__(self, tokens: int = 10, hidden: int = 60, *, embedding: int | None = None, layers: int = 1) -> None:
+        super().__init__()
+        width = min(tokens, hidden) if embedding is None else embedding
+        self.embedding = nn.Embedding(tokens, width)
+        self.gru = nn.GRU(width, hidden, layers, batch_first=True)
+        self.vocabulary = AdaptiveVocabulary(VocabularyConfig(tokens=tokens), hidden)
+
+    def forward(self, tokens: Tensor, memory: Memory | None = None, targets: Tensor | None = None) -> tuple[Tensor, Memory]:
+        """(scores or mean loss, memory), the memory being the last states, (batch, layers, hidden)."""
+        memory = checked(tokens, memory, 1)
+        before = memory[0].transpose(0, 1).contiguous() if memory else None
+        h, last = self.gru(self.embedding(tokens), before)
+        return self.vocabulary(h, targets), (last.detach().transpose(0, 1),)
+
+
+def checked(tokens: Tensor, memory: Memory | None, parts: int) -> Memory:
+    """The memory, () for None, after a look at whether it is of `parts` tensors and belongs to such tokens."""
+    require(
+        tokens.dim() == 2 and tokens.numel() > 0,
+        f"Tokens come as (batch, time), at least one of each, got shape {tuple(tokens.shape)}.",
+    )
+    memory = () if memory is None else tuple(memory)
+    require(
+        len(memory) in (0, parts),
+        f"The memory of this model is {parts} tensors, got {len(memory)}. Give what its last call returned, or None.",
+    )
+    for part in memory:
+        require(
+            part.shape[0] == tokens.shape[0],
+            f"The memory is of {part.shape[0]} rows and the tokens are of {tokens.shape[0]}: row i of a segment goes on "
+            "where row i of the one before ended. Begin with memory=None.",
+        )
+    return memory
+
+
+def last_columns(before: Tensor | None, now: Tensor, count: int) -> Tensor:
+    """The last `count` positions of both, (batch, time, ...), cut from the graph and from the storage of the others."""
+    now = now.detach()
+    whole = now if before is None else torch.cat([before.detach(), now], dim=1)
+    return whole[:, max(whole.shape[1] - count, 0) :].clone()
+
+
+@torch.no_grad()
+def generate(
+    model: SequenceModel,
+    tokens: Tensor,
+    count: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """`count` more tokens after these, (batch, time) -> (batch, time + count), one by one, from the model in eval mode.
+
+    temperature  scores are divided by it; 0: always the most probable token
+    top_k        draw from so many most probable ones; None: from all
+    generator    of the draws; None: torch's own
+    """
+    require(count >= 0, f"count is how many tokens to draw and must not be negative, got {count}.")
+    require(temperature >= 0, f"temperature must not be negative, got {temperature}.")
+    require(top_k is None or top_k >= 1, f"top_k must be at least 1, or None for all, got {top_k}.")
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        found, segment, memory = [tokens], tokens, None
+        for _ in range(count):
+            scores, memory = model(segment, memory)
+            segment = _draw(scores[:, -1], temperature, top_k, generator).to(tokens.dtype)
+            found.append(segment)
+        return torch.cat(found, dim=1)
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _draw(scores: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
+    """(batch, tokens) -> (batch, 1)."""
+    if temperature == 0:
+        return scores.argmax(dim=-1, keepdim=True)
+    top, index = scores.topk(min(top_k or scores.shape[-1], scores.shape[-1]), dim=-1)
+    below = top - top[:, :1]  # at most 0, however small the temperature
+    scaled = below / max(temperature, torch.finfo(top.dtype).tiny)
+    chosen = torch.multinomial(torch.softmax(scaled, dim=-1), 1, generator=generator)
+    return index.gather(1, chosen)

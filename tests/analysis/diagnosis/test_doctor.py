@@ -1,0 +1,269 @@
+"""The doctor names the cause of planted illnesses, and leaves its patients as they were."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import equilibria as eq
+from equilibria.analysis.diagnosis import illnesses
+from equilibria.analysis.measuring import brief, captured
+from tests.problems import NestedCell, TanhCell, inputs
+
+
+def causes(model: nn.Module, batch: Any) -> dict[str, eq.Severity]:
+    return {finding.cause: finding.severity for finding in eq.diagnose(model, batch).findings}
+
+
+@pytest.mark.parametrize(
+    ("example", "cause"),
+    [
+        ("not-contractive", "cell not contractive"),
+        ("tolerance-out-of-reach", "tolerance below the reach of the dtype"),
+        ("free-dropout", "dropout without a fixed mask"),
+        ("batch-statistics", "batch statistics couple samples"),
+    ],
+)
+def test_planted_illnesses_are_named_and_no_other(example: str, cause: str) -> None:
+    found = {name for name, severity in causes(*illnesses.EXAMPLES[example]()).items() if severity is not eq.Severity.HINT}
+    assert found == {cause}
+
+
+def test_a_healthy_model_is_called_healthy() -> None:
+    diagnosis = eq.diagnose(*illnesses.healthy())
+    assert diagnosis.healthy
+    assert not diagnosis.findings or all(f.severity is eq.Severity.HINT for f in diagnosis.findings)
+
+
+def test_eval_mode_takes_dropout_and_batch_statistics_away() -> None:
+    for example in ("free-dropout", "batch-statistics"):
+        model, batch = illnesses.EXAMPLES[example]()
+        assert not {name for name, s in causes(model.eval(), batch).items() if s is not eq.Severity.HINT}, example
+
+
+def test_noise_that_is_no_dropout_is_found_too() -> None:
+    class Noisy(illnesses.TanhCell):
+        def forward(self, z: Tensor, x: Tensor) -> Tensor:
+            return super().forward(z, x) + 0.01 * torch.randn_like(z)
+
+    model = eq.DEQ(Noisy(0.5))
+    assert causes(model, inputs(8, illnesses.WIDTH, dtype=torch.float32)).get("random cell") is eq.Severity.ILL
+
+
+def test_data_hidden_in_the_cell_couples_samples() -> None:
+    class Mean(illnesses.TanhCell):
+        def forward(self, z: Tensor, x: Tensor) -> Tensor:
+            return super().forward(z, x + 0.1 * z.mean(dim=0))
+
+    model = eq.DEQ(Mean(0.5), stop=eq.Stop(compact=False))
+    found = causes(model, inputs(8, illnesses.WIDTH, dtype=torch.float32))
+    assert found.get("samples depend on each other") is eq.Severity.RISK
+
+
+def test_too_few_steps_are_told_from_illness() -> None:
+    gradient = eq.Implicit(stop=eq.Stop(rtol=1e-6))
+    model = eq.DEQ(TanhCell(6, norm=0.9), solver=eq.Picard(), stop=eq.Stop(rtol=1e-6, max_steps=5), gradient=gradient)
+    (finding,) = [f for f in eq.diagnose(model, inputs(4, 6)).findings if f.severity is eq.Severity.ILL]
+    assert finding.cause == "too few steps"
+    assert "Stop(max_steps=" in finding.advice
+
+
+def test_steps_are_not_offered_to_samples_that_no_number_of_them_helps() -> None:
+    x = torch.tensor([[0.9], [0.9], [1.0]], dtype=torch.float64)  # the last one swings for ever
+    model = eq.DEQ(lambda z, x: 1 - x * z, solver=eq.Picard(), stop=eq.Stop(rtol=1e-6, max_steps=20))
+    found = {finding.cause: finding for finding in eq.diagnose(model, x).findings}
+    assert "with ten times as many 1 do" in found["too few steps"].seen
+    assert found["too few steps"].advice.startswith("a stronger solver") and "helps 2 of 3" in found["too few steps"].advice
+
+
+def test_steps_are_not_offered_where_they_help_few() -> None:
+    x = torch.tensor([[0.9], [1.0], [1.0]], dtype=torch.float64)  # the last two swing for ever
+    model = eq.DEQ(lambda z, x: 1 - x * z, solver=eq.Picard(), stop=eq.Stop(rtol=1e-6, max_steps=20))
+    assert "too few steps" not in {finding.cause for finding in eq.diagnose(model, x).findings}
+
+
+def test_an_expansive_cell_that_is_solved_needs_no_other_solver() -> None:
+    model = eq.DEQ(TanhCell(6, norm=1.6), solver=eq.Broyden(), stop=eq.Stop(max_steps=200))
+    (finding,) = [f for f in eq.diagnose(model, inputs(4, 6)).findings if f.cause == "cell not contractive"]
+    assert finding.severity is eq.Severity.RISK and "All converged with Broyden" in finding.seen
+    assert "as it is" not in finding.advice
+
+
+def test_samples_that_are_not_finite_are_found() -> None:
+    x = inputs(6, 6)
+    x[2, 1] = float("nan")
+    diagnosis = eq.diagnose(eq.DEQ(TanhCell(6)), x)
+    (finding,) = [f for f in diagnosis.findings if f.severity is eq.Severity.ILL]
+    assert finding.cause == "samples that are not finite"
+    assert "1 of 6" in finding.seen
+    assert math.isnan(diagnosis.layers[0].examination.radius.radius[2])
+    json.loads(diagnosis.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def test_a_poor_gradient_and_an_unsolved_adjoint_are_found() -> None:
+    cell = TanhCell(16, norm=0.97, kind="symmetric")
+    x = 0.1 * inputs(4, 16)
+    stop = eq.Stop(rtol=1e-6, atol=0, max_steps=500)
+    found = causes(eq.DEQ(cell, stop=stop, gradient=eq.JFB()), x)
+    assert found.get("gradient far from the exact one") is eq.Severity.RISK
+    short = eq.Implicit(solver=eq.Picard(), stop=eq.Stop(rtol=1e-6, max_steps=2))
+    found = causes(eq.DEQ(cell, stop=stop, gradient=short), x)
+    assert found.get("backward solve not converged") is eq.Severity.ILL
+
+
+class OneWay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        return 0.5 * z
+
+    @staticmethod
+    def backward(ctx: Any, v: Tensor) -> Tensor:
+        raise RuntimeError("no way back")
+
+
+def test_a_cell_that_cannot_be_differentiated_is_found() -> None:
+    model = eq.DEQ(lambda z, x: OneWay.apply(z) + x)  # type: ignore[no-untyped-call]
+    diagnosis = eq.diagnose(model, inputs(4, 6))
+    (finding,) = [f for f in diagnosis.findings if f.cause == "backward fails"]
+    assert "no way back" in finding.seen
+
+
+def test_several_layers_and_nested_states() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = eq.DEQ(TanhCell(4), stop=eq.Stop(rtol=1e-4))
+            cell = NestedCell()
+            self.second = eq.DEQ(cell, init=cell.zeros)
+            self.unused = eq.DEQ(TanhCell(4))
+
+        def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+            nested = self.second.solve(self.first(x * scale)).z  # models may call solve themselves
+            return nested["a"]
+
+    diagnosis = eq.diagnose(Two(), (inputs(3, 4), torch.ones(1, dtype=torch.float64)))
+    assert [layer.name for layer in diagnosis.layers] == ["layer first", "layer second"]
+    assert diagnosis.layers[1].examination.size == 4 + 6 + 1
+
+
+def test_an_inner_equilibrium_is_left_to_the_outer_one() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = eq.DEQ(TanhCell(4, norm=0.3), stop=eq.Stop(rtol=1e-10, atol=0, max_steps=100))
+
+        def forward(self, z: Tensor, x: Tensor) -> Tensor:
+            out: Tensor = self.inner(0.3 * z + x)
+            return out
+
+    assert list(captured(eq.DEQ(Outer()), inputs(3, 4))) == [""]
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model, batch = illnesses.batch_statistics()
+    model[0].weight.grad = torch.ones_like(model[0].weight)  # type: ignore[index]
+    before = copy.deepcopy(model.state_dict())
+    random = torch.get_rng_state()
+    settings = brief(model[1].stop), brief(model[1].solver)  # type: ignore[index]
+    eq.diagnose(model, batch)
+    after = model.state_dict()
+    assert list(before) == list(after)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert torch.equal(random, torch.get_rng_state())
+    assert settings == (brief(model[1].stop), brief(model[1].solver))  # type: ignore[index]
+    assert "solve" not in vars(model[1])  # type: ignore[index]
+    assert torch.equal(model[0].weight.grad, torch.ones_like(model[0].weight))  # type: ignore[index]
+    assert model[1].cell.linear.weight.grad is None  # type: ignore[index]
+
+
+def test_the_text_has_the_numbers_and_the_advice() -> None:
+    text = str(eq.diagnose(*illnesses.not_contractive()))
+    for part in (
+        "layer 1",
+        "32 max_steps",
+        "spectral radius",
+        "Picard() (present)",
+        "eq.jacobian_penalty",
+        "kept for backward",
+    ):
+        assert part in text
+
+
+def test_models_without_an_equilibrium_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"no eq\.DEQ in this Linear"):
+        eq.diagnose(nn.Linear(2, 2), torch.ones(1, 2))
+
+    class Idle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = eq.DEQ(TanhCell(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    with pytest.raises(ValueError, match="did not call them"):
+        eq.diagnose(Idle(), torch.ones(1, 2))
+
+
+def test_everything_is_saved_and_nothing_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    diagnosis = eq.diagnose(*illnesses.healthy())
+    page = diagnosis.save(tmp_path / "new" / "folder")
+    names = sorted(path.name for path in page.parent.iterdir())
+    plots = [f"1-{what}.png" for what in ("convergence", "gradients", "radius", "solvers", "steps")]
+    assert names == [*plots, "diagnosis.html", "diagnosis.json"]
+    assert all((page.parent / name).read_bytes().startswith(b"\x89PNG") for name in plots)
+    numbers = json.loads((page.parent / "diagnosis.json").read_text())
+    assert numbers["layers"][0]["examination"]["forward"]["status"] == {"converged": 32}
+    text = page.read_text()
+    assert text.count("data:image/png;base64,") == 5
+    assert "http" not in text  # nothing is fetched
+
+    def full(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(OSError, match="no space"):
+        diagnosis.save(tmp_path / "broken")
+    assert list((tmp_path / "broken").iterdir()) == []
+
+
+def test_settings_are_written_as_one_would() -> None:
+    assert brief(eq.Anderson()) == "Anderson()"
+    assert brief(eq.Newton(linear=eq.GMRES(restart=5))) == "Newton(linear=GMRES(restart=5))"
+    assert brief(eq.Stop(rtol=1e-5)) == "Stop(rtol=1e-05)"
+    assert brief((eq.Picard(), 3)) == "(Picard(), 3)"
+
+
+def test_a_start_given_with_the_inputs_is_kept() -> None:
+    class Started(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = eq.DEQ(TanhCell(4, norm=0.5), init=nn.Linear(7, 4))  # for other inputs than those it gets
+
+        def forward(self, x: Tensor) -> Tensor:
+            z: Tensor = self.layer(x, init=torch.ones_like(x))
+            return z
+
+    model = Started()
+    (call,) = captured(model, inputs(3, 4)).values()
+    assert torch.equal(call.deq.solve(*call.inputs).z0, torch.ones(3, 4, dtype=torch.float64))
+    assert call.deq is not model.layer and call.deq.cell is model.layer.cell
+    assert isinstance(model.layer.init, nn.Linear)
+    assert eq.diagnose(model, inputs(3, 4)).layers[0].examination.forward.failed == 0
+
+
+@pytest.mark.parametrize("name", ["deq-transformer-nano", "deq-trellisnet-nano"])
+def test_models_of_sequences_can_be_examined_and_tuned(name: str) -> None:
+    torch.manual_seed(0)
+    model, tokens = eq.models.create(name, tokens=20), torch.randint(0, 20, (2, 5))
+    assert eq.diagnose(model, tokens).layers[0].examination.samples == 2
+    few = eq.Candidates(solvers=(eq.Picard(),), gradients=(eq.JFB(),))
+    assert list(eq.tune(model, tokens, candidates=few, rounds=1).layers) == ["layer"]

@@ -1,0 +1,240 @@
+"""Compiled solves: the same answers, the same steps per sample, and an honest way out."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import equilibria as eq
+from equilibria._core.compile import Compiler, _split
+from tests.problems import TIGHT, TanhCell, inputs, matrix
+
+LOOSE = eq.Stop(rtol=1e-6, max_steps=200)
+
+
+class Seen:
+    """A backend that runs the graph as it is, and keeps count."""
+
+    def __init__(self) -> None:
+        self.graphs: list[fx.GraphModule] = []
+
+    def __call__(self, graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
+        self.graphs.append(graph)
+        return graph
+
+
+def compiled(cell: Any, seen: Seen | None = None, **options: Any) -> eq.DEQ:
+    deq = eq.DEQ(cell, compile=True, **options)
+    deq._compiler = Compiler(seen or Seen(), trials=0)
+    return deq
+
+
+def gradients(deq: eq.DEQ, x: Tensor) -> tuple[eq.Solution, list[Tensor]]:
+    x = x.clone().requires_grad_()
+    s = deq.solve(x)
+    return s, list(torch.autograd.grad(s.z.square().sum(), [x, *deq.parameters()]))
+
+
+@pytest.mark.parametrize("solver", [eq.Anderson(), eq.Anderson(history=2, damping=0.8), eq.Picard()], ids=repr)
+@pytest.mark.parametrize("n", [6, 80])
+def test_the_same_answers_steps_and_gradients(solver: Any, n: int) -> None:
+    cell, x, seen = TanhCell(n, norm=0.8), inputs(5, n), Seen()
+    x[1] *= 3  # samples of different difficulty
+    gradient = eq.Implicit(solver=eq.GMRES(restart=4))  # by default the plain loop keeps more when it is slow
+    s, found = gradients(compiled(cell, seen, solver=solver, stop=LOOSE, gradient=gradient), x)
+    plain, expected = gradients(eq.DEQ(cell, solver=solver, stop=LOOSE, gradient=gradient), x)
+    assert len(seen.graphs) == 2  # forward and adjoint
+    assert torch.equal(s.stats.steps, plain.stats.steps) and torch.equal(s.stats.best, plain.stats.best)
+    assert torch.equal(s.stats.status, plain.stats.status)
+    assert s.adjoint is not None and plain.adjoint is not None
+    assert torch.equal(s.adjoint.steps, plain.adjoint.steps)
+    torch.testing.assert_close(s.stats.residual, plain.stats.residual, rtol=1e-6, atol=1e-12)
+    torch.testing.assert_close(s.z, plain.z, rtol=1e-10, atol=1e-10)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_failures_are_told_as_ever() -> None:
+    class Mixed(nn.Module):
+        def forward(self, z: Tensor, x: Tensor, a: Tensor) -> Tensor:
+            return a * z + x
+
+    x, a = torch.ones(3, 4).double(), torch.tensor([[0.5], [-1.0], [0.5]]).double()
+    x[2] = float("nan")
+    stop = eq.Stop(rtol=1e-8, max_steps=30, on_failure="ignore")
+    s = compiled(Mixed(), solver=eq.Picard(), stop=stop).solve(x, a)
+    plain = eq.DEQ(Mixed(), solver=eq.Picard(), stop=stop).solve(x, a)
+    assert s.stats.status.tolist() == plain.stats.status.tolist()
+    assert torch.equal(s.stats.steps, plain.stats.steps)
+    torch.testing.assert_close(s.z, plain.z, equal_nan=True)
+
+
+def test_one_program_per_shape_and_setting() -> None:
+    cell, seen = TanhCell(5), Seen()
+    deq = compiled(cell, seen, stop=LOOSE)
+    with torch.no_grad():
+        for batch in (4, 4, 3, 4, 3):
+            deq(inputs(batch, 5))
+        assert len(seen.graphs) == 2
+        cell.__dict__["scale"] = 2.0  # an attribute the trace may have taken for constant
+        deq(inputs(4, 5))
+        assert len(seen.graphs) == 3
+
+
+def test_weights_are_inputs_of_the_program() -> None:
+    cell, x = TanhCell(5), inputs(4, 5)
+    deq = compiled(cell, stop=LOOSE)
+    with torch.no_grad():
+        deq(x)
+        for parameter in cell.parameters():
+            parameter.mul_(0.5)
+        torch.testing.assert_close(deq(x), eq.DEQ(cell, stop=LOOSE)(x))
+
+
+def test_what_does_not_depend_on_the_state_is_computed_once() -> None:
+    def f(z: Tensor, w: Tensor, u: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(z @ w.T + torch.relu(x @ u.T))
+
+    z, w, u, x = inputs(3, 4), matrix("orthogonal", 4, 0.5), matrix("orthogonal", 4, 1.0), inputs(3, 4, seed=1)
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    parts = _split(make_fx(f)(z, w, u, x))
+    saved = parts.prepare(w, u, x)
+    torch.testing.assert_close(parts.apply(z, *saved), f(z, w, u, x))
+    assert isinstance(parts.apply, fx.GraphModule)
+    inside = [str(node.target) for node in parts.apply.graph.nodes if node.op == "call_function"]
+    assert not any("relu" in name for name in inside) and sum("mm" in name for name in inside) == 1
+    assert all(tensor._base is None for tensor in saved)  # a view would be freed with every turn of the loop
+
+
+def test_in_place_cells_can_be_compiled() -> None:
+    class InPlace(nn.Module):
+        def forward(self, z: Tensor, x: Tensor) -> Tensor:
+            y = 0.5 * z
+            y.add_(x).tanh_()
+            return y
+
+    x = inputs(3, 4)
+    torch.testing.assert_close(compiled(InPlace(), stop=TIGHT)(x), eq.DEQ(InPlace(), stop=TIGHT)(x))
+
+
+def test_a_function_is_not_compiled_and_says_so_once() -> None:
+    deq = compiled(lambda z, x: 0.5 * torch.tanh(z) + x, stop=LOOSE)
+    with pytest.warns(UserWarning, match="the cell is a function"):
+        z = deq(inputs(3, 4))
+    torch.testing.assert_close(deq(inputs(3, 4)), z)  # no second warning, which would be an error here
+
+
+def test_control_flow_on_values_is_not_compiled_and_says_so() -> None:
+    class Branching(nn.Module):
+        def forward(self, z: Tensor, x: Tensor) -> Tensor:
+            return 0.5 * z + x if bool((z > 100).all()) else 0.25 * z + x
+
+    x = inputs(3, 4)
+    with pytest.warns(UserWarning, match="without being compiled"):
+        z = compiled(Branching(), stop=LOOSE)(x)
+    torch.testing.assert_close(z, x / 0.75, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("factor", [float("nan"), 1.1], ids=["nan", "off"])
+def test_machine_code_that_is_wrong_is_not_believed(factor: float) -> None:
+    class Wrong(Seen):
+        def __call__(self, graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
+            return lambda *given: [out * factor if out.is_floating_point() else out for out in graph(*given)]
+
+    cell, x = TanhCell(6, norm=0.8), inputs(5, 6)
+    with pytest.warns(UserWarning, match="without being compiled: the machine code made of this cell gives other values"):
+        s = compiled(cell, Wrong(), stop=LOOSE).solve(x)
+    torch.testing.assert_close(s.z, eq.DEQ(cell, stop=LOOSE).solve(x).z, rtol=0, atol=0)
+
+
+class Circular(nn.Module):
+    """Its padding is taken apart into writing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(2, 2, 3, padding=1, padding_mode="circular", dtype=torch.float64)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(torch.add(x, 0.3 * self.conv(z), alpha=0.5))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_writing_below_the_surface_is_part_of_the_program(rows: int) -> None:
+    torch.manual_seed(0)
+    cell, seen = Circular(), Seen()
+    x = inputs(rows, 10).view(rows, 2, 5)
+    s, found = gradients(compiled(cell, seen, stop=LOOSE), x)
+    plain, expected = gradients(eq.DEQ(cell, stop=LOOSE), x)
+    assert len(seen.graphs) == 2
+    torch.testing.assert_close(s.z, plain.z, rtol=1e-6, atol=1e-6)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("change", ["function", "list", "hook"])
+def test_a_cell_that_was_changed_is_compiled_anew(change: str) -> None:
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factors, self.act = [0.5], torch.tanh
+
+        def forward(self, z: Tensor, x: Tensor) -> Tensor:
+            return self.act(self.factors[0] * z + x)
+
+    cell, x = Changing(), inputs(3, 4)
+    deq = compiled(cell, stop=LOOSE)
+    deq(x)
+    if change == "function":
+        cell.act = torch.sin
+    elif change == "list":
+        cell.factors[0] = 0.9
+    else:
+        cell.register_forward_hook(lambda module, args, out: 0.5 * out)
+    torch.testing.assert_close(deq(x), eq.DEQ(cell, stop=LOOSE)(x), rtol=1e-5, atol=1e-5)
+
+
+def test_what_has_no_graph_runs_as_ever() -> None:
+    x, seen = inputs(3, 4), Seen()
+    for options in ({"solver": eq.Broyden()}, {"stop": eq.Stop(rtol=1e-8, trace=True)}, {"stop": eq.Stop(norm=eq.max_norm)}):
+        compiled(TanhCell(4), seen, **options)(x).sum()
+    assert not seen.graphs
+
+
+@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore")  # of the compiler about itself
+def test_machine_code_gives_the_same_numbers() -> None:
+    cell, x = TanhCell(80, norm=0.9, dtype=torch.float32), inputs(6, 80, dtype=torch.float32)
+    deq = eq.DEQ(cell, stop=eq.Stop(rtol=1e-4, max_steps=100), compile=True)
+    deq._compiler = Compiler(trials=0)
+    s, found = gradients(deq, x)
+    plain, expected = gradients(eq.DEQ(cell, stop=deq.stop), x)
+    assert len(deq._compiler._programs) == 2
+    assert int((s.stats.steps - plain.stats.steps).abs().max()) <= 1
+    # both stop at a residual of 1e-4, but not at the same point: machine code sums float32 in another order
+    for a, b in zip([s.z, *found], [plain.z, *expected], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def test_torch_compile_does_not_trace_a_solve() -> None:
+    """Around a solve `torch.compile` compiles; inside of it nothing, whether the layer has run before or not."""
+    seen = Seen()
+
+    class Cell(nn.Module):
+        def forward(self, z: Tensor, x: Tensor) -> Tensor:
+            assert not torch.compiler.is_compiling()
+            return 0.5 * torch.tanh(z) + x
+
+    deq, x = eq.DEQ(Cell(), stop=TIGHT), inputs(3, 4)
+
+    def net(x: Tensor) -> Tensor:
+        return torch.tanh(deq(torch.tanh(x)))
+
+    expected = net(x)
+    torch.testing.assert_close(torch.compile(net, backend=seen)(x), expected)
+    assert len(seen.graphs) == 2

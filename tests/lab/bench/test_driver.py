@@ -1,0 +1,177 @@
+"""A run: what is recorded, written, read and reported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from equilibria._core.packing import State
+from equilibria.lab.bench import command, report
+from equilibria.lab.bench.cases import contraction, two_scales
+from equilibria.lab.bench.driver import CaseResults, Outcome, Results, run
+from equilibria.lab.bench.methods import DEFAULT, TORCHDEQ, Method, Ours, ours
+from equilibria.lab.bench.rules import Judge, Work, tighten
+from equilibria.solvers.picard import Picard
+
+
+class Standing(Method):
+    """Ours under another's name, so that there is something to compare with."""
+
+    library, name = TORCHDEQ, f"{TORCHDEQ} stand-in"
+
+    def __init__(self) -> None:
+        self.inner = Ours(solver=Picard())
+
+    def solve(self, case: Any, tol: float) -> State:
+        return self.inner.solve(case, tol)
+
+    def step(self, case: Any, tol: float) -> tuple[State, Sequence[Tensor]]:
+        return self.inner.step(case, tol)
+
+
+class Lazy(Standing):
+    name = f"{TORCHDEQ} lazy"
+
+    def solve(self, case: Any, tol: float) -> State:
+        return case.start
+
+
+class Broken(Standing):
+    name = f"{TORCHDEQ} broken"
+
+    def step(self, case: Any, tol: float) -> tuple[State, Sequence[Tensor]]:
+        raise RuntimeError("no gradient today in /home/somebody/code.py")
+
+
+class NotFinite(Standing):
+    name = f"{TORCHDEQ} not finite"
+
+    def step(self, case: Any, tol: float) -> tuple[State, Sequence[Tensor]]:
+        z, gradients = super().step(case, tol)
+        return z, [gradient * float("nan") for gradient in gradients]
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    return run([contraction(4, 0.9)], [Ours(), Standing(), Lazy(), Broken(), NotFinite()], rounds=2, budget=0.0)
+
+
+def test_everything_is_recorded(results: Results) -> None:
+    (case,) = results.cases
+    default = case.named(DEFAULT)
+    assert default is not None and default.failure is None and len(default.times) == 2
+    assert default.residual is not None and default.residual <= case.rtol
+    assert default.cosine is not None and default.cosine > 0.999
+    assert default.work is not None and default.overhead is not None and default.time is not None
+    assert default.overhead == pytest.approx(default.time / default.work.calls)
+    assert case.fastest(TORCHDEQ) is case.named(Standing.name)
+
+
+def test_who_fails_is_recorded_with_the_reason_and_not_timed(results: Results) -> None:
+    (case,) = results.cases
+    reasons = {outcome.method: outcome.failure for outcome in case.outcomes if outcome.failure}
+    assert reasons == {
+        Lazy.name: "not reached: residual 1.0e+00, 1e-03 asked for",
+        Broken.name: "RuntimeError: no gradient today in ...",
+        NotFinite.name: "its gradient is not finite",
+    }
+    assert not any(outcome.times for outcome in case.outcomes if outcome.failure)
+
+
+def test_json_round_trips_and_tells_versions_but_no_places(results: Results) -> None:
+    text = results.to_json()
+    assert Results.from_json(text) == results
+    setting = json.loads(text)["setting"]
+    assert setting["torch"] == torch.__version__ and {"python", "machine", "processor", "cpus", "date"} <= set(setting)
+    assert str(Path.home()) not in text and str(Path.cwd()) not in text
+
+
+def test_the_report_names_ratios_and_failures(results: Results) -> None:
+    text = report.text(results)
+    (case,) = results.cases
+    ratio = report.ratio(case.named(DEFAULT), case)
+    assert ratio is not None
+    row = next(line for line in report.summary(results).splitlines() if DEFAULT in line)
+    assert f"| {ratio:.2f} |" in row
+    assert f"- {Broken.name}: RuntimeError: no gradient today" in text
+
+
+def outcome(method: str, library: str, *times: float) -> Outcome:
+    return Outcome(method, library, None, 1e-3, 5e-4, Work(8, 2, 10, 640), 0.99, 0.1, times)
+
+
+MADE = Results(
+    {"torch": "2"},
+    (
+        CaseResults(
+            "a",
+            "",
+            32,
+            1e-3,
+            (
+                outcome(DEFAULT, "equilibria", 40, 60, 50),
+                outcome("equilibria fast", "equilibria", 20, 30, 25),
+                outcome(f"{TORCHDEQ} x", TORCHDEQ, 100, 100, 100),
+                outcome(f"{TORCHDEQ} y", TORCHDEQ, 200, 200, 200),
+            ),
+        ),
+        CaseResults("b", "", 32, 1e-3, (outcome(DEFAULT, "equilibria", 40.0),)),
+    ),
+)
+
+
+def test_ratios_are_of_medians_to_the_fastest_torchdeq() -> None:
+    summary = report.summary(MADE).splitlines()
+    assert "| a | TorchDEQ x | 100 | 1.00 | 1.00 | 10 | 10 | 5.00 | 5.0e-04 | 0.9900 | 1.0e-01 |" in summary
+    assert "| a | equilibria default | 50 | 0.50 | 1.50 | 10 | 10 | 2.50 | 5.0e-04 | 0.9900 | 1.0e-01 |" in summary
+    assert any(line.startswith("| a | equilibria fast | 25 | 0.25 |") for line in summary)
+    assert any(line.startswith("| b | equilibria default | 40 | – |") for line in summary)  # nobody to compare with
+    assert not any(f"{TORCHDEQ} y" in line for line in summary)
+
+
+def test_the_plot_has_two_bars_per_case_and_the_line_at_one() -> None:
+    pytest.importorskip("matplotlib")
+    axes = report.plot(MADE)
+    assert sorted(patch.get_height() for patch in axes.patches) == [0.25, 0.5]  # type: ignore[attr-defined]
+    assert torch.tensor(axes.lines[0].get_ydata()).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("method", ours(), ids=lambda method: method.name)
+def test_every_configuration_of_ours_gets_there(method: Method) -> None:
+    case = two_scales(2, channels=16, size=16)
+    judge = Judge(case)
+    found = tighten(case, method, judge)
+    assert found.reached
+    assert judge.gradient(method.step(case, found.tol)[1]).cosine > 0.95
+
+
+def test_a_compiled_method_is_counted_uncompiled() -> None:
+    compiled = ours(compile=True)[-1]
+    counted = compiled.counted()
+    assert isinstance(compiled, Ours) and compiled.compile
+    assert isinstance(counted, Ours) and not counted.compile and counted.solver is compiled.solver
+
+
+def test_the_command_prints_and_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)  # of all tests that follow
+    found, picture = tmp_path / "results.json", tmp_path / "ratios.png"
+    arguments = ["--cases", "mlp-b32", "--only", DEFAULT, "Picard", "--budget", "0"]
+    assert command.main([*arguments, "--json", str(found), "--plot", str(picture)]) == 0
+    assert "| mlp-b32 | equilibria default |" in capsys.readouterr().out
+    assert Results.from_json(found.read_text()).cases[0].case == "mlp-b32"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_says_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["--only", "nobody"])
+    assert "no method has any of nobody in its name" in capsys.readouterr().err

@@ -1,0 +1,198 @@
+"""The commands: train, evaluate, reproduce, demo, list, data."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("lightning_fabric")
+from typer.testing import CliRunner
+
+from equilibria.lab.cli.main import app
+from equilibria.lab.data.catalogue import info
+from equilibria.lab.experiments.catalogue import experiments
+
+ONE = ["--set", "training.epochs=1"]
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setenv("EQUILIBRIA_DATA", str(tmp_path / "data"))
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == code, result.output
+    return result.stdout if code == 0 else result.output
+
+
+def parsed(*arguments: str) -> Any:
+    return json.loads(run(*arguments, "--json"))
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["demo"], ["list"], ["train"], ["evaluate"], ["reproduce"], ["diagnose"], ["data"], ["data", "check"]]
+)
+def test_every_command_has_help(arguments: list[str]) -> None:
+    assert "Usage" in run(*arguments, "--help")
+
+
+@pytest.mark.parametrize("table", ["skipdeq-mnist-mlp", "skipdeq-polynomial"])
+def test_reproduce_in_debug_scale(table: str, tmp_path: Path) -> None:
+    text = run("reproduce", table, "--scale", "debug", *ONE)
+    base = tmp_path / "runs" / table / "debug"
+    assert f"report: {Path('runs') / table / 'debug' / 'report.html'}" in text
+    rows = ("deq", "skip", "v2", "deq-jr", "skip-jr", "v2-jr")
+    assert all(len(list((base / row).glob("seed-*/summary.json"))) == 1 for row in rows)
+    numbers = json.loads((base / "table.json").read_text())
+    assert all(numbers["rows"][row]["ours"]["nfe"]["mean"] >= 3 for row in rows)
+    assert all(claim["held"] is not None for claim in numbers["claims"])
+    report = (base / "report.md").read_text()
+    assert "Debug scale" in report and "training.epochs=1 (not 2)" in report
+    before = {path: path.stat().st_mtime_ns for path in base.glob("*/seed-*/*")}
+    again = parsed("reproduce", table, "--scale", "debug", *ONE)
+    assert again["rows"] == numbers["rows"]
+    assert before == {path: path.stat().st_mtime_ns for path in base.glob("*/seed-*/*")}  # nothing was run again
+    other = run("reproduce", table, "--scale", "debug", "--set", "training.epochs=2", code=1)
+    assert "was started with other settings: training.epochs was 1, now 2" in other
+
+
+@pytest.mark.parametrize(
+    "row", ["v2", pytest.param("deq", marks=pytest.mark.slow), pytest.param("skip-jr", marks=pytest.mark.slow)]
+)
+def test_the_continuous_table(row: str) -> None:
+    found = parsed("reproduce", "skipdeq-mnist-mlp-tsit5", "--scale", "debug", "--row", row, *ONE)
+    assert found["rows"][row]["ours"]["nfe"]["mean"] >= 11
+    assert all(claim["held"] is None for claim in found["claims"] if "DEQ's" in claim["claim"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(experiments()))
+def test_every_experiment_s_debug_flavour_takes_less_than_a_minute(name: str) -> None:
+    begin = time.monotonic()
+    run("train", name, "--scale", "debug")
+    assert time.monotonic() - begin < 60
+
+
+def test_demo(tmp_path: Path) -> None:
+    text = run("demo", "--scale", "debug")
+    assert "explicit, 20 layers" in text and "report: " in text
+    assert (tmp_path / "runs" / "digits" / "debug" / "report.html").is_file()
+
+
+def test_train_evaluate_and_diagnose_a_run(tmp_path: Path) -> None:
+    folder = str(tmp_path / "mine")
+    summary = parsed("train", "digits-deq", "--scale", "debug", "--folder", folder, "--seed", "3", "--set", "width=32", *ONE)
+    final = summary[folder]["final"]["split"]["test"]
+    config = json.loads((tmp_path / "mine" / "config.json").read_text())
+    assert (config["experiment"], config["settings"]["width"], config["training"]["seed"]) == ("digits-deq", 32, 3)
+    metrics = parsed("evaluate", folder)["metrics"]
+    assert metrics["accuracy"] == pytest.approx(final["accuracy"])
+    assert "accuracy" in run("evaluate", folder, "--which", "best")
+    found = parsed("diagnose", folder)
+    assert found["page"] == str(Path(folder) / "diagnosis" / "diagnosis.html")
+    assert Path(found["page"]).is_file()
+
+
+def test_train_several_seeds(tmp_path: Path) -> None:
+    text = run("train", "digits-explicit", "--scale", "debug", "--seeds", "2", *ONE)
+    assert all(str(Path("runs/digits-explicit/debug") / f"seed-{seed}") in text for seed in (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["train", "digits-dek"], "There is no experiment 'digits-dek'. Did you mean digits-deq"),
+        (["train", "digits-deq", "--set", "training.epoch=1"], "Did you mean training.epochs"),
+        (["train", "digits-deq", "--set", "variant=v3"], "variant must be one of vanilla, skip, v2, got 'v3'"),
+        (["train", "digits-deq", "--set", "training.epochs=many"], "training.epochs must be a whole number, got 'many'"),
+        (["train", "digits-deq", "--set", "training.optimizer.name=adm"], "did you mean 'adam'"),
+        (["train", "digits-deq", "--set", "width"], "Expected key=value"),
+        (["train", "digits-deq", "--seeds", "2", "--folder", "x"], "--folder holds one run"),
+        (["reproduce"], "Name one table"),
+        (["reproduce", "digits", "--all"], "Name one table"),
+        (["reproduce", "--all", "--json"], "for one table"),
+        (["train", "digits-deq", "--scale", "tiny"], "debug"),
+        (["reproduce", "skipdeq-mnist"], "Did you mean skipdeq-mnist-mlp"),
+        (["reproduce", "digits", "--row", "deqq"], "digits has no row 'deqq'. Did you mean deq"),
+        (["data", "check", "mnits"], "Did you mean mnist"),
+        (["data", "fetch", "cifar"], "Did you mean cifar10"),
+        (["diagnose", "--example", "healty"], "Did you mean healthy"),
+    ],
+)
+def test_what_is_asked_wrongly_ends_with_2_and_the_choices(arguments: list[str], complaint: str) -> None:
+    assert complaint in run(*arguments, code=2)
+
+
+def test_what_goes_wrong_ends_with_1(tmp_path: Path) -> None:
+    assert "is not the folder of a run" in run("evaluate", str(tmp_path), code=1)
+    run("train", "digits-explicit", "--scale", "debug", "--folder", "x", *ONE)
+    text = run("train", "digits-explicit", "--scale", "debug", "--folder", "x", "--set", "training.epochs=2", code=1)
+    assert "training.epochs was 1, now 2" in text
+
+
+def test_list() -> None:
+    found = parsed("list")
+    assert {model["name"]: model["parameters"] for model in found["models"]}["skip-mlp-skip"] == 151_050
+    listed = {name for table in found["tables"] for name in table["experiments"]}
+    assert listed == set(experiments())
+    text = run("list")
+    assert "skipdeq-mnist-mlp-v2-jr" in text and "151,050" in text and "60,000" in text
+
+
+def test_data_list_and_check(tmp_path: Path) -> None:
+    file = info("mnist").files[0]
+    (tmp_path / "data" / file.path).parent.mkdir(parents=True)
+    (tmp_path / "data" / file.path).write_bytes(b"not MNIST")
+    sets = {entry["name"]: entry for entry in parsed("data", "list")}
+    assert (sets["digits"]["present"], sets["mnist"]["present"], sets["mnist"]["train"]) == (True, False, 60_000)
+    assert "differs from the official file" in run("data", "check", "mnist", code=1)
+    assert "missing" in run("data", "check", "svhn", code=1)
+    assert "needs no files" in run("data", "check", "digits")
+    other = str(tmp_path / "other")
+    assert set(parsed("data", "check", "--data", other)) == set(sets)  # nothing there, and nobody asked for it
+
+
+@pytest.mark.slow
+def test_processes_run_a_table_and_go_on_after_an_interruption(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "equilibria", "reproduce", "digits", "--scale", "debug", "--jobs", "2"]
+    words += ["--set", "training.epochs=30"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    base = tmp_path / "runs" / "digits" / "debug"
+    first = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while not any(path.stat().st_size for path in base.glob("*/seed-*/metrics.jsonl")):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    first.send_signal(signal.SIGINT)
+    assert first.wait(60) == 130
+    assert len(list(base.glob("*/seed-*/summary.json"))) < 3
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert "Going on from" in "".join(path.read_text() for path in base.glob("*/seed-*/log.txt"))
+    assert len(list(base.glob("*/seed-*/summary.json"))) == 3
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "equilibria", "reproduce", "skipdeq-mnist-mlp", "--scale", "reduced", "--row", "v2"]
+    environment = os.environ | {
+        "EQUILIBRIA_DATA": str(tmp_path / "nothing"),
+        "no_proxy": "*",
+        "https_proxy": "http://127.0.0.1:9",
+    }
+    (tmp_path / "nothing").write_text("no folder")
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 1
+    assert "v2 seed 6171 failed: exit code 1" in done.stderr

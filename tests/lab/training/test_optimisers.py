@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from equilibria.lab.training import Optimizer, Schedule
+from equilibria.lab.training.optimisers import Average, lr_factor, make_optimizer
+
+STEPS = 100
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "factor"),
+    [
+        (Schedule(), 0, 1.0),
+        (Schedule(), 99, 1.0),
+        (Schedule(warmup_steps=10), 0, 0.1),
+        (Schedule(warmup_steps=10), 9, 1.0),
+        (Schedule(name="cosine"), 0, 1.0),
+        (Schedule(name="cosine"), 50, 0.5),
+        (Schedule(name="cosine"), 99, (1 + math.cos(math.pi * 0.99)) / 2),
+        (Schedule(name="cosine", warmup_steps=20, final=0.1), 60, 0.1 + 0.9 * 0.5),
+        (Schedule(name="linear", final=0.2), 25, 0.8),
+        (Schedule(name="linear", warmup_steps=50), 75, 0.5),
+        (Schedule(name="step", milestones=(0.5, 0.75)), 49, 1.0),
+        (Schedule(name="step", milestones=(0.5, 0.75)), 50, 0.1),
+        (Schedule(name="step", milestones=(0.5, 0.75), factor=0.5), 75, 0.25),
+        (Schedule(name="inverse-sqrt", warmup_steps=4), 3, 1.0),
+        (Schedule(name="inverse-sqrt", warmup_steps=4), 15, 0.5),
+        (Schedule(name="inverse-sqrt"), 24, 0.2),
+    ],
+)
+def test_learning_rates_follow_their_formulas(schedule: Schedule, step: int, factor: float) -> None:
+    assert lr_factor(schedule, step, STEPS) == pytest.approx(factor, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("settings", "moved"),
+    [
+        (Optimizer(name="sgd", lr=0.1), 0.1 * 2.0),
+        (Optimizer(name="sgd", lr=0.1, weight_decay=0.5), 0.1 * (2.0 + 0.5 * 3.0)),
+        (Optimizer(name="sgd", lr=0.1, momentum=0.9, nesterov=True), 0.1 * (2.0 + 0.9 * 2.0)),
+        (Optimizer(name="adam", lr=0.1), 0.1),  # the first step of Adam is lr · sign
+        (Optimizer(name="adamw", lr=0.1, weight_decay=0.5), 0.1 + 0.1 * 0.5 * 3.0),  # decay beside the gradient
+        (Optimizer(name="rmsprop", lr=0.1), 0.1 / math.sqrt(0.01)),
+    ],
+)
+def test_first_step_of_every_optimiser(settings: Optimizer, moved: float) -> None:
+    weight = nn.Parameter(torch.tensor([3.0], dtype=torch.float64))
+    optimizer = make_optimizer(settings, [weight])
+    weight.grad = torch.tensor([2.0], dtype=torch.float64)
+    optimizer.step()
+    assert 3.0 - weight.item() == pytest.approx(moved, rel=1e-6)  # Adam and RMSprop divide by |g| + 1e-8
+
+
+def test_average_is_the_recursion_with_its_warm_up() -> None:
+    model = nn.Linear(1, 1, bias=False).double()
+    average, expected = Average(model, 0.5), model.weight.item()
+    for n, value in enumerate((1.0, 4.0, -2.0, 7.0, 3.0, 8.0, 1.0, 5.0, 6.0, 2.0)):
+        nn.init.constant_(model.weight, value)
+        average.update(model)
+        decay = min(0.5, (1 + n) / (10 + n))
+        expected = decay * expected + (1 - decay) * value
+    assert average.means["weight"].item() == pytest.approx(expected, rel=1e-12)
+    with average.in_place(model):
+        assert model.weight.item() == average.means["weight"].item()
+    assert model.weight.item() == 2.0
