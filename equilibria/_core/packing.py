@@ -76,7 +76,9 @@ class Layout:
 
     def pack(self, state: State) -> Tensor:
         """The state as a matrix, (batch, n)."""
-        return self._join(pytree.tree_leaves(state))
+        matrix = self._join(pytree.tree_leaves(state))
+        # forward mode writes beside a tensor of the same strides, which an expanded one does not allow
+        return matrix.contiguous() if 0 in matrix.stride() else matrix
 
     def pack_output(self, output: State, rows: int, *, cast: bool = False) -> Tensor:
         """What a cell returned as a matrix, (rows, n)."""
@@ -105,11 +107,11 @@ class Layout:
         """The nested state that a matrix of any number of rows stands for."""
         if self._plain is not None:
             return matrix if len(self._plain.shape) == 1 else matrix.reshape(matrix.shape[0], *self._plain.shape)
-        if len(self.leaves) == 1:
-            parts: tuple[Tensor, ...] = (matrix,)
-        else:
-            parts = matrix.split([leaf.columns for leaf in self.leaves], dim=1)
-        tensors = [self._restore(part, leaf) for part, leaf in zip(parts, self.leaves, strict=True)]
+        tensors, first = [], 0
+        for leaf in self.leaves:  # one view at a time: autograd refuses to write over those that `split` returns together
+            part = matrix if len(self.leaves) == 1 else matrix.narrow(1, first, leaf.columns)
+            tensors.append(self._restore(part, leaf))
+            first += leaf.columns
         return pytree.tree_unflatten(tensors, self.structure)
 
     def _shape(self, leaf: Leaf, rows: int) -> tuple[int, ...]:

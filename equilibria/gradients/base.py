@@ -102,7 +102,7 @@ def unit(equation: Equation, v: Tensor) -> Tensor:
 
     Where samples are coupled they share one divisor, or the solution would not be that of the system.
     """
-    if v.shape[1] == 0:
+    if v.numel() == 0:
         return v.new_ones(v.shape[0], 1)
     v = v.detach()
     largest = _sound(v.abs().amax(dim=1, keepdim=True))

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 import equilibria as eq
 from equilibria._core.packing import Layout
-from tests.problems import TIGHT, NestedCell, inputs, matrix
+from tests.problems import TIGHT, BatchNormCell, NestedCell, inputs, matrix
 
 
 class Pair(NamedTuple):
@@ -134,3 +134,32 @@ def test_real_and_complex_tensors_with_an_odd_number_of_columns() -> None:
     start = (torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2, 3, dtype=torch.complex128))
     s = eq.fixed_point(lambda z, x: (0.5 * z[0] + x, 0.5j * z[1] + 1), start, inputs(2, 3), stop=TIGHT)
     torch.testing.assert_close(s.z[1], torch.full_like(s.z[1], 1 / (1 - 0.5j)))
+
+
+@pytest.mark.parametrize("solver", [eq.Picard(), eq.Newton()], ids=repr)
+def test_a_cell_may_write_over_the_parts_of_its_state(solver: eq.Solver[Any]) -> None:
+    """Autograd refuses to write over one of several views that a function returned together."""
+
+    def cell(z: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        return z[0].mul_(0.5) + x, z[1].mul_(0.3) + x
+
+    x = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
+    s = eq.fixed_point(
+        cell, (torch.zeros_like(x), torch.zeros_like(x)), x, solver=solver, stop=eq.Stop(rtol=1e-12, max_steps=99)
+    )
+    (grad,) = torch.autograd.grad(s.z[0].sum() + s.z[1].sum(), x)
+    torch.testing.assert_close(grad, torch.full_like(x, 1 / 0.5 + 1 / 0.7), rtol=1e-9, atol=0)
+
+
+def test_a_start_may_be_expanded() -> None:
+    """Forward mode, which Newton's method uses, cannot place a tangent beside an expanded tensor."""
+    start = torch.zeros(1, 3, dtype=torch.float64).expand(4, 3)
+    s = eq.fixed_point(lambda z: 0.5 * z + 1, start, solver=eq.Newton(), stop=eq.Stop(rtol=1e-12, on_failure="raise"))
+    torch.testing.assert_close(s.z, torch.full_like(start, 2.0), rtol=1e-9, atol=0)
+
+
+def test_an_empty_batch_of_coupled_samples_has_gradients() -> None:
+    deq = eq.DEQ(BatchNormCell(3))
+    x = torch.zeros(0, 3, dtype=torch.float64, requires_grad=True)
+    deq(x).sum().backward()
+    assert x.grad is not None and x.grad.shape == (0, 3)
