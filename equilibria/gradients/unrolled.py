@@ -137,7 +137,14 @@ class _Explicit:
         with torch.no_grad():
             (fz,) = step(z, None)
         _file(problem, z[0], fz, self.depth)
-        return z[0]
+        return z[0] if not problem.report.nonfinite else _finite_rows(problem, z[0], z0)
+
+
+def _finite_rows(problem: Problem, z: Tensor, z0: Tensor) -> Tensor:
+    """`z` with the start in place of rows that are not finite; as everywhere, what is returned is."""
+    assert problem.report.stats is not None
+    start = torch.where(torch.isfinite(z0), z0, torch.zeros_like(z0)).detach()
+    return torch.where((problem.report.stats.status != Status.NONFINITE).unsqueeze(1), z, start)
 
 
 @dataclass(frozen=True)

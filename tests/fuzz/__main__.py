@@ -7,6 +7,7 @@ import collections
 import dataclasses
 import json
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -18,9 +19,9 @@ import torch
 from tests.fuzz.oracle import Verdict, judge
 from tests.fuzz.strategies import CHOICES, Case, numbered
 
-EXAMPLES = 12  # cases kept of every category
+EXAMPLES = 8  # cases kept of every category
 SAVE_EVERY = 200  # cases between two writings of the file
-SHRINKING = 400  # cases run at most to make one smaller
+SHRINKING = 200  # cases run at most to make one smaller
 
 
 def category(kind: str, detail: str) -> str:
@@ -78,7 +79,7 @@ class Tally:
             counts[name] += getattr(verdict, name)
         if verdict.refused is not None:
             counts["refused"] += 1
-            self.refusals[verdict.refused.splitlines()[0][:100]] += 1
+            self.refusals[re.sub(r"\d+", "N", verdict.refused.splitlines()[0])[:60]] += 1
         for finding in verdict.findings:
             crash = finding.kind == "unclear crash"
             counts["unclear" if crash else "lies"] += 1

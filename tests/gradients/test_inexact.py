@@ -541,3 +541,20 @@ def test_falling_back_replaces_what_a_cheap_gradient_gave() -> None:
     with pytest.warns(eq.ConvergenceWarning):
         seen = gradients(eq.Escalate(cheap=eq.JFB(), exact=short, when=0.0), cell, x)
     assert_same(seen, gradients(eq.JFB(), cell, x), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_an_explicit_network_returns_a_finite_state(grad: bool) -> None:
+    """A sample that is not finite is flagged and stays at its start, as with every other gradient."""
+    cell, x = TanhCell(4), inputs(3, 4)
+    x[1] = float("nan")
+    with torch.set_grad_enabled(grad):
+        deq = eq.DEQ(cell, gradient=eq.Unrolled(depth=4), stop=eq.Stop(on_failure="ignore"))
+        s = deq.solve(x.requires_grad_(grad))
+    assert s.stats.status.tolist()[1] == eq.Status.NONFINITE
+    assert bool((s.z[1] == 0).all())
+    good = deq(x[[0, 2]])
+    torch.testing.assert_close(s.z[[0, 2]], good)
+    if grad:
+        (ours,) = torch.autograd.grad(s.z.sum(), cell.w)
+        torch.testing.assert_close(ours, torch.autograd.grad(good.sum(), cell.w)[0])
