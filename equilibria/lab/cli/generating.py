@@ -15,8 +15,7 @@ from equilibria.lab.cli.runs import Which
 from equilibria.lab.data.text import END, UNKNOWN, Level
 from equilibria.lab.experiments.evaluation import experiment_of
 from equilibria.lab.experiments.language_task import SEPARATOR, Language
-from equilibria.lab.training.checkpoints import Checkpoints, read
-from equilibria.lab.training.folder import Run
+from equilibria.lab.training.folder import Run, does_not_fit
 from equilibria.models.language.sequence import SequenceModel
 from equilibria.models.language.sequence import generate as draw
 
@@ -66,11 +65,11 @@ def sample(
 
 def vocabulary(run: Run) -> tuple[str, ...]:
     """The units that the model of a run was trained on, from its newest checkpoint."""
-    paths = Checkpoints(run.folder / "checkpoints").paths()
-    if not paths:
-        raise FileNotFoundError(f"There is no checkpoint in {run.folder} yet: train the run first, or wait for its first.")
-    state = read(paths[-1], parts=("processes",)).parts["processes"][0]["task"]
-    return tuple(state["vocabulary"].split(SEPARATOR))
+    found = run.checkpoint("checkpoints", ("processes",))
+    try:
+        return tuple(found.parts["processes"][0]["task"]["vocabulary"].split(SEPARATOR))
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise does_not_fit(found.path, error) from error
 
 
 def encode(prompt: str, units: Sequence[str], level: Level) -> torch.Tensor:

@@ -57,7 +57,9 @@ class Experiment(Generic[S]):
         try:
             settings: S = from_plain(type(self.settings), config["settings"])
             training = from_plain(Training, config["training"])
-        except (KeyError, TypeError, ValueError) as error:
+        except KeyError as error:
+            raise SettingError(f"The config of this run of {self.name} has no {error}.") from error
+        except (AttributeError, TypeError, ValueError) as error:
             raise SettingError(f"The config of this run of {self.name} was written by another version: {error}") from error
         return dataclasses.replace(self, settings=settings, training=training)
 

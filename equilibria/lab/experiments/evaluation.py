@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from equilibria._core.recording import record
-from equilibria.lab.experiments.base import Experiment
+from equilibria.lab.experiments.base import SCALES, Experiment
 from equilibria.lab.experiments.catalogue import experiment
-from equilibria.lab.training.folder import Run
+from equilibria.lab.training.folder import CONFIG, RESTORE, Run
 from equilibria.lab.training.statistics import Meter, observe
 from equilibria.lab.training.task import Loader
 
@@ -19,9 +19,15 @@ from equilibria.lab.training.task import Loader
 def experiment_of(run: Run) -> Experiment[Any]:
     """The experiment that a run was made with, its settings as they were."""
     name = run.config.get("experiment")
+    file, scale = run.folder / CONFIG, run.config.get("scale", "full")
     if not isinstance(name, str):
-        raise ValueError(f"{run.folder} is a run of no experiment of this library: its config.json names none.")
-    return experiment(name, run.config.get("scale", "full")).restored(run.config)
+        raise ValueError(f"{file} names no experiment. Pass a folder written by `equilibria train`.")
+    if scale not in SCALES:
+        raise ValueError(f"{file} has the scale {scale!r}, expected one of {', '.join(SCALES)}. {RESTORE}")
+    try:
+        return experiment(name, scale).restored(run.config)
+    except ValueError as error:
+        raise ValueError(f"{file} does not fit this version: {error} {RESTORE}") from error
 
 
 def evaluate(run: Run, *, which: str = "last", root: Path | None = None) -> dict[str, float]:

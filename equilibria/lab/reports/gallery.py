@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from equilibria.lab.training.durable import replace_file
+from equilibria.lab.training.durable import read_object, replace_file
 
 FOLDER, TITLES = "gallery", "titles.json"
 SHOW_DATA = ("segmentation",)  # samples of a dataset: they stay beside the runs, since a report elsewhere may be published
@@ -27,5 +27,6 @@ def read_gallery(run: Path) -> dict[str, tuple[str, bytes]]:
     index = run / FOLDER / TITLES
     if not index.is_file():
         return {}
-    titles: dict[str, str] = json.loads(index.read_text())
-    return {name: (title, (run / FOLDER / f"{name}.png").read_bytes()) for name, title in titles.items()}
+    titles = read_object(index, f"Remove the folder {run / FOLDER}: a report does without it.")
+    pictures = {name: (title, run / FOLDER / f"{name}.png") for name, title in titles.items()}
+    return {name: (str(title), picture.read_bytes()) for name, (title, picture) in pictures.items()}

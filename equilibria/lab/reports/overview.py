@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from equilibria.lab.experiments.base import Table
 from equilibria.lab.reports.markdown import MARKS
-from equilibria.lab.reports.write import NUMBERS, TEXT
-from equilibria.lab.training.durable import replace_file
+from equilibria.lab.reports.write import AGAIN, NUMBERS, TEXT
+from equilibria.lab.training.durable import read_object, replace_file
 
 PAGE = "README.md"
 NOTES = "NOTES.md"  # written by hand, shown at the end
@@ -35,9 +34,8 @@ WORDS = {True: "held", False: "did not hold", None: "undecided"}
 
 def write_overview(folder: Path, tables: Mapping[str, Table]) -> Path:
     """Read folder/TABLE/table.json, tables in this order, and write folder/README.md."""
-    found = {
-        name: json.loads((folder / name / NUMBERS).read_text()) for name in tables if (folder / name / NUMBERS).is_file()
-    }
+    files = {name: folder / name / NUMBERS for name in tables}
+    found = {name: _read_table(file) for name, file in files.items() if file.is_file()}
     others = [table for name, table in tables.items() if name not in found]
     notes = (folder / NOTES).read_text() if (folder / NOTES).is_file() else ""
     replace_file(folder / PAGE, page(found, others, notes).encode())
@@ -60,6 +58,13 @@ def page(tables: Mapping[str, Mapping[str, Any]], others: Sequence[Table], notes
         "\n".join(_claims(tables)),
     ]
     return "\n\n".join([*parts, notes.strip()] if notes.strip() else parts) + "\n"
+
+
+def _read_table(file: Path) -> dict[str, Any]:
+    found = read_object(file, AGAIN)
+    if missing := [key for key in ("source", "scale", "rows", "claims") if key not in found]:
+        raise ValueError(f"{file} has no {', '.join(map(repr, missing))}. {AGAIN}")
+    return found
 
 
 def _listing(tables: Mapping[str, Mapping[str, Any]]) -> list[str]:

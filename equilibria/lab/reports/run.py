@@ -31,7 +31,7 @@ def write_run_report(folder: Path) -> Path:
 
 def _page(run: Run, drawn: Mapping[str, tuple[str, bytes]]) -> str:
     name = str(run.config.get("experiment", run.folder.name))
-    epochs, wanted = len(run.metrics), run.config["training"]["epochs"]
+    epochs, wanted = len(run.metrics), run.training.epochs
     state = f"{epochs} epochs" if run.summary is not None else f"{epochs} of {wanted} epochs, not finished"
     last = _table(run.metrics[-1]) if run.metrics else "<p>No epoch is finished.</p>"
     settings = escape(json.dumps({key: run.config[key] for key in run.config if key != "experiment"}, indent=1))

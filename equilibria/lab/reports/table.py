@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from equilibria.lab.experiments.base import MACHINE, Claim, Column, Figure, Row, Scale, Table
+from equilibria.lab.training.durable import read_object
 from equilibria.lab.training.folder import Run
 from equilibria.lab.training.settings import to_plain
 
@@ -147,7 +147,7 @@ def protocol(results: Results) -> list[str]:
     lines = list(results.table.protocol.get(results.scale, ()))
     lines.append(f"Command: equilibria reproduce {results.table.name} --scale {results.scale}.")
     if runs:
-        epochs = sorted({run.config["training"]["epochs"] for run in runs})
+        epochs = sorted({run.training.epochs for run in runs})
         lines.append(f"Runs: {len(runs)}, {_listed(epochs)} epochs; seeds: {_seeds(results)}.")
         lines.append(f"Machine: {'; '.join(dict.fromkeys(map(_machine, runs)))}.")
     for row in results.table.rows:
@@ -213,12 +213,12 @@ def number_text(number: float, digits: int) -> str:
 
 def read_machine(folder: Path) -> dict[str, Any]:
     path = folder / MACHINE
-    found: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    return found
+    return read_object(path, "Remove it: a report does without it.") if path.is_file() else {}
 
 
 def _machine(run: Run) -> str:
-    machine, versions = read_machine(run.folder), run.config.get("versions", {})
+    machine, versions = read_machine(run.folder), run.config.get("versions")
+    versions = versions if isinstance(versions, dict) else {}
     parts = [str(machine[key]) for key in ("processor", "cores", "threads", "devices") if key in machine]
     return (
         ", ".join([*parts, *(f"{name} {versions[name]}" for name in ("torch", "python") if name in versions)]) or "not known"
@@ -226,7 +226,7 @@ def _machine(run: Run) -> str:
 
 
 def _seeds(results: Results) -> str:
-    found = sorted({run.config["training"]["seed"] for runs in results.runs.values() for run in runs})
+    found = sorted({run.training.seed for runs in results.runs.values() for run in runs})
     return _listed(found)
 
 

@@ -10,8 +10,9 @@ from equilibria.lab.reports.figures import pictures
 from equilibria.lab.reports.html import page as html_page
 from equilibria.lab.reports.markdown import page as markdown_page
 from equilibria.lab.reports.table import Results, collect, plain
-from equilibria.lab.training.durable import replace_file
+from equilibria.lab.training.durable import read_object, replace_file
 
+AGAIN = "Remove it, and write the report again with `equilibria reproduce`."
 PAGE, TEXT, NUMBERS = "report.html", "report.md", "table.json"
 
 
@@ -32,5 +33,5 @@ def write_report(table: Table, scale: Scale, runs: Path, folder: Path | None = N
 def reported_scale(folder: Path) -> Scale | None:
     """Of the report in a folder; None where there is none."""
     file = folder / NUMBERS
-    scale = json.loads(file.read_bytes()).get("scale") if file.exists() else None
+    scale = read_object(file, AGAIN).get("scale") if file.exists() else None
     return next((known for known in SCALES if known == scale), None)

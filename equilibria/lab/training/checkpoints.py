@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
@@ -73,31 +74,59 @@ class Checkpoints:
         shutil.rmtree(aside, ignore_errors=True)
 
     def paths(self) -> list[Path]:
-        """From old to new, sound or not."""
-        return sorted(path for path in self.folder.glob("step-*") if path.is_dir() and path.name[5:].isdigit())
+        """From old to new, sound or not. One that was set aside counts while its successor has not got its name."""
+        found = {path.name: path for path in self.folder.glob("step-*") if path.is_dir() and path.name[5:].isdigit()}
+        asides = {_named(aside).name: aside for aside in self.folder.glob(".step-*.old") if aside.is_dir()}
+        return [path for _, path in sorted((asides | found).items())]
 
     def newest(self, tell: Callable[[str], None]) -> Found | None:
-        """The newest one that is sound. Others are told of and set aside; if they are all there is, it is an error."""
+        """Return the newest checkpoint that is sound; None if there never was one.
+
+        Corrupt ones that are newer are told of and renamed to `step-N.corrupt`. If no checkpoint is sound, an error is
+        raised and nothing is renamed.
+        """
+        found, problems = self.read_newest()
+        if found is None:
+            return None
+        for path, error in problems.items():
+            tell(f"{error} Going on from the one before.")
+            aside = path.with_name(f"{path.name}.corrupt")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+        return found
+
+    def read_newest(self, parts: Collection[str] | None = None) -> tuple[Found | None, dict[Path, CorruptCheckpointError]]:
+        """Return the newest sound checkpoint, or these parts of it, and the errors of corrupt ones that are newer.
+
+        Nothing in the folder is changed. (None, {}) if there never was a checkpoint; an error if none is sound.
+        """
+        problems: dict[Path, CorruptCheckpointError] = {}
         paths = self.paths()
         for path in reversed(paths):
             try:
-                return read(path)
+                return read(path, parts), problems
             except CorruptCheckpointError as error:
-                tell(f"{error} Going on from the one before.")
-                aside = path.with_name(f"{path.name}.corrupt")
-                shutil.rmtree(aside, ignore_errors=True)
-                path.rename(aside)
-        if paths:
+                problems[path] = error
+        if self.paths() != paths:  # the process that trains has written another one meanwhile
+            return self.read_newest(parts)
+        names = sorted(path.name for path in (*paths, *self.folder.glob("step-*.corrupt")))
+        if names:
             raise CorruptCheckpointError(
-                f"None of the checkpoints in {self.folder} is sound: {', '.join(path.name for path in paths)}. "
-                "Start the run anew in another folder."
+                f"None of the checkpoints in {self.folder} is sound: {', '.join(names)}. "
+                + "".join(f"{error} " for error in problems.values())
+                + "Restore one of them from a copy, or start the run anew in another folder."
             )
-        return None
+        return None, problems
+
+    @property
+    def empty(self) -> bool:
+        """True if there is no checkpoint, not even a corrupt one."""
+        return not self.paths() and not any(self.folder.glob("step-*"))
 
     def sweep(self) -> None:
-        """Remove what a killed process left half done."""
+        """Finish or undo the writes of a killed process."""
         for aside in self.folder.glob(".step-*.old"):
-            path = aside.with_name(aside.name[1 : -len(".old")])
+            path = _named(aside)
             shutil.rmtree(aside) if path.exists() else aside.rename(path)
         for path in self.folder.glob(".step-*.tmp-*"):
             shutil.rmtree(path, ignore_errors=True)
@@ -113,9 +142,9 @@ class Checkpoints:
 def read(path: Path, parts: Collection[str] | None = None) -> Found:
     """A checkpoint, or these parts of it, checked against its manifest."""
     sums, step = _manifest(path)
-    structure = json.loads(_checked(path, STRUCTURE, sums))
+    structure = _object(path, STRUCTURE, _checked(path, STRUCTURE, sums))
     names = [name for name in structure if parts is None or name in parts]
-    return Found(path, step, {name: decode(structure[name], _tensors(path, name, sums)) for name in names})
+    return Found(path, step, {name: _part(path, name, structure[name], sums) for name in names})
 
 
 def encode(value: Tree, tensors: dict[str, Tensor], path: str = "") -> Any:
@@ -158,6 +187,23 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Tree:
     return {decode(key, tensors): decode(each, tensors) for key, each in pairs}
 
 
+def _named(aside: Path) -> Path:
+    """The name of a checkpoint that was set aside as `.step-N.old`."""
+    return aside.with_name(aside.name[1 : -len(".old")])
+
+
+def _part(path: Path, name: str, structure: Any, sums: Mapping[str, str]) -> Tree:
+    tensors = _tensors(path, name, sums)
+    try:
+        return decode(structure, tensors)
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        raise _corrupt(path, f"{STRUCTURE} does not describe the part {name!r} ({type(error).__name__}: {error})") from error
+
+
+def _corrupt(path: Path, reason: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"The checkpoint {path} is corrupt: {reason}.")
+
+
 def _join(path: str, key: Any) -> str:
     return f"{path}.{key}" if path else str(key)
 
@@ -194,22 +240,36 @@ def _write_files(folder: Path, step: int, files: Mapping[str, bytes]) -> None:
 
 
 def _manifest(path: Path) -> tuple[dict[str, str], int]:
+    manifest = _object(path, MANIFEST, _bytes(path, MANIFEST))
+    sums, step = manifest.get("sha256"), manifest.get("step")
+    if not isinstance(sums, dict) or not isinstance(step, int):
+        raise _corrupt(path, f"{MANIFEST} must have a number 'step' and an object 'sha256', got {manifest!s:.80}")
+    return sums, step
+
+
+def _object(path: Path, name: str, data: bytes) -> dict[str, Any]:
+    """A JSON object."""
     try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
-        return manifest["sha256"], manifest["step"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CorruptCheckpointError(f"The checkpoint {path} is corrupt: it has no readable {MANIFEST}.") from error
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise _corrupt(path, f"{name} is not valid JSON ({error})") from error
+    if not isinstance(found, dict):
+        raise _corrupt(path, f"{name} must be a JSON object, got {found!s:.80}")
+    return found
+
+
+def _bytes(path: Path, name: str) -> bytes:
+    """Read a file; a missing one makes the checkpoint corrupt, a denied or failing read does not and is passed on."""
+    try:
+        return (path / name).read_bytes()
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
+        raise _corrupt(path, f"cannot read {name}, {error.strerror}") from error
 
 
 def _checked(path: Path, name: str, sums: Mapping[str, str]) -> bytes:
-    try:
-        data = (path / name).read_bytes()
-    except OSError as error:
-        raise CorruptCheckpointError(f"The checkpoint {path} is corrupt: cannot read {name}, {error.strerror}.") from error
+    data = _bytes(path, name)
     if hashlib.sha256(data).hexdigest() != sums.get(name):
-        raise CorruptCheckpointError(
-            f"The checkpoint {path} is corrupt: {name} is not what was written, its sha256 differs."
-        )
+        raise _corrupt(path, f"{name} is not what was written, its sha256 differs")
     return data
 
 
@@ -217,5 +277,9 @@ def _tensors(path: Path, name: str, sums: Mapping[str, str]) -> dict[str, Tensor
     file = f"{name}.safetensors"
     if file not in sums:
         return {}
+    try:
+        found = safetensors.torch.load(_checked(path, file, sums))
+    except safetensors.SafetensorError as error:
+        raise _corrupt(path, f"{file} is no safetensors file ({error})") from error
     # a copy has torch's own alignment, and with it the vectorised loops that the tensor had before
-    return {key: torch.clone(tensor) for key, tensor in safetensors.torch.load(_checked(path, file, sums)).items()}
+    return {key: torch.clone(tensor) for key, tensor in found.items()}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 
 def write_new(path: Path, data: bytes) -> None:
@@ -32,6 +34,17 @@ def replace_file(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise OSError(error.errno, f"cannot write {path}: {error.strerror or error}") from error
     sync_folder(path.parent)
+
+
+def read_object(path: Path, advice: str) -> dict[str, Any]:
+    """Read a file that holds a JSON object; an error names the file and ends with the advice."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid JSON: {error}. {advice}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must be a JSON object, got {found!s:.80}. {advice}")
+    return found
 
 
 def sync_folder(folder: Path) -> None:

@@ -8,7 +8,7 @@ import json
 import math
 import platform
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,12 +18,13 @@ import torch
 from filelock import FileLock, Timeout
 from torch import nn
 
-from equilibria.lab.training.checkpoints import Checkpoints, CorruptCheckpointError, Found, read
-from equilibria.lab.training.durable import append_to, replace_file
+from equilibria.lab.training.checkpoints import Checkpoints, CorruptCheckpointError, Found
+from equilibria.lab.training.durable import append_to, read_object, replace_file
 from equilibria.lab.training.settings import Training, from_plain, one_of, to_plain
 from equilibria.lab.training.task import Task
 
 CONFIG, METRICS, SUMMARY, LOCK = "config.json", "metrics.jsonl", "summary.json", ".lock"
+RESTORE = "Restore the file from a copy, or start the run anew in another folder."
 FREE = {"training.checkpoint_minutes"}  # may differ when a run is resumed: the results do not depend on it
 
 
@@ -69,23 +70,36 @@ class Folder:
     def begin(self, config: Mapping[str, Any]) -> list[str]:
         """Write the config, or compare it with that of the run to go on with; returns versions that have changed since.
 
-        Where nothing was kept yet there is nothing to go on with: such a run begins anew.
+        A run that was cut off before its first checkpoint begins anew.
         """
+        self.checkpoints.sweep()  # first: the only checkpoint may be one whose renaming was cut off
+        self.best.sweep()
         file = self.path / CONFIG
-        kept = any(self.checkpoints.folder.glob("step-*")) or (self.path / SUMMARY).exists()
-        if not file.exists() or not kept:
+        if self.checkpoints.empty and not (self.path / SUMMARY).exists():
+            self._check_new()
             replace_file(file, _json(config))
             return []
-        versions = check_settings(self.path, config)
-        self.checkpoints.sweep()
-        self.best.sweep()
-        return versions
+        if not file.exists():
+            raise ValueError(f"{file} is missing beside the checkpoints of a run. Restore it, or take another folder.")
+        return check_settings(self.path, config)
+
+    def _check_new(self) -> None:
+        """Refuse to begin anew where epochs were finished: only those of the first may be ahead of a checkpoint."""
+        epochs = len(read_metrics(self.path))
+        if epochs > 1:
+            raise CorruptCheckpointError(
+                f"{self.path / METRICS} has {epochs} epochs, but there is no checkpoint in {self.checkpoints.folder}. "
+                "Restore the checkpoints, or start the run anew in another folder."
+            )
 
     def cut_metrics(self, epochs: int) -> list[dict[str, Any]]:
         """Keep the lines of these first epochs: those of a run that was killed may be ahead of its checkpoint."""
         kept = read_metrics(self.path)[:epochs]
         if len(kept) < epochs:
-            raise ValueError(f"{self.path / METRICS} has {len(kept)} epochs, the checkpoint was written after {epochs}.")
+            raise ValueError(
+                f"{self.path / METRICS} has {len(kept)} epochs, but the checkpoint was written after {epochs}. Restore the "
+                "file, or start the run anew in another folder."
+            )
         replace_file(self.path / METRICS, b"".join(map(_line, kept)))
         return kept
 
@@ -99,7 +113,7 @@ class Folder:
         replace_file(self.path / SUMMARY, _json(asdict(summary)))
 
     def summary(self) -> Summary | None:
-        found = _read_json(self.path / SUMMARY) if (self.path / SUMMARY).exists() else None
+        found = read_summary(self.path)
         return None if found is None else Summary(**found)
 
 
@@ -123,12 +137,21 @@ class Run:
         if not (folder / CONFIG).is_file():
             what = "has no config.json" if folder.is_dir() else "does not exist"
             raise FileNotFoundError(f"{folder} is not the folder of a run: it {what}.")
-        summary = _read_json(folder / SUMMARY) if (folder / SUMMARY).exists() else None
-        return Run(folder, _read_json(folder / CONFIG), read_metrics(folder), summary)
+        config = read_object(folder / CONFIG, RESTORE)
+        if not isinstance(config.get("training"), dict):
+            raise ValueError(f"{folder / CONFIG} has no object 'training'. {RESTORE}")
+        summary = read_summary(folder)  # before the metrics, which are complete when it is there
+        metrics = read_metrics(folder)
+        if summary is not None and len(metrics) != summary["epochs"]:
+            raise ValueError(f"{folder / METRICS} has {len(metrics)} epochs, {SUMMARY} {summary['epochs']}. {RESTORE}")
+        return Run(folder, config, metrics, summary)
 
     @property
     def training(self) -> Training:
-        return from_plain(Training, self.config["training"], "training.")
+        try:
+            return from_plain(Training, self.config["training"], "training.")
+        except (KeyError, TypeError, ValueError) as error:
+            raise _not_as_written(self.folder / CONFIG, error) from error
 
     def model(self, task: Task[Any], which: str = "last") -> nn.Module:
         """The task's model with the weights of this run, in eval mode.
@@ -137,22 +160,39 @@ class Run:
                the epoch that was best by `Task.better`
         """
         one_of("choice of weights", which, ("last", "raw", "best"))
-        found = _newest(Checkpoints(self.folder / ("best" if which == "best" else "checkpoints")))
+        found = self.checkpoint("best" if which == "best" else "checkpoints", ("model", "average"))
         with torch.random.fork_rng():
             model = task.model()
-        averaged = found.parts["average"]["means"] if which == "last" and "average" in found.parts else {}
-        model.load_state_dict(found.parts["model"] | averaged)
+        try:
+            averaged = found.parts["average"]["means"] if which == "last" and "average" in found.parts else {}
+            model.load_state_dict(found.parts["model"] | averaged)
+        except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+            raise does_not_fit(found.path, error) from error
         return model.eval()
+
+    def checkpoint(self, kind: str, parts: Collection[str]) -> Found:
+        """These parts of the newest sound checkpoint; a warning names newer ones that are corrupt.
+
+        kind  "checkpoints" or "best", the name of their folder
+        """
+        checkpoints = Checkpoints(self.folder / kind)
+        found, problems = checkpoints.read_newest(parts)
+        if found is None:
+            raise FileNotFoundError(f"There is no checkpoint in {checkpoints.folder} yet: train the run first.")
+        if problems:
+            told = " ".join(map(str, problems.values()))
+            warnings.warn(f"{told} The weights are those of {found.path}, before it.", stacklevel=3)
+        return found
 
 
 def check_settings(folder: Path, config: Mapping[str, Any]) -> list[str]:
     """Refuse a config that is not that of the run in `folder`; returns versions that have changed since."""
-    changed = _differences(_read_json(folder / CONFIG), json.loads(_json(config)))
+    changed = _differences(read_object(folder / CONFIG, RESTORE), json.loads(_json(config)))
     refused = [line for key, line in changed.items() if not key.startswith("versions.") and key not in FREE]
     if refused:
         raise ValueError(
-            f"The run in {folder} was started with other settings: {'; '.join(refused)}. Go on with the settings it has, or "
-            "take another folder."
+            f"The run in {folder} was started with other settings, see its {CONFIG}: {'; '.join(refused)}. Go on with the "
+            "settings it has, or take another folder."
         )
     return [line for key, line in changed.items() if key.startswith("versions.")]
 
@@ -161,7 +201,60 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl; a last one that was cut short is left out."""
     file = folder / METRICS
     lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
-    return [json.loads(line) for line in lines]
+    return [_metrics_line(file, number, line) for number, line in enumerate(lines, start=1)]
+
+
+def _metrics_line(file: Path, number: int, line: bytes) -> dict[str, Any]:
+    """One line, which is that of epoch `number`."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: line {number} is not valid JSON ({error}). {RESTORE}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{file}: line {number} must be a JSON object, got {record!s:.80}. {RESTORE}")
+    missing = [key for key in ("epoch", "step", "split", "seconds_train") if key not in record]
+    if missing:
+        raise ValueError(f"{file}: line {number} has no {', '.join(map(repr, missing))}. {RESTORE}")
+    if record["epoch"] != number:
+        raise ValueError(f"{file}: line {number} is of epoch {record['epoch']!r}, expected {number}. {RESTORE}")
+    if not _is_record(record):
+        raise ValueError(f"{file}: line {number} has values of other types, got {record!s:.120}. {RESTORE}")
+    return record
+
+
+def _is_record(record: Any) -> bool:
+    """True if it has what every epoch has."""
+    if not isinstance(record, dict) or not isinstance(record.get("split"), dict):
+        return False
+    numbers = (record.get("epoch"), record.get("step"), record.get("seconds_train"))
+    return all(isinstance(values, dict) for values in record["split"].values()) and all(
+        isinstance(number, (int, float)) for number in numbers
+    )
+
+
+def read_summary(folder: Path) -> dict[str, Any] | None:
+    """What summary.json says of a finished run; None where there is none."""
+    file = folder / SUMMARY
+    if not file.exists():
+        return None
+    found = read_object(file, RESTORE)
+    try:
+        summary = asdict(from_plain(Summary, found))
+    except (TypeError, ValueError) as error:
+        raise _not_as_written(file, error) from error
+    if not _is_record(summary["final"]):
+        raise ValueError(f"{file}: 'final' must be the metrics of an epoch, got {summary['final']!s:.120}. {RESTORE}")
+    if not isinstance(summary["best"].get("by", {}), dict):
+        raise ValueError(f"{file}: 'best.by' must be an object, got {summary['best']['by']!r}. {RESTORE}")
+    return summary
+
+
+def does_not_fit(path: Path, error: Exception) -> CorruptCheckpointError:
+    """The error for a checkpoint that is sound, but not one of this run."""
+    return CorruptCheckpointError(
+        f"The checkpoint {path} does not fit the run ({type(error).__name__}: {error}). It was changed, or written by "
+        "another version or by other code. Restore it, go back to that code, or start the run anew in another folder."
+    )
 
 
 def whole_config(config: Mapping[str, Any] | None, training: Training) -> dict[str, Any]:
@@ -175,21 +268,6 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in names}
 
 
-def _newest(checkpoints: Checkpoints) -> Found:
-    """Without setting anything aside."""
-    problems = []
-    for path in reversed(checkpoints.paths()):
-        try:
-            found = read(path, parts=("model", "average"))
-        except CorruptCheckpointError as error:
-            problems.append(str(error))
-            continue
-        if problems:
-            warnings.warn(f"{' '.join(problems)} The weights are those of {path}, before it.", stacklevel=3)
-        return found
-    raise FileNotFoundError(" ".join([f"There is no sound checkpoint in {checkpoints.folder}.", *problems]))
-
-
 def _differences(before: Any, now: Any, key: str = "") -> dict[str, str]:
     """Every key whose values differ, with both."""
     if isinstance(before, dict) and isinstance(now, dict):
@@ -200,11 +278,9 @@ def _differences(before: Any, now: Any, key: str = "") -> dict[str, str]:
     return {} if before == now else {key: f"{key} was {before!r}, now {now!r}"}
 
 
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}.") from error
+def _not_as_written(path: Path, error: Exception) -> ValueError:
+    reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+    return ValueError(f"{path} was changed or written by another version: {reason} {RESTORE}")
 
 
 def _json(value: Any) -> bytes:

@@ -15,7 +15,7 @@ from lightning_fabric import Fabric
 
 from equilibria.lab.training.checkpoints import read
 from equilibria.lab.training.evaluating import Evaluator
-from equilibria.lab.training.folder import Folder, Summary, whole_config
+from equilibria.lab.training.folder import Folder, Summary, does_not_fit, whole_config
 from equilibria.lab.training.listeners import Listener, PlainLog
 from equilibria.lab.training.optimisers import Average, make_optimizer
 from equilibria.lab.training.processes import (
@@ -146,7 +146,10 @@ class Trainer:
         path = self.fabric.broadcast(None if found is None else str(found.path))
         if path is not None:
             parts = read(Path(path)).parts if found is None else found.parts
-            self._state.restore(parts)
+            try:
+                self._state.restore(parts)
+            except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+                raise does_not_fit(Path(path), error) from error
             self._tell(f"Going on from {path}.")
             self._tell_processes(len(parts["processes"]))
         if self.fabric.is_global_zero:

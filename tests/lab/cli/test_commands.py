@@ -20,6 +20,8 @@ from typer.testing import CliRunner
 from equilibria.lab.cli.main import app
 from equilibria.lab.data.catalogue import info
 from equilibria.lab.experiments.catalogue import experiments
+from equilibria.lab.experiments.digits import digits
+from equilibria.lab.training.settings import to_plain
 
 ONE = ["--set", "training.epochs=1"]
 
@@ -140,6 +142,28 @@ def test_what_goes_wrong_ends_with_1(tmp_path: Path) -> None:
     run("train", "digits-explicit", "--scale", "debug", "--folder", "x", *ONE)
     text = run("train", "digits-explicit", "--scale", "debug", "--folder", "x", "--set", "training.epochs=2", code=1)
     assert "training.epochs was 1, now 2" in text
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"experiment": None}, "names no experiment"),
+        ({"experiment": "digits-dek"}, "Did you mean digits-deq"),
+        ({"scale": "tiny"}, "has the scale 'tiny', expected one of debug, reduced, full"),
+        ({"scale": ["full"]}, "has the scale"),
+        ({"settings": None}, "written by another version"),
+        ({"settings": {"width": "wide"}}, "width must be int"),
+        ({"training": {"epoch": 3}}, "There is no setting epoch; did you mean 'epochs'"),
+        ({"training": None}, "has no object 'training'"),
+    ],
+)
+def test_settings_of_a_run_that_make_no_sense_are_named(change: dict[str, Any], complaint: str, tmp_path: Path) -> None:
+    e = digits("deq", "debug")
+    config = {**e.config(), "training": to_plain(e.training), **change}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for command in ("evaluate", "diagnose", "generate"):
+        text = run(command, str(tmp_path), code=1)
+        assert complaint in text and str(tmp_path / "config.json") in text
 
 
 def test_list() -> None:

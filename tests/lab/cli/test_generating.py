@@ -22,6 +22,7 @@ from equilibria.lab.experiments.language_tables import characters, ptb
 from equilibria.lab.training.folder import Run
 from equilibria.lab.training.settings import to_plain
 from equilibria.lab.training.trainer import Trainer
+from tests.lab.training.damages import rewrite_state
 
 
 @pytest.fixture(scope="module")
@@ -98,3 +99,17 @@ def test_what_is_no_language_model(run: Path, tmp_path: Path) -> None:
     (other / "config.json").write_text(json.dumps(e.config() | {"training": to_plain(e.training)}))
     assert "is a run of digits-explicit, which is no language model" in called(str(other), code=1)
     assert "Invalid value for '--length'" in called(str(run), "--length", "0", code=2)
+
+
+def test_a_damaged_checkpoint_is_named(run: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(run, tmp_path / "run")
+    (older,) = (folder / "checkpoints").glob("step-*")
+    newest = shutil.copytree(older, older.with_name("step-00000999"))
+    rewrite_state(newest, lambda state: state | {"processes": [{"dict": {}}]})
+    assert str(newest) in called(str(folder), code=1)
+    (newest / "state.json").write_text("")
+    with pytest.warns(UserWarning, match=f"{newest.name} is corrupt"):
+        assert vocabulary(Run.open(folder)) == TOY_WORDS
+    (older / "state.json").unlink()
+    text = called(str(folder), code=1)
+    assert str(older) in text and str(newest) in text and "state.json" in text

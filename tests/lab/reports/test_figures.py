@@ -56,7 +56,10 @@ def test_a_claim_may_compare_two_columns(results: Results, right: str | None, ag
 def test_a_column_takes_one_of_the_epochs_or_all(tmp_path: Path) -> None:
     write_run(tmp_path, JR, "mdeq", 0, {"accuracy": 0.5})
     run = collect(JR, "full", tmp_path).runs["mdeq"][0]
-    records = [{"epoch": i, "split": {"test": {"accuracy": a}}} for i, a in enumerate((0.2, 0.8, 0.5))]
+    shared = {"step": 1, "seconds_train": 1.0}
+    records = [{"epoch": i, "split": {"test": {"accuracy": a}}, **shared} for i, a in enumerate((0.2, 0.8, 0.5), start=1)]
+    summary = json.loads((run.folder / "summary.json").read_text())
+    (run.folder / "summary.json").write_text(json.dumps({**summary, "epochs": 3}))
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     run = collect(JR, "full", tmp_path).runs["mdeq"][0]
     for epochs, expected in {"first": 0.2, "last": 0.5, "min": 0.2, "max": 0.8, "mean": 0.5}.items():

@@ -16,20 +16,27 @@ def make_run(folder: Path, *, finished: bool) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"experiment": "a <b>", "training": {"epochs": 3}, "settings": {"x": 1}}))
     lines = [
-        {"epoch": e, "step": e, "lr": 0.1, "split": {"train": {"loss": 1 / e, "failed": 0.0}, "test": {"loss": 2 / e}}}
+        {
+            "epoch": e,
+            "step": e,
+            "lr": 0.1,
+            "seconds_train": 2.0,
+            "split": {"train": {"loss": 1 / e, "failed": 0.0}, "test": {"loss": 2 / e}},
+        }
         for e in (1, 2)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if finished:
-        (folder / "summary.json").write_text(json.dumps({"finished": True, "epochs": 2}))
+        summary = {"epochs": 2, "final": lines[-1], "best": {}, "seconds_train": 4.0, "parameters": 1, "finished": True}
+        (folder / "summary.json").write_text(json.dumps(summary))
     return folder
 
 
 def test_every_metric_is_drawn_and_told(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", finished=True)
     page = write_run_report(folder).read_text()
-    assert sorted(path.stem for path in (folder / "plots").iterdir()) == ["failed", "loss", "lr"]
-    assert page.count("data:image/png;base64,") == 3 and "http" not in page.replace("http-equiv", "")
+    assert sorted(path.stem for path in (folder / "plots").iterdir()) == ["failed", "loss", "lr", "seconds_train"]
+    assert page.count("data:image/png;base64,") == 4 and "http" not in page.replace("http-equiv", "")
     assert "<td>loss</td><td>0.5</td><td>1</td>" in page and "<td>failed</td><td>0</td><td>–</td>" in page
     assert "a &lt;b&gt;" in page and "<b>" not in page and "2 epochs</span>" in page
 

@@ -272,8 +272,8 @@ def test_what_is_not_a_run_is_refused(tmp_path: Path) -> None:
         Run.open(tmp_path)
     with pytest.raises(FileNotFoundError, match="it does not exist"):
         Run.open(tmp_path / "none")
-    (tmp_path / "config.json").write_text(json.dumps({}))
-    with pytest.raises(FileNotFoundError, match="no sound checkpoint"):
+    (tmp_path / "config.json").write_text(json.dumps({"training": {}}))
+    with pytest.raises(FileNotFoundError, match=r"There is no checkpoint in .* yet"):
         Run.open(tmp_path).model(Classifying())
     with pytest.raises(ValueError, match="no choice of weights 'first'"):
         Run.open(tmp_path).model(Classifying(), "first")
