@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,10 @@ def test_the_api_page_has_every_public_name_and_no_other() -> None:
     assert (shown.pop("equilibria") | {"nn"}) - imported_when_asked_for == set(eq.__all__)
     for name, members in shown.items():
         assert members == set(importlib.import_module(name).__all__), name
+
+
+def test_the_readme_shows_the_committed_results() -> None:
+    found = runpy.run_path(str(ROOT / "docs" / "readme_table.py"))
+    readme = (ROOT / "README.md").read_text()
+    assert found["written"](readme) == readme, "Run `python docs/readme_table.py`."
+    assert found["lines"]() in readme
