@@ -152,7 +152,7 @@ def _solve(
     # that are not finite; the solve gets nan, so that these are found out
     clean = inputs if bad is None else _fill_rows(tuple(inputs), bad, 0.0)
     with fixed.in_place():
-        sound = prepared(cell, clean)
+        sound = prepared(fixed.cell, clean)
     given = inputs if not hasattr(cell, "prepare") else sound if bad is None else _fill_rows(sound, bad, float("nan"))
 
     def f(z: State) -> State:
@@ -172,6 +172,7 @@ def _solve(
     problem = Problem(equation, solver, stop, report, known=known, opaque=opaque, solves=solves, compiler=compiler)
     z = gradient(problem, z0, equation.args)
     extra = first_steps(init) + int(known is not None) + int(equation.settle(z.detach()))
+    fixed.hand_back()
     report.add_evaluations(extra, layout.batch)
     return Solution(layout.unpack(z), start, f, report, layout, equation)
 

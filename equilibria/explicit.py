@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from equilibria._core import stateless
 from equilibria._core.autocast import Autocast
 from equilibria._core.checkpointing import Buffers, Checkpoint, Tensors, check_checkpoint, repeat
 from equilibria._core.frozen_cell import FixedCell
@@ -85,15 +84,15 @@ class WeightTied(nn.Module):
     def _begin(self, inputs: Sequence[Any], init: State | None) -> tuple[_CellStep, State]:
         cell = FixedCell(self.cell)
         with cell.in_place():
-            given = prepared(self.cell, inputs) if self.injected else ()
-            start = self._start(given, inputs) if init is None else init
+            given = prepared(cell.cell, inputs) if self.injected else ()
+            start = self._start(cell.cell, given, inputs) if init is None else init
         layout = Layout.of(start, batched=self.batched)
         return _CellStep(cell, given, layout), start
 
-    def _start(self, given: Sequence[Any], inputs: Sequence[Any]) -> State:
+    def _start(self, cell: Callable[..., State], given: Sequence[Any], inputs: Sequence[Any]) -> State:
         if self.init is None and not self.injected:
             return _only(inputs)
-        return start_of(self.init, self.cell, lambda z: self.cell(z, *given), inputs, batched=self.batched)
+        return start_of(self.init, cell, lambda z: cell(z, *given), inputs, batched=self.batched)
 
     def extra_repr(self) -> str:
         shown = [f"depth={self.depth}"]
@@ -116,7 +115,7 @@ class _CellStep:
         arguments = (self.state(z), *self.inputs)
         with self.cell.in_place():
             if buffers and self.cell.module is not None:
-                out = stateless.call(self.cell.module, buffers, arguments)
+                out = self.cell.snapshot().call(buffers, arguments)
             else:
                 out = self.cell.cell(*arguments)
         tensors = self.layout.check_output(out, self.layout.batch, cast=self.cast)

@@ -29,6 +29,7 @@ class VariationalDropout(nn.Module):
         self.shared = tuple(shared)
         self.generator = generator
         self.held = False  # is a solve going on, for which the mask is to be kept?
+        self._source: tuple[VariationalDropout, ...] = ()  # what this is a copy of; a tuple, or it would be a submodule
         self.mask: Tensor | None
         self.register_buffer("mask", None, persistent=False)
 
@@ -41,9 +42,18 @@ class VariationalDropout(nn.Module):
         if not self.active:
             return x
         mask = self._draw(x) if self.mask is None else self.mask
-        if self.held:
-            self.mask = mask
+        self._keep(mask)
         return x * self._fitting(mask, x)
+
+    def follow(self, source: VariationalDropout) -> None:
+        """Called on a copy of `source`, which keeps the masks that are drawn here if a solve holds it too."""
+        self._source = (source,)
+
+    def _keep(self, mask: Tensor) -> None:
+        if self.held and self.mask is not mask:
+            self.mask = mask
+            for source in self._source:
+                source._keep(mask)
 
     def _draw(self, x: Tensor) -> Tensor:
         size = self._size(x)

@@ -6,6 +6,7 @@ PyTorch has two ways into forward mode, and they do not nest: inside an open `fo
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -14,6 +15,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 _tracing = False
+# torch has one stack of forward-mode levels for all threads: they take turns, or one would meet another's level
+_forward_mode = threading.RLock()
+_forward_thread: int | None = None  # the thread whose jvp is running
 
 
 @contextmanager
@@ -38,7 +42,11 @@ def inside_transform() -> bool:
 
 def inside_dual_level() -> bool:
     """Is a `forward_ad.dual_level()` open that no `torch.func` transform owns?"""
-    return forward_ad._current_level >= 0 and not inside_transform()
+    return forward_ad._current_level >= 0 and not inside_transform() and not _another_threads_level()
+
+
+def _another_threads_level() -> bool:
+    return _forward_thread is not None and _forward_thread != threading.get_ident()
 
 
 def forward_levels() -> int:
@@ -60,7 +68,9 @@ def primal(x: Tensor) -> Tensor:
 
 def tangent(x: Tensor) -> Tensor | None:
     """The tangent `x` carries in the open dual level or `torch.func.jvp`, if any."""
-    return forward_ad.unpack_dual(x).tangent if forward_ad._current_level >= 0 else None
+    if forward_ad._current_level < 0 or _another_threads_level():
+        return None
+    return forward_ad.unpack_dual(x).tangent
 
 
 def is_mapped(x: Tensor) -> bool:
@@ -71,12 +81,24 @@ def is_mapped(x: Tensor) -> bool:
 def jvp(f: Callable[..., Tensor], primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Tensor:
     """The derivative of `f` at `primals` along `tangents`."""
     if not inside_dual_level():
-        return torch.func.jvp(f, tuple(primals), tuple(tangents))[1]
+        with _one_thread():
+            return torch.func.jvp(f, tuple(primals), tuple(tangents))[1]
     # autograd.Function switches forward mode off around its own methods; the level itself is still open.
     with forward_ad._set_fwd_grad_enabled(True):
         out = f(*[forward_ad.make_dual(primal(p), t) for p, t in zip(primals, tangents, strict=True)])
         value, derivative = forward_ad.unpack_dual(out)
     return torch.zeros_like(value) if derivative is None else derivative
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    global _forward_thread
+    with _forward_mode:
+        before, _forward_thread = _forward_thread, threading.get_ident()
+        try:
+            yield
+        finally:
+            _forward_thread = before
 
 
 def vjp(f: Callable[..., Tensor], *primals: Tensor) -> Callable[[Tensor], tuple[Tensor, ...]]:

@@ -52,14 +52,21 @@ class CellTensors:
 class FixedCell:
     """A cell for the time of one solve.
 
-    Called, it is a function without side effects. `in_place` puts what is held into the cell itself, for those who run it
-    in other ways; in between the cell is as its owner knows it, so that any number of solves may be under way.
+    Called, it is a function without side effects. `in_place` puts what is held into `cell`, for those who run it in other
+    ways. `cell` is then a copy of the one that was given, `original`, so that any number of solves may be under way, in any
+    number of threads; a tree that cannot be copied is changed itself for as long as it runs.
     """
 
     def __init__(self, cell: Callable[..., State]) -> None:
-        self.cell = cell
+        self.original = self.cell = cell
         self.module = cell if isinstance(cell, nn.Module) else None
-        self.modules = list(self.module.modules()) if self.module is not None else []
+        self.modules = self.sources = list(self.module.modules()) if self.module is not None else []
+        if self.module is not None and any(map(_is_held, self.modules)) and not is_sharded(self.modules):
+            snapshot = stateless.Snapshot(self.module)
+            if snapshot.copyable:
+                self.modules = snapshot.build()
+                self.cell = self.module = self.modules[0]
+        self._before = [dict(vars(module)) for module in self.modules] if self.module is not self.original else []
         self.sharded = is_sharded(self.modules)
         self.training = any(module.training for module in self.modules)
         self.dropouts = [m for m in self.modules if isinstance(m, VariationalDropout) and m.active]
@@ -67,6 +74,7 @@ class FixedCell:
         self._masks = [dropout.mask for dropout in self.dropouts]  # of a solve around this one; None: yet to be drawn
         self.holds = bool(self._weights or self.dropouts)
         self._is_in_place = False
+        self._snapshot: stateless.Snapshot | None = None
 
     def __call__(self, z: State, *inputs: Any) -> State:
         with self.in_place():
@@ -74,8 +82,27 @@ class FixedCell:
             if self.module is None or not buffers:
                 return self.cell(z, *inputs)
             copies = {name: buffer.clone() for name, buffer in buffers.items()}
-            out: State = stateless.call(self.module, copies, (z, *inputs))
+            out: State = self.snapshot().call(copies, (z, *inputs))
             return out
+
+    def snapshot(self) -> stateless.Snapshot:
+        """The module with what this solve holds, as it was when this was first asked for."""
+        assert self.module is not None
+        if self._snapshot is None:
+            with self.in_place():
+                self._snapshot = stateless.Snapshot(self.module)
+        return self._snapshot
+
+    def hand_back(self) -> None:
+        """Give the original the attributes and buffers that a copy of it was given while it ran."""
+        for source, module, before in zip(self.sources, self.modules, self._before, strict=False):
+            if isinstance(module, VariationalDropout):
+                continue
+            changed = {name: value for name, value in vars(module).items() if value is not before.get(name)}
+            vars(source).update({name: value for name, value in changed.items() if name not in stateless.REGISTERED})
+            source._buffers.update(
+                {name: buffer for name, buffer in module._buffers.items() if buffer is not source._buffers.get(name)}
+            )
 
     def in_place(self) -> AbstractContextManager[None]:
         """The cell itself with what this solve holds."""
@@ -118,6 +145,13 @@ class FixedCell:
             masks = {name: b for name, b in buffers.items() if _owned_by(self.module, name, VariationalDropout)}
             others = {name: b for name, b in buffers.items() if name not in weights and name not in masks}
             return CellTensors(dict(self.module.named_parameters()), weights, masks, others)
+
+
+def _is_held(module: nn.Module) -> bool:
+    """Does a solve hold something of this module: a weight that is computed, or a mask?"""
+    if isinstance(module, VariationalDropout):
+        return module.active
+    return isinstance(getattr(module, "parametrizations", None), nn.ModuleDict)
 
 
 def _owned_by(module: nn.Module, name: str, kind: type[nn.Module]) -> bool:

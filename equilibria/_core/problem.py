@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
-from equilibria._core import autodiff_modes, stateless
+from equilibria._core import autodiff_modes
 from equilibria._core.autocast import Autocast
 from equilibria._core.frozen_cell import FixedCell
 from equilibria._core.maps import FlatMap
@@ -110,6 +110,7 @@ class CellEquation(Equation):
         self.opaque = cell.sharded  # does the cell depend on tensors that cannot be made arguments?
         self._coupled = any(uses_batch_statistics(module) for module in cell.modules)
         own = cell.tensors()
+        self._snapshot = None if cell.module is None or cell.sharded else cell.snapshot()
         self._names = (*own.parameters, *own.weights, *own.masks, *own.buffers)
         self._buffers = tuple(own.buffers)
         self._inputs = len(tensors)
@@ -126,7 +127,7 @@ class CellEquation(Equation):
         self._needs_context = self.autocast.enabled or cell.holds
         rows = [layout.has_rows(tensor) for tensor in tensors]
         self.rowwise = (*rows, *[False] * len(still), *map(layout.has_rows, masks), *[False] * len(kept))
-        self.owner, self.lasting = _owner(cell.cell), cell.module is not None
+        self.owner, self.lasting = _owner(cell.original), cell.module is not None
         self.mode = (cell.training, self.rowwise)
         self.silent = cell.module is None and not any(rows)
 
@@ -155,7 +156,7 @@ class CellEquation(Equation):
 
     def fingerprint(self) -> Hashable:
         constants = tuple(_known(leaf) for leaf in self._leaves if not isinstance(leaf, Tensor))
-        settings = tuple(_settings(module) for module in self.cell.modules)
+        settings = tuple(_settings(module) for module in self.cell.sources)
         return self.mode, self.autocast, constants, self._inputs_spec, self.layout.leaves, settings
 
     def captures(self, z: Tensor) -> tuple[Tensor, bool]:
@@ -194,8 +195,8 @@ class CellEquation(Equation):
             named |= {name: named[name].clone() for name in self._buffers}
         before = [(named[name], named[name]._version) for name in self._buffers]
         arguments = (state, *inputs)
-        module = self.cell.module
-        out: State = stateless.call(module, named, arguments) if module is not None and named else self.cell.cell(*arguments)
+        snapshot = self._snapshot  # not the cell itself: in backward it may have changed since
+        out: State = self.cell.cell(*arguments) if snapshot is None else snapshot.call(named, arguments)
         if self._moving is None:
             after = [named[name] for name in self._buffers]
             self._moving = any(

@@ -159,8 +159,9 @@ class TrellisStack(nn.Module):
         fixed = FixedCell(self.cell)
         dilations = self.cell.config.dilations
         with fixed.in_place():
-            injected = {s: self.cell.injected(x, history, s) for s in set(dilations)}
-            step = _LayerStep(self.cell, fixed, injected, self.cell.before(x, history), dilations)
+            cell: TrellisCell = fixed.cell  # type: ignore[assignment]
+            injected = {s: cell.injected(x, history, s) for s in set(dilations)}
+            step = _LayerStep(cell, fixed, injected, cell.before(x, history), dilations)
         z: Tensors = (torch.tensor(0), *init)
         found: list[States] = []
         for start in range(0, self.depth, every or self.depth):
