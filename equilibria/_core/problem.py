@@ -179,28 +179,29 @@ class CellEquation(Equation):
 
     def _run(self, z: Tensor, args: Sequence[Tensor], inputs: Sequence[Any], *, direct: bool) -> Tensor:
         first = self._writes is None
-        given = z.clone() if first or self._writes else z  # a cell may write over its state, which is the solver's
+        given = _copied(z) if first or self._writes else z  # a cell may write over its state, which is the solver's
+        version = _version(given) if first else 0
         state, direct = self.layout.unpack(given), direct and self._moving is False
         if direct and not first and not self._needs_context:  # the innermost of all loops: a context would be felt
             return self.layout.pack_output(self.cell.cell(state, *inputs), z.shape[0])
         with self.autocast.inside(), self.cell.in_place():
             out = self.cell.cell(state, *inputs) if direct else self._run_functional(state, inputs, args[self._inputs :])
         if first:
-            self._writes = _written(given, z)
+            self._writes = _changed(given, version)
         return self.layout.pack_output(out, z.shape[0], cast=self.autocast.enabled)
 
     def _run_functional(self, state: State, inputs: Sequence[Any], tensors: Sequence[Tensor]) -> State:
         named = dict(zip(self._names, tensors, strict=True))
         if self._moving is not False:
-            named |= {name: named[name].clone() for name in self._buffers}
-        before = [(named[name], named[name]._version) for name in self._buffers]
+            named |= {name: _copied(named[name]) for name in self._buffers}
+        before = [(named[name], _version(named[name])) for name in self._buffers] if self._moving is None else []
         arguments = (state, *inputs)
         snapshot = self._snapshot  # not the cell itself: in backward it may have changed since
         out: State = self.cell.cell(*arguments) if snapshot is None else snapshot.call(named, arguments)
         if self._moving is None:
             after = [named[name] for name in self._buffers]
             self._moving = any(
-                new is not old or new._version != version for new, (old, version) in zip(after, before, strict=True)
+                new is not old or _changed(new, version) for new, (old, version) in zip(after, before, strict=True)
             )
         return out
 
@@ -232,11 +233,23 @@ OUT_OF_REACH = (
 )
 
 
-def _written(copy: Tensor, original: Tensor) -> bool:
-    """Was something written into this copy?"""
-    if copy.is_inference():
-        return not torch.equal(copy, original)
-    return copy._version > 0
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy that counts what is written into it, also under `torch.inference_mode()`, whose own tensors do not."""
+    if not torch.is_inference_mode_enabled() or autodiff_modes.inside_transform():
+        return tensor.clone()
+    with torch.inference_mode(False):
+        copy = torch.empty_like(tensor)
+    return copy.copy_(tensor)
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often it was written into; None where torch does not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _changed(tensor: Tensor, version: int | None) -> bool:
+    """Was it written into since, as far as is known?"""
+    return version is None or _version(tensor) != version
 
 
 def _settings(module: nn.Module) -> Hashable:

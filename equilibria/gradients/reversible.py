@@ -114,6 +114,8 @@ class _Reversible(Function):
         equation, needs = ctx.problem.equation, ctx.needs_input_grad[2:]
         good = status != Status.NONFINITE
         z, args, v = quarantine(equation, z, args, cotangents[0], good)
+        if not len(good):
+            return (None, None, *[torch.zeros_like(arg) if need else None for arg, need in zip(args, needs, strict=True)])
         rows = _same(good)
         grads, left = _undo(ctx.problem, y[rows], z, v, steps[rows], best[rows], args, needs)
         _file_rest(ctx.problem, left, v, steps)

@@ -558,3 +558,9 @@ def test_an_explicit_network_returns_a_finite_state(grad: bool) -> None:
     if grad:
         (ours,) = torch.autograd.grad(s.z.sum(), cell.w)
         torch.testing.assert_close(ours, torch.autograd.grad(good.sum(), cell.w)[0])
+
+
+def test_an_empty_batch_goes_back_through_reversible_steps() -> None:
+    x = torch.zeros(0, 4, dtype=torch.float64, requires_grad=True)
+    eq.DEQ(TanhCell(4), solver=eq.Picard(), gradient=eq.Reversible())(x).sum().backward()
+    assert x.grad is not None and x.grad.shape == (0, 4)
