@@ -81,8 +81,18 @@ def is_mapped(x: Tensor) -> bool:
 def jvp(f: Callable[..., Tensor], primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Tensor:
     """The derivative of `f` at `primals` along `tangents`."""
     if not inside_dual_level():
-        with _one_thread():
-            return torch.func.jvp(f, tuple(primals), tuple(tangents))[1]
+        try:
+            with _one_thread():
+                return torch.func.jvp(f, tuple(primals), tuple(tangents))[1]
+        except RuntimeError as error:
+            if "mutate a captured Tensor" not in str(error):
+                raise
+            raise RuntimeError(
+                "The cell is a function that changes a tensor it closes over, as batch norm in training mode moves its "
+                "statistics, and the solver needs forward-mode derivatives of it, in which that is not possible. Make the "
+                "cell an nn.Module that holds the tensor, call eval() on the layer that changes it, or take a solver "
+                "without derivatives such as eq.Anderson()."
+            ) from error
     # autograd.Function switches forward mode off around its own methods; the level itself is still open.
     with forward_ad._set_fwd_grad_enabled(True):
         out = f(*[forward_ad.make_dual(primal(p), t) for p, t in zip(primals, tangents, strict=True)])

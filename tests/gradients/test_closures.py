@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.func import grad, jacfwd, jvp, vmap
 
 import equilibria as eq
-from tests.problems import TIGHT, inputs, matrix, unrolled
+from tests.problems import TIGHT, BatchNormCell, inputs, matrix, unrolled
 
 
 def setting() -> tuple[Tensor, Tensor]:
@@ -106,3 +106,10 @@ def test_the_same_things_work_when_passed_as_inputs() -> None:
     reference = lambda w: unrolled(lambda z: torch.tanh(z @ w.T + x), torch.zeros(3, 4).double())  # noqa: E731
     torch.testing.assert_close(jacfwd(f)(w), jacfwd(reference)(w), rtol=1e-9, atol=1e-10)
     torch.testing.assert_close(vmap(f)(torch.stack([w, w / 2])), vmap(reference)(torch.stack([w, w / 2])))
+
+
+def test_a_closure_that_moves_statistics_is_refused_where_derivatives_are_needed() -> None:
+    cell, x = BatchNormCell(3), inputs(4, 3)
+    with pytest.raises(RuntimeError, match=r"changes a tensor it closes over.*Make the cell an nn\.Module"):
+        eq.fixed_point(lambda z: cell(z, x), torch.zeros_like(x), solver=eq.Newton())
+    assert bool(eq.fixed_point(lambda z: cell(z, x), torch.zeros_like(x)).stats.converged.all())
