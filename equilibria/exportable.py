@@ -92,7 +92,8 @@ class Loop(Program):
             else:
                 _, *books = self._loop(Parts(lambda *args: args, equation), z0, *args)
                 ledger.load(books)
-            return Flat(*ledger.close(Counter()), taken=0)  # how many, the graph knows when it is run
+            z, stats, _ = ledger.settle(*ledger.close(Counter()))
+            return Flat(z, stats, taken=0)  # how many, the graph knows when it is run
 
 
 def _layers(model: nn.Module) -> dict[str, DEQ]:

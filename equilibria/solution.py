@@ -25,6 +25,9 @@ class Status(IntEnum):
     zero."""
     STALLED = 3
     """The residual stopped falling: `Stop.patience` ran out, or the tolerance is below what the dtype can reach."""
+    DIVERGED = 4
+    """The iterates run away: the residual is far above the start's, or the state grew while the residual did not fall. The
+    best iterate on the way is returned, the start where none was better."""
 
 
 class ConvergenceWarning(UserWarning):
@@ -46,7 +49,7 @@ class Handover:
     from_solver: str
     to_solver: str
     samples: Tensor  # (k,) rows of the batch
-    status: Tensor  # (k,) why: MAX_STEPS, NONFINITE or STALLED
+    status: Tensor  # (k,) why: MAX_STEPS, NONFINITE, STALLED or DIVERGED
     residual: Tensor  # (k,) where the first solver left them
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,13 @@ FLOOR = 8.0  # a relative residual below this many spacings of the numbers is ro
 FLOOR_PATIENCE = 5  # steps without progress down there until the tolerance is called out of reach
 LEAST = 1e-6  # spacings of the numbers that a tolerance may have: the same as none
 PROGRESS = 0.9  # what counts as progress: a tenth off the residual
+GROWN = 2.0  # a state this many times as large as at the start has grown
+FALL = 0.99  # a residual above this share of its largest has not fallen
+RUNAWAY = 10.0  # an iterate whose residual is this many times the start's is worse, however large the state beside it
+RECOVERED = 0.1  # a residual below this share of its largest, and of the state, is one that came back from a long way
+DIVERGENCE = 1e6  # times the start's scale (and 1): a residual from which no sample is expected to come back
+DIVERGENCE_EVERY = 8  # steps between two checks of that
+FOLD = 64  # residuals kept until they are folded into their largest
 
 
 class Ledger:
@@ -39,8 +46,9 @@ class Ledger:
         trace: bool,
         keep_every: int | None,
     ) -> None:
+        self.root = 1.0  # the norm of a state whose entries are of size 1, but for the factor between norms
         if norm is rms_norm:  # lengths in place of means: every comparison comes out the same, and costs less
-            root = max(z0.shape[1], 1) ** 0.5
+            self.root = root = max(z0.shape[1], 1) ** 0.5
             norm, atol, scale = euclidean_norm, atol * root, None if scale is None else scale * root
         self.rtol, self.atol, self.norm, self.scale, self.patience = rtol, atol, norm, scale, patience
         self.tolerance = None if scale is None else self._tolerance(scale)
@@ -49,9 +57,17 @@ class Ledger:
         self.z = z0.detach()
         self.excess: Tensor | None = None  # residual over tolerance of `z`: what "best" means
         self.length, self.size = z0, z0  # of the residual of `z` and what it is relative to
+        self.precision, self.start, self.whole_scale = precision, z0, scale
+        self.first_length: Tensor | None = None  # (batch,), of the residual of the start; never without dropped rows
+        self.first_size: Tensor
+        self.lengths: list[tuple[Tensor | None, Tensor]] = []  # of all iterates with their places, to look at in a failure
+        self.peak: Tensor  # the largest of them: in a trace, where no list can be kept
+        self.last: Tensor  # of the last iterate before a row stopped, where progress is followed, and in a trace
+        self.diverged: Tensor | None = None  # rows given up far away; None: not looked for yet
+        self.limit: Tensor | None = None  # (batch,), a residual beyond this is far away
+        self.traced = False
         self.step = 0  # the last one, while no row has stopped
         self.open: Tensor | None = None  # rows that are running; None: all, and what follows is not kept
-        self.residual: Tensor
         self.steps: Tensor
         self.best: Tensor | None = None  # the step whose iterate is kept; None: the last one
         self.rejected: Tensor
@@ -72,7 +88,8 @@ class Ledger:
         length = without_graph(state.length) if self.norm is euclidean_norm else self.norm(without_graph(state.residual))
         size = self.norm(without_graph(state.fz)) if self.scale is None else self.scale
         if self.trace is not None:
-            self.trace.append((self.index, length / size.clamp_min(torch.finfo(size.dtype).tiny)))
+            self.trace.append((self.index, _ratio(length, size)))
+        self._note(length, size)
         quiet = look and self.open is None and not self.watchful and rejected is None
         if not (quiet and self._glance(state.z, length, size, step)):
             self._enter(state.z, length, size, step, rejected)
@@ -81,19 +98,39 @@ class Ledger:
 
     def enter(self, state: Iterate, step: int | Tensor) -> None:
         """An iterate, row by row, without asking anything: also in a trace."""
-        size = self.norm(state.fz) if self.scale is None else self.scale
-        self._enter(state.z, self.norm(state.residual), size, step, None)
+        length, size = self.norm(state.residual), self.norm(state.fz) if self.scale is None else self.scale
+        if self.first_length is None:
+            self.first_length, self.first_size, self.peak, self.last, self.traced = length, size, length, length, True
+            self.diverged = torch.zeros_like(length, dtype=torch.bool)
+        self.peak = _larger(self.peak, length)
+        self._enter(state.z, length, size, step, None)
+
+    def _note(self, length: Tensor, size: Tensor) -> None:
+        """Keep references to what is looked at only if a row fails: nothing is computed for those that do not."""
+        if self.first_length is None:
+            self.first_length, self.first_size = length, size
+        if self.scale is not None:  # the best iterate is then the one with the least residual, which needs no judgement
+            self.lengths.clear()
+        elif len(self.lengths) >= FOLD and self.lengths[-FOLD][0] is self.index:  # a solve may take thousands of steps
+            largest = torch.stack([kept for _, kept in self.lengths[-FOLD:]]).amax(dim=0)
+            self.lengths[-FOLD:] = [(self.index, largest)]
+        self.lengths.append((self.index, length))
 
     def _names(self) -> list[str]:
         """Of all that is kept about the rows carried, once any has stopped."""
-        names = ["z", "excess", "residual", "steps", "rejected", "best", "open", "worse"]
-        return names + (["milestone", "waiting", "stalled"] if self.watchful else [])
+        names = ["z", "excess", "length", "steps", "rejected", "best", "open", "worse"]
+        names += ["size"] if self.scale is None else []
+        names += ["milestone", "waiting", "stalled"] if self.watchful else []
+        names += ["last"] if self.watchful or self.traced else []
+        names += ["diverged"] if self.diverged is not None else []
+        return names + (["peak", "first_length", "first_size"] if self.traced else [])
 
     def books(self) -> list[Tensor]:
         return [getattr(self, name) for name in self._names()]
 
     def load(self, books: Sequence[Tensor]) -> None:
-        """Go on from the books of another ledger."""
+        """Go on from the books of another ledger, which was traced."""
+        self.traced, self.diverged = True, self.start
         for name, tensor in zip(self._names(), books, strict=True):
             setattr(self, name, tensor)
 
@@ -103,7 +140,12 @@ class Ledger:
             return False
         excess = length / (self._tolerance(size) if self.tolerance is None else self.tolerance)
         growth = excess if self.excess is None else excess / self.excess
-        worst, short = torch.stack((growth.amax(), (excess > 1).sum(dtype=excess.dtype))).tolist()
+        asked = [growth.amax(), (excess > 1).sum(dtype=excess.dtype)]
+        if self._is_due(step):
+            asked.append(length.amax())
+        worst, short, *longest = torch.stack(asked).tolist()
+        if longest and longest[0] > DIVERGENCE * self.root and bool((length > self._limit()).any()):
+            return False
         self.growth = worst if self.excess is not None else 0.0
         if not (worst < float("inf") and short == self.rows):  # nan compares false
             # nan is not short of its tolerance: it has stopped
@@ -115,6 +157,17 @@ class Ledger:
             self._keep_best(z, excess, length, size, step)
         self.step = step
         return True
+
+    @staticmethod
+    def _is_due(step: int) -> bool:
+        return step > 0 and step % DIVERGENCE_EVERY == 0
+
+    def _limit(self) -> Tensor:
+        """(rows,), of residuals: beyond is far away."""
+        if self.limit is None:
+            assert self.first_length is not None
+            self.limit = DIVERGENCE * torch.maximum(self.first_length, self.first_size).clamp_min(self.root)
+        return self.limit if self.index is None else self.limit.index_select(0, self.index)
 
     def _keep_best(self, z: Tensor, excess: Tensor, length: Tensor, size: Tensor, step: int) -> None:
         """Some rows are no better than before."""
@@ -136,18 +189,23 @@ class Ledger:
             self._open(step)
         assert self.open is not None and self.excess is not None and self.best is not None
         self.growth = float("inf")
-        residual = length / size.clamp_min(torch.finfo(size.dtype).tiny)
         excess = length / (self._tolerance(size) if self.tolerance is None else self.tolerance)
         better = self.open & (excess < self.excess)
         self.worse = self.open ^ better
         self.z = torch.where(better.unsqueeze(1), z, self.z)
         self.excess = torch.where(better, excess, self.excess)
-        self.residual = torch.where(better, residual, self.residual)
+        self.length = torch.where(better, length, self.length)
+        if self.scale is None:
+            self.size = torch.where(better, size, self.size)
         self.best = torch.where(better, step, self.best)
         self.steps = self.steps + self.open
         if rejected is not None:
             self.rejected = self.rejected + (self.open & rejected)
+        if self.watchful or self.traced:
+            self.last = torch.where(self.open, length, self.last)
         self.open = self.open & (excess > 1) & (excess < float("inf"))  # not where it is nan
+        if isinstance(step, Tensor) or self._is_due(step):
+            self._watch_divergence(length, step)
         if self.watchful:
             self._watch_progress()
 
@@ -160,15 +218,24 @@ class Ledger:
         self.rejected = torch.zeros_like(self.steps)
         if self.excess is None:
             self.z = torch.where(torch.isfinite(self.z), self.z, torch.zeros_like(self.z))
-            self.excess = self.residual = self.z.new_full((batch,), float("inf"))
-        else:
-            self.residual = self.length / self.size.clamp_min(torch.finfo(self.size.dtype).tiny)
+            self.excess = self.length = self.z.new_full((batch,), float("inf"))
+            self.size = torch.ones_like(self.length) if self.scale is None else self.scale
         if self.watchful:
             self.milestone, self.waiting, self.stalled = self.excess, self.rejected, ~self.open
+            self.last = self.length
 
     def _keep(self, z: Tensor, step: int) -> None:
         on_their_way = None if self.open is None else (self.steps == step) & (self._status() != Status.NONFINITE)
         self.iterates.append((step, self.index, on_their_way, z))
+
+    def _watch_divergence(self, length: Tensor, step: int | Tensor) -> None:
+        """Give up rows that are far away."""
+        assert self.open is not None
+        away = self.open & (length > self._limit())
+        if isinstance(step, Tensor):
+            away = away & (step % DIVERGENCE_EVERY == 0)
+        self.diverged = away if self.diverged is None else self.diverged | away
+        self.open = self.open ^ away
 
     def _watch_progress(self) -> None:
         """Stalled: out of patience, or down where only rounding moves the residual."""
@@ -176,7 +243,8 @@ class Ledger:
         progress = self.excess < PROGRESS * self.milestone
         self.milestone = torch.where(progress, self.excess, self.milestone)
         self.waiting = torch.where(progress, 0, self.waiting + 1)
-        stalled = (self.residual < self.floor) & (self.waiting >= FLOOR_PATIENCE)
+        size = self.size if self.scale is None else self.scale
+        stalled = (self.length < self.floor * size) & (self.waiting >= FLOOR_PATIENCE)
         if self.patience is not None:
             stalled = stalled | (self.waiting >= self.patience)
         self.stalled = self.stalled | (self.open & stalled)
@@ -188,6 +256,8 @@ class Ledger:
         status = torch.where(self.excess <= 1, Status.CONVERGED, Status.NONFINITE)
         if self.watchful:
             status = torch.where(self.stalled, Status.STALLED, status)
+        if self.diverged is not None:
+            status = torch.where(self.diverged, Status.DIVERGED, status)
         return torch.where(self.open, RUNNING, status)
 
     def running(self) -> int:
@@ -223,7 +293,9 @@ class Ledger:
     def _write_off(self) -> None:
         if self.open is None:
             self._open(self.step + 1)
-        current = {name: getattr(self, name) for name in ("z", "residual", "steps", "rejected", "best")}
+        names = ["z", "length", "steps", "rejected", "best", *(["size"] if self.scale is None else [])]
+        names += ["last"] if self.watchful or self.traced else []
+        current = {name: getattr(self, name) for name in names}
         current["status"] = self._status()
         if self.index is None:
             self.closed = current
@@ -231,21 +303,96 @@ class Ledger:
             self.closed = {name: self.closed[name].index_copy(0, self.index, value) for name, value in current.items()}
 
     def close(self, counter: Counter) -> tuple[Tensor, Stats]:
-        """The best iterates of the whole batch and their statistics."""
+        """The best iterates of the whole batch and their statistics.
+
+        Samples that have failed, or may have, are to be looked at by `settle`; without them this is all.
+        """
         self._write_off()
-        status = self.closed["status"]
+        status, length, size = self._ended(), self.closed["length"], self._sizes()
+        if self.whole_scale is None and (self.traced or len(self.lengths) > 1):
+            status = torch.where(self._doubtful(size), Status.DIVERGED, status)
         return self.closed["z"], Stats(
-            status=torch.where(status == RUNNING, Status.MAX_STEPS, status).to(torch.int8),
+            status=status.to(torch.int8),
             steps=self.closed["steps"],
             rejected=self.closed["rejected"],
             best=self.closed["best"],
-            residual=self.closed["residual"],
+            residual=_ratio(length, size),
             evaluations=counter.evaluations,
             sample_evaluations=counter.rows,
             products=counter.products,
             trace=self._traces(),
             iterates=self._iterates(),
         )
+
+    def _sizes(self) -> Tensor:
+        return self.closed["size"] if self.whole_scale is None else self.whole_scale
+
+    def _ended(self) -> Tensor:
+        """(batch,), how each sample ended by its books."""
+        status = self.closed["status"]
+        return torch.where(status == RUNNING, Status.MAX_STEPS, status)
+
+    def _doubtful(self, size: Tensor) -> Tensor:
+        """(batch,) samples whose state has grown so far that the residual of their start would be within the tolerance.
+
+        Where rtol is below the spacing of the numbers, that spacing counts: no residual is known better.
+        """
+        assert self.first_length is not None
+        enough = self.first_length * (FALL / max(self.rtol, self.precision))
+        return size > torch.maximum(GROWN * self.first_size, enough)
+
+    def settle(self, z: Tensor, stats: Stats) -> tuple[Tensor, Stats, Tensor]:
+        """Answer and statistics where a sample has failed, and (batch,) which answers are no worse than the start.
+
+        The best iterate is the one with the least residual relative to |f(z)|. That of a sample that runs away is not good
+        for anything: beside a state that has grown enough any residual is small. Such a sample gets its start back. A
+        sample that came near its tolerance only by growing has not converged, unless its residual has fallen from its
+        largest: states may well start next to an unstable equilibrium.
+        """
+        assert self.first_length is not None
+        status, length, size = self._ended(), self.closed["length"], self._sizes()
+        scale = torch.maximum(self.first_length, self.first_size)
+        last, peak, best = self._last(), self._peak(), stats.best
+        sound = length <= self.first_length
+        fallen = torch.maximum(length, self.precision * size) <= FALL * peak  # not where `size` is infinite
+        grown = (status == Status.CONVERGED) & self._doubtful(size) & ~fallen
+        status = torch.where(grown, Status.DIVERGED, status)
+        near = size <= DIVERGENCE * scale.clamp_min(self.root)
+        sound = sound | ((length <= RECOVERED * peak) & (length <= RECOVERED * size) & near)
+        lost = (status != Status.CONVERGED) & (length > RUNAWAY * self.first_length) & ~sound
+        z = torch.where(lost.unsqueeze(1), self.start, z)
+        length, size = torch.where(lost, self.first_length, length), torch.where(lost, self.first_size, size)
+        best = torch.where(lost, 0, best)
+        status = torch.where(lost & (status != Status.NONFINITE), Status.DIVERGED, status)
+        unfinished = (status == Status.MAX_STEPS) | (status == Status.STALLED)
+        status = torch.where(unfinished & (last > RUNAWAY * scale) & (last > RECOVERED * peak), Status.DIVERGED, status)
+        stats = dataclasses.replace(stats, status=status.to(torch.int8), residual=_ratio(length, size), best=best)
+        return z, stats, sound
+
+    def _peak(self) -> Tensor:
+        """(batch,), the largest residual of each sample."""
+        if self.traced:
+            return self.peak
+        assert self.first_length is not None
+        return self._placed_lengths(self.first_length, _larger, self.lengths)
+
+    def _last(self) -> Tensor:
+        """(batch,), the residual of the last iterate of samples that have not finished."""
+        assert self.first_length is not None
+        if self.watchful or self.traced:
+            return self.closed["last"]
+        return self._placed_lengths(self.first_length, lambda old, new: new, self.lengths[-1:])
+
+    @staticmethod
+    def _placed_lengths(
+        whole: Tensor, join: Callable[[Tensor, Tensor], Tensor], lengths: Sequence[tuple[Tensor | None, Tensor]]
+    ) -> Tensor:
+        for index, length in lengths:
+            if index is None:
+                whole = join(whole, length)
+            else:
+                whole = whole.index_copy(0, index, join(whole.index_select(0, index), length))
+        return whole
 
     def _iterates(self) -> tuple[Tensor, ...]:
         """(batch, n) each, but for the last step's, which is the answer."""
@@ -259,7 +406,7 @@ class Ledger:
         if self.trace is None:
             return None
         batch = self.closed["steps"].shape[0]
-        whole = torch.full((len(self.trace), batch), float("nan"), dtype=self.residual.dtype, device=self.residual.device)
+        whole = torch.full((len(self.trace), batch), float("nan"), dtype=self.length.dtype, device=self.length.device)
         for step, (index, residual) in enumerate(self.trace):
             if index is None:
                 whole[step] = residual
@@ -275,3 +422,12 @@ def _placed(answer: Tensor, index: Tensor | None, rows: Tensor | None, z: Tensor
     if index is None:
         return torch.where(rows.unsqueeze(1), z, answer)
     return answer.index_copy(0, index, torch.where(rows.unsqueeze(1), z, answer.index_select(0, index)))
+
+
+def _ratio(length: Tensor, size: Tensor) -> Tensor:
+    return length / size.clamp_min(torch.finfo(size.dtype).tiny)
+
+
+def _larger(a: Tensor, b: Tensor) -> Tensor:
+    """The larger one; `a` where `b` is nan. ONNX knows no fmax."""
+    return torch.where(b > a, b, a)

@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from equilibria._core import autodiff_modes
 from equilibria._core.autocast import no_autocast
 from equilibria._core.bookkeeping import FLOOR, Ledger
-from equilibria._core.loop import Flat, Stop, make_ledger, solve
+from equilibria._core.loop import Flat, Stop, finished, make_ledger, solve
 from equilibria._core.maps import Counter, FlatMap
 from equilibria._core.norms import euclidean_norm, rms_norm
 from equilibria._core.problem import BoundMap, Equation
@@ -148,7 +148,7 @@ class Program:
         evaluations = taken + (options["known"] is None)
         linear = f.equation.linear
         counter = Counter(evaluations, evaluations * len(z0), taken if linear else 0)
-        return Flat(*ledger.close(counter), taken)
+        return finished(ledger, counter, taken)
 
     def _inputs(self, f: BoundMap, z0: Tensor, options: dict[str, Any]) -> tuple[Tensor, ...]:
         extra = (tensor for tensor in (options["scale"], options["known"]) if tensor is not None)

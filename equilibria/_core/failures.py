@@ -17,6 +17,9 @@ _ADVICE = {
     Status.NONFINITE: "look at the inputs and weights of those samples; they keep their best finite iterate and get no "
     "gradient",
     Status.STALLED: "loosen rtol, or compute in a wider dtype: the residual stopped falling",
+    Status.DIVERGED: "take a solver that does not need a contraction (Anderson, Broyden, Newton, or a Fallback of them), a "
+    "better start, or keep the cell contractive (normalisation, Jacobian regularization); those samples have their best "
+    "iterate, or the start where none was better",
 }
 _warned: WeakKeyDictionary[Any, set[tuple[str, Status]]] = WeakKeyDictionary()
 

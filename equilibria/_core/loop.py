@@ -93,6 +93,8 @@ class Flat:
     taken: int  # steps of the loop, the same on every rank
     state: Any = None  # of the solver, each row as it was when that sample stopped; where it was asked for
     coupled: bool = False  # did rows turn out to depend on each other? A sample that stopped may then have moved on
+    failed: bool = True  # False: no sample has failed, which is known on the host
+    sound: Tensor | None = None  # (batch,) answers that are no worse than the start; None: all
 
 
 def solve(
@@ -171,7 +173,21 @@ def _run(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> Flat:
         ledger.observe(state, step, look=often, rejected=rejected(state))
         taken = step
     kept = gather(kept, state, ledger.index) if problem.keep_state else None
-    return Flat(*ledger.close(problem.f.counter), taken, kept, ledger.coupled)
+    return finished(ledger, problem.f.counter, taken, kept)
+
+
+def finished(ledger: Ledger, counter: Counter, taken: int, state: Any = None) -> Flat:
+    """A solve whose books are closed; asks once whether a sample has failed, and only then looks closer.
+
+    Linear systems have a fixed scale and need no closer look, so nothing is asked.
+    """
+    z, stats = ledger.close(counter)
+    if ledger.whole_scale is not None:
+        return Flat(z, stats, taken, state, ledger.coupled)
+    if not bool(stats.failed.any()):
+        return Flat(z, stats, taken, state, ledger.coupled, failed=False)
+    z, stats, sound = ledger.settle(z, stats)
+    return Flat(z, stats, taken, state, ledger.coupled, sound=sound)
 
 
 def _compact(f: Map, state: Iterate, ledger: Ledger, *, over: bool) -> tuple[Map, Iterate] | None:
@@ -219,7 +235,7 @@ def _confirm(problem: _Problem, claimed: Flat) -> Flat:
     before = claimed.stats
     stats = dataclasses.replace(seen, status=status, steps=before.steps, rejected=before.rejected, best=before.best)
     stats = dataclasses.replace(stats, trace=before.trace, iterates=before.iterates)
-    return dataclasses.replace(claimed, stats=stats)
+    return dataclasses.replace(claimed, stats=stats, failed=True)
 
 
 def _chain(problem: _Problem, z0: Tensor, chain: Fallback) -> Flat:
@@ -233,7 +249,8 @@ def _chain(problem: _Problem, z0: Tensor, chain: Fallback) -> Flat:
             break
         rows = failed.nonzero().squeeze(1)
         handover = Handover(repr(before), repr(solver), rows, flat.stats.status[rows], flat.stats.residual[rows])
-        more = _verified(problem if solver is last else impatient, flat.z, solver)
+        start = flat.z if flat.sound is None else torch.where((flat.sound | ~failed).unsqueeze(1), flat.z, z0)
+        more = _verified(problem if solver is last else impatient, start, solver)
         merged = _merge(flat, more)
         stats = dataclasses.replace(merged.stats, handovers=(*flat.stats.handovers, handover))
         flat = dataclasses.replace(merged, stats=stats)
@@ -243,7 +260,8 @@ def _chain(problem: _Problem, z0: Tensor, chain: Fallback) -> Flat:
 def _merge(first: Flat, then: Flat) -> Flat:
     """Two solves in a row: per sample the later one where it took it further, steps added up."""
     a, b = first.stats, then.stats
-    better = b.converged | (a.failed & (b.residual < a.residual))
+    sound = torch.ones_like(b.converged) if then.sound is None else then.sound
+    better = b.converged | (a.failed & sound & (b.residual < a.residual))
     trace = None
     if a.trace is not None and b.trace is not None:
         trace = tuple(torch.cat([x, y[1:]]) for x, y in zip(a.trace, b.trace, strict=True))
@@ -258,7 +276,9 @@ def _merge(first: Flat, then: Flat) -> Flat:
         trace=trace,
         iterates=a.iterates + b.iterates,
     )
-    return Flat(torch.where(better.unsqueeze(1), then.z, first.z), stats, first.taken + then.taken)
+    z = torch.where(better.unsqueeze(1), then.z, first.z)
+    sound = sound if first.sound is None else torch.where(better, sound, first.sound)
+    return Flat(z, stats, first.taken + then.taken, sound=sound)
 
 
 def check_solver(solver: Any) -> None:

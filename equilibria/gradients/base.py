@@ -57,11 +57,12 @@ class Problem:
         flat = self._solve(f, z0, right)
         if self.what == "forward":
             self.report.stats = flat.stats
-            self.report.nonfinite = bool(flat.stats.failed.any()) and flat.stats.count(Status.NONFINITE) > 0
+            self.report.nonfinite = flat.failed and flat.stats.count(Status.NONFINITE) > 0
         else:
             self.report.adjoint = flat.stats
         action = "warn" if self.on_failure == "fall_back" else self.on_failure
-        judge(flat.stats, self.stop, self.solver, what=self.what, owner=self.equation.owner, on_failure=action)
+        if flat.failed:
+            judge(flat.stats, self.stop, self.solver, what=self.what, owner=self.equation.owner, on_failure=action)
         if right is not None and self.on_failure == "fall_back":  # to the Jacobian-free answer, g = v
             return dataclasses.replace(flat, z=torch.where(flat.stats.failed.unsqueeze(1), right, flat.z))
         return flat

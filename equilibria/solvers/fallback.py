@@ -12,6 +12,9 @@ from equilibria.solvers.base import Solver, require
 class Fallback:
     """Each solver gets the samples on which those before it failed or stalled, from the best iterate found so far.
 
+    A sample whose best iterate has a larger residual than the start, as of a solver that ran away, is handed over from the
+    start instead.
+
         Fallback(Picard(), Anderson(), Newton())
 
     Every solver may take `Stop.max_steps` steps; all but the last give a sample up after `patience` steps without

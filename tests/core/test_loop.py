@@ -33,7 +33,7 @@ def test_statistics_are_per_sample() -> None:
     x, gain = mixed()
     gain[3], gain[4] = 2.0, float("nan")
     s = eq.DEQ(Gain(), solver=eq.Picard(), stop=eq.Stop(rtol=1e-4, max_steps=80, on_failure="ignore")).solve(x, gain)
-    assert s.stats.status[3] == eq.Status.MAX_STEPS
+    assert s.stats.status[3] == eq.Status.DIVERGED
     assert s.stats.status[4] == eq.Status.NONFINITE
     assert int(s.stats.converged.sum()) == 38
     assert bool((s.stats.steps[gain.squeeze(1) == 0.125] == 5).all() | (s.stats.steps[gain.squeeze(1) == 0.125] == 4).all())
@@ -44,7 +44,7 @@ def test_statistics_are_per_sample() -> None:
 
 
 def test_status_of_divergence_is_honest_and_finite() -> None:
-    """z -> 2z + 1 overflows float32 after 128 steps: until then max_steps, after that nonfinite, never silence."""
+    """z -> 2z + 1 overflows float32 after 128 steps: it is found out long before."""
 
     def f(z: Tensor) -> Tensor:
         return 2 * z + 1
@@ -52,8 +52,8 @@ def test_status_of_divergence_is_honest_and_finite() -> None:
     z0 = torch.zeros(1, 1)
     short = solve(f, z0, eq.Picard(), eq.Stop(max_steps=30))
     long = solve(f, z0, eq.Picard(), eq.Stop(max_steps=300))
-    assert short.stats.status.tolist() == [eq.Status.MAX_STEPS]
-    assert long.stats.status.tolist() == [eq.Status.NONFINITE]
+    assert short.stats.status.tolist() == long.stats.status.tolist() == [eq.Status.DIVERGED]
+    assert int(long.stats.steps) < 30
     for flat in (short, long):
         assert bool(torch.isfinite(flat.z).all())
         torch.testing.assert_close(flat.stats.residual, ((f(flat.z) - flat.z) / f(flat.z)).abs().squeeze(1))
@@ -202,7 +202,7 @@ def test_the_loop_reads_back_at_most_once_per_check(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(Tensor, method, counted)
     steps = 20
     solve(problem.f, problem.z0, eq.Anderson(), eq.Stop(rtol=1e-15, atol=0, max_steps=steps, check_every=5))
-    assert reads[0] <= steps / 5 + 1
+    assert reads[0] <= steps / 5 + 2  # the first check, and whether a sample has failed at the end
 
 
 def test_a_trace_has_its_true_length() -> None:
