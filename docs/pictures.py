@@ -39,8 +39,8 @@ def residuals(cell: Cell, x: Tensor) -> None:
     """Every sample has a trace and a number of steps of its own."""
     s = eq.DEQ(cell, solver=eq.Picard(), stop=TRACED).solve(x)
     _, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
-    eq.plot_trace(s, left).axhline(TRACED.rtol, color="0.4", ls=":", lw=1)
-    eq.plot_steps(s, right)
+    eq.analysis.plot_trace(s, left).axhline(TRACED.rtol, color="0.4", ls=":", lw=1)
+    eq.analysis.plot_steps(s, right)
 
 
 def rows(cell: Cell, x: Tensor) -> None:
@@ -64,9 +64,11 @@ def spectra(x: Tensor) -> None:
         cell = Cell(gain)
         for axes, solver in zip(traces, (eq.Picard(), eq.Anderson()), strict=True):
             s = eq.DEQ(cell, solver=solver, stop=TRACED).solve(0.3 * x)
-            eq.plot_trace(s, axes).set(title=f"{type(solver).__name__}: {int(s.stats.converged.sum())} of {len(x)} converge")
+            eq.analysis.plot_trace(s, axes).set(
+                title=f"{type(solver).__name__}: {int(s.stats.converged.sum())} of {len(x)} converge"
+            )
             axes.set_ylim(3e-6, 2)
-        eq.plot_spectrum(eq.jacobian_spectrum(s), spectrum).set(title="eigenvalues of the Jacobian")
+        eq.analysis.plot_spectrum(eq.analysis.jacobian_spectrum(s), spectrum).set(title="eigenvalues of the Jacobian")
 
 
 def main() -> None:

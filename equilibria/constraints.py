@@ -25,6 +25,8 @@ from equilibria._core.autocast import no_autocast
 from equilibria._core.packing import State
 from equilibria.solution import Solution, Status
 
+__all__ = ["SpectralNorm", "contract_", "lipschitz_ratio", "project_", "project_rows", "spectral_norm"]
+
 M = TypeVar("M", bound=nn.Module)
 
 WARM_UP = 15  # power iterations on a weight never seen before, as many as torch takes

@@ -104,13 +104,13 @@ class DEQ(nn.Module):
 
 
 @contextmanager
-def visit(model: nn.Module, keys: Keys) -> Iterator[None]:
+def sample_keys(model: nn.Module, keys: Keys) -> Iterator[None]:
     """Tell every layer of `model` that starts from memory (`init=Remember()`) which samples come: one key per row."""
     layers = [module for module in model.modules() if isinstance(module, DEQ)]
     memories = {id(memory): memory for layer in layers if (memory := memory_of(layer.init)) is not None}
     with ExitStack() as stack:
         for memory in memories.values():
-            stack.enter_context(memory.visit(keys))
+            stack.enter_context(memory.keyed(keys))
         yield
 
 

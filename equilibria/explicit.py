@@ -17,6 +17,8 @@ from equilibria._core.norms import rms_norm
 from equilibria._core.packing import Layout, State
 from equilibria.starts import Init, check_cell, check_init, prepared, start_of
 
+__all__ = ["Trajectory", "WeightTied"]
+
 
 @dataclass(frozen=True)
 class Trajectory:

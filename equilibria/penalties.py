@@ -20,6 +20,17 @@ from equilibria.gradients.base import quarantine
 from equilibria.solution import Solution, Status
 from equilibria.solvers.base import require
 
+__all__ = [
+    "ConstantWeights",
+    "ExponentialWeights",
+    "LinearWeights",
+    "PenaltySchedule",
+    "correction_penalty",
+    "jacobian_penalty",
+    "random_max_steps",
+    "skip_penalty",
+]
+
 
 def jacobian_penalty(s: Solution, probes: int = 1, generator: torch.Generator | None = None) -> Tensor:
     """Hutchinson's estimate of |J|_F^2 / n at the equilibrium, averaged over the batch (Bai, Koltun and Kolter 2021).
@@ -151,7 +162,7 @@ class PenaltySchedule:
         return self.weight + self.increment * ((step - self.pretraining) // self.every)
 
 
-def jitter(stop: Stop, step: int, below: int = 2, above: int = 0, seed: int = 0) -> Stop:
+def random_max_steps(stop: Stop, step: int, below: int = 2, above: int = 0, seed: int = 0) -> Stop:
     """`stop` with max_steps drawn from {max_steps - below, ..., max_steps + above}, a function of seed and step.
 
     A solver cut off at a length that varies keeps a model from relying on one length.

@@ -1,4 +1,4 @@
-"""Warm starts keyed by sample: a visit begins where the last one to the same sample ended."""
+"""Warm starts keyed by sample: a solve begins where the last one of the same sample ended."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Remember:
 
         deq = eq.DEQ(cell, init=eq.Remember(capacity=50_000))
         for index, x in loader:  # shuffled or not
-            with deq.init.visit(index):
+            with deq.init.keyed(index):
                 z = deq(x)
 
-    Inside of a model, `eq.visit(model, keys)` does this for all its layers. Samples that were never seen, and solves without
-    a visit, begin at `start`. Only samples that converged are remembered; one that failed is forgotten, so that no bad
+    Inside of a model, `eq.sample_keys(model, keys)` does this for all its layers. Samples that were never seen, and solves
+    without keys, begin at `start`. Only samples that converged are remembered; one that failed is forgotten, so that no bad
     start is used twice. What is remembered is no part of a state_dict: after loading a checkpoint the memory is empty.
 
     start     where samples begin that are not remembered: any other `init`
@@ -47,7 +47,7 @@ class Remember:
         require(max_age is None or max_age >= 1, f"Remember's max_age must be at least one solve, got {max_age}.")
         self.start, self.capacity, self.max_age, self.device = start, capacity, max_age, device
         self.hits = 0  # samples that were started from memory
-        self.misses = 0  # samples of a visit that were not
+        self.misses = 0  # samples with keys that were not
         self._banks: dict[Hashable, _Bank] = {}
         self._keys: list[Hashable] | None = None
         self._solves = 0
@@ -59,7 +59,7 @@ class Remember:
         return f"Remember(start={self.start!r}, capacity={self.capacity}, max_age={self.max_age}, device={self.device!r})"
 
     @contextmanager
-    def visit(self, keys: Keys) -> Iterator[None]:
+    def keyed(self, keys: Keys) -> Iterator[None]:
         """Solves inside are of these samples, one key per row: integers, strings or a tensor of integers."""
         before, self._keys = self._keys, _as_list(keys)
         try:
@@ -107,7 +107,7 @@ class Remember:
         assert self._keys is not None
         if len(self._keys) != batch:
             raise ValueError(
-                f"Remember was told {len(self._keys)} keys for a batch of {batch}: visit(keys) takes one key per sample."
+                f"Remember was told {len(self._keys)} keys for a batch of {batch}: keyed(keys) takes one key per sample."
             )
         return self._keys
 

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from equilibria._core.packing import Layout, State
 
+__all__ = ["ConvergenceError", "ConvergenceWarning", "Handover", "Solution", "Stats", "Status"]
+
 
 class Status(IntEnum):
     """How a sample's solve ended."""

@@ -12,7 +12,7 @@ import equilibria as eq
 class Cell(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.inner = eq.spectral_norm(nn.Linear(width, width), bound=0.95)
+        self.inner = eq.constraints.spectral_norm(nn.Linear(width, width), bound=0.95)
 
     def forward(self, z: Tensor, x: Tensor) -> Tensor:
         return torch.tanh(self.inner(z) + x)

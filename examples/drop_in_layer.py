@@ -14,7 +14,8 @@ class Cell(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.inner = eq.spectral_norm(nn.Linear(width, width), bound=0.95, exact=True)  # keeps the equilibrium easy to find
+        # a bounded spectral norm keeps the equilibrium easy to find
+        self.inner = eq.constraints.spectral_norm(nn.Linear(width, width), bound=0.95, exact=True)
 
     def forward(self, z: Tensor, x: Tensor) -> Tensor:
         return torch.tanh(self.inner(z) + x)

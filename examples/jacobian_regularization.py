@@ -102,7 +102,7 @@ def train(gamma: float, data: Pairs, epochs: int, max_steps: int, seed: int) -> 
     deq = layer(cell, eq.Broyden(), max_steps)
     optimizer = torch.optim.Adam(deq.parameters(), lr=1e-3)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * TRAINING // BATCH)
-    schedule = eq.PenaltySchedule(weight=gamma, frequency=FREQUENCY, seed=seed)
+    schedule = eq.penalties.PenaltySchedule(weight=gamma, frequency=FREQUENCY, seed=seed)
     batches = (index for _ in range(epochs) for index in torch.randperm(TRAINING, generator=order).split(BATCH))
     for step, index in enumerate(batches):
         solution = deq.solve(data.x[index])
@@ -121,7 +121,7 @@ def train(gamma: float, data: Pairs, epochs: int, max_steps: int, seed: int) -> 
 def examine(cell: Cell, test: Pairs, max_steps: int) -> Study:
     capped = layer(cell, eq.Broyden(), max_steps).solve(test.x)
     solved = {name: layer(cell, solver, ENOUGH).solve(test.x) for name, solver in SOLVERS.items()}
-    slope = eq.dense_jacobian(solved["Broyden"]).abs().flatten()
+    slope = eq.analysis.dense_jacobian(solved["Broyden"]).abs().flatten()
     return Study(cell, test, capped, solved, slope, float(eq.spectral_radius(solved["Broyden"]).radius.max()))
 
 

@@ -29,7 +29,7 @@ def main() -> None:
     x = torch.randn(16, 8)
     print(eq.diagnose(sick, x))
     bounded = copy.deepcopy(cell)
-    eq.spectral_norm(bounded.inner, bound=0.9)  # in place
+    eq.constraints.spectral_norm(bounded.inner, bound=0.9)  # in place
     well = nn.Sequential(encoder, eq.DEQ(bounded), head)
     print(eq.diagnose(well, x))
 

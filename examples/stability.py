@@ -98,7 +98,7 @@ def load() -> tuple[Digits, Digits]:
 def build(arm: Arm) -> nn.Sequential:
     cell, head = Cell(), nn.Linear(WIDTH, CLASSES)
     if arm.bound is not None:
-        eq.spectral_norm(cell.state, bound=arm.bound, clip=True)
+        eq.constraints.spectral_norm(cell.state, bound=arm.bound, clip=True)
     zeros = eq.Zeros(WIDTH)
     init = eq.FirstStep(zeros) if arm.first_step else zeros
     return nn.Sequential(eq.DEQ(cell, init=init, solver=eq.Broyden(), stop=STOP), head)

@@ -154,9 +154,9 @@ def loss(z: Tensor) -> Tensor:
 
 def test_correction_weights_follow_their_formulas() -> None:
     n = 4
-    assert [eq.ExponentialWeights(0.8)(n, k) for k in range(n)] == pytest.approx([0.8**3, 0.8**2, 0.8, 1])
-    assert [eq.LinearWeights(0.9)(n, k) for k in range(n)] == pytest.approx([1 - 0.9 * 0.75, 0.55, 0.775, 1])
-    assert [eq.ConstantWeights(0.5)(n, k) for k in range(n)] == [0.5] * 4
+    assert [eq.penalties.ExponentialWeights(0.8)(n, k) for k in range(n)] == pytest.approx([0.8**3, 0.8**2, 0.8, 1])
+    assert [eq.penalties.LinearWeights(0.9)(n, k) for k in range(n)] == pytest.approx([1 - 0.9 * 0.75, 0.55, 0.775, 1])
+    assert [eq.penalties.ConstantWeights(0.5)(n, k) for k in range(n)] == [0.5] * 4
 
 
 def test_without_iterates_it_is_the_loss() -> None:
@@ -179,7 +179,7 @@ def test_iterates_are_those_of_plain_iteration_and_carry_phantom_gradients() -> 
         return h
 
     expected = 0.7**2 * loss(head(path[3])) + 0.7 * loss(head(path[6])) + loss(s.z)
-    found = eq.correction_penalty(s, loss, eq.ExponentialWeights(0.7), steps=2, damping=0.5)
+    found = eq.correction_penalty(s, loss, eq.penalties.ExponentialWeights(0.7), steps=2, damping=0.5)
     torch.testing.assert_close(found, expected)
     gradients = [torch.autograd.grad(total, cell.w, retain_graph=True)[0] for total in (found, expected)]
     torch.testing.assert_close(*gradients)
@@ -216,25 +216,27 @@ def test_a_trajectory_and_plain_states() -> None:
 
 
 def test_a_schedule_follows_the_published_rules() -> None:
-    schedule = eq.PenaltySchedule(weight=1.9, increment=0.1, every=100, pretraining=50, pretraining_weight=0.03, until=400)
+    schedule = eq.penalties.PenaltySchedule(
+        weight=1.9, increment=0.1, every=100, pretraining=50, pretraining_weight=0.03, until=400
+    )
     weights = [schedule(step) for step in (0, 49, 50, 149, 150, 399, 400)]
     assert weights == pytest.approx([0.03, 0.03, 1.9, 1.9, 2.0, 2.2, 0.0])
 
 
 def test_a_schedule_draws_its_share_and_draws_it_again() -> None:
-    schedule = eq.PenaltySchedule(weight=2.0, frequency=0.35)
+    schedule = eq.penalties.PenaltySchedule(weight=2.0, frequency=0.35)
     drawn = [schedule(step) for step in range(4000)]
     share = sum(weight > 0 for weight in drawn) / 4000
     assert abs(share - 0.35) < 4 * math.sqrt(0.35 * 0.65 / 4000)  # four standard errors
     assert drawn == [schedule(step) for step in range(4000)]
-    other = eq.PenaltySchedule(weight=2.0, frequency=0.35, seed=1)
+    other = eq.penalties.PenaltySchedule(weight=2.0, frequency=0.35, seed=1)
     assert drawn != [other(step) for step in range(4000)]
     with pytest.raises(ValueError, match="share of the steps"):
-        eq.PenaltySchedule(frequency=1.5)
+        eq.penalties.PenaltySchedule(frequency=1.5)
 
 
 def test_jitter_draws_every_length_and_no_other() -> None:
     stop = eq.Stop(max_steps=12)
-    assert {eq.jitter(stop, step).max_steps for step in range(100)} == {10, 11, 12}
-    assert {eq.jitter(stop, step, above=1).max_steps for step in range(100)} == {10, 11, 12, 13}
-    assert eq.jitter(stop, 5) == eq.jitter(stop, 5)
+    assert {eq.random_max_steps(stop, step).max_steps for step in range(100)} == {10, 11, 12}
+    assert {eq.random_max_steps(stop, step, above=1).max_steps for step in range(100)} == {10, 11, 12, 13}
+    assert eq.random_max_steps(stop, 5) == eq.random_max_steps(stop, 5)

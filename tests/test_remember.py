@@ -20,7 +20,7 @@ def layer(memory: eq.Remember, stop: eq.Stop = STOP) -> eq.DEQ:
 
 
 def visit(deq: eq.DEQ, keys: list[int], data: Tensor) -> eq.Solution:
-    with eq.visit(deq, keys):
+    with eq.sample_keys(deq, keys):
         return deq.solve(data[keys])
 
 
@@ -127,16 +127,16 @@ def test_states_of_several_shapes_and_nested_ones_are_kept_apart() -> None:
     memory, x = eq.Remember(), inputs(4, 4)
     cell = NestedCell()
     deq = eq.DEQ(cell, init=eq.Remember(start=cell.zeros), stop=STOP)
-    with eq.visit(deq, torch.arange(4)):
+    with eq.sample_keys(deq, torch.arange(4)):
         first = deq.solve(x)
-    with eq.visit(deq, torch.tensor([3, 0])):
+    with eq.sample_keys(deq, torch.tensor([3, 0])):
         second = deq.solve(x[[3, 0]])
     torch.testing.assert_close(second.z0["a"], first.z["a"][[3, 0]])
     rows = eq.DEQ(lambda z, u: 0.5 * z + u, init=memory, stop=STOP)
     for n in (3, 5):
-        with eq.visit(rows, ["a", "b"]):
+        with eq.sample_keys(rows, ["a", "b"]):
             rows(inputs(2, n))
-    with eq.visit(rows, ["b", "a"]):
+    with eq.sample_keys(rows, ["b", "a"]):
         assert int(rows.solve(inputs(2, 3).flip(0)).stats.steps.max()) == 0
     assert len(memory) == 4
 
@@ -145,11 +145,11 @@ def test_a_model_of_several_layers_and_a_copy() -> None:
     memories = [eq.Remember(), eq.Remember()]
     model = nn.Sequential(*(layer(memory) for memory in memories))
     data = inputs(4, WIDTH)
-    with eq.visit(model, range(4)), torch.no_grad():
+    with eq.sample_keys(model, range(4)), torch.no_grad():
         model(data)
     assert [len(memory) for memory in memories] == [4, 4]
     twin = copy.deepcopy(model)
-    with eq.visit(twin, range(4)), eq.record(twin) as solutions, torch.no_grad():
+    with eq.sample_keys(twin, range(4)), eq.record(twin) as solutions, torch.no_grad():
         twin(data)
     assert [int(s.stats.steps.max()) for s in solutions] == [0, 0]
     assert list(model.state_dict()) == [f"{i}.cell.{name}" for i in range(2) for name in ("w", "u", "b")]
@@ -165,16 +165,16 @@ def test_it_may_lie_on_another_device() -> None:
 def test_bad_keys_and_settings_are_refused() -> None:
     memory, data = eq.Remember(), inputs(3, WIDTH)
     deq = layer(memory)
-    with pytest.raises(ValueError, match="2 keys for a batch of 3"), eq.visit(deq, [0, 1]):
+    with pytest.raises(ValueError, match="2 keys for a batch of 3"), eq.sample_keys(deq, [0, 1]):
         deq(data)
-    with pytest.raises(ValueError, match="one integer per sample"), eq.visit(deq, torch.rand(3)):
+    with pytest.raises(ValueError, match="one integer per sample"), eq.sample_keys(deq, torch.rand(3)):
         deq(data)
     with pytest.raises(ValueError, match="capacity"):
         eq.Remember(capacity=0)
     with pytest.raises(ValueError, match="max_age"):
         eq.Remember(max_age=0)
     whole = eq.DEQ(lambda z, u: 0.5 * z + u, init=memory, batched=False)
-    with pytest.raises(ValueError, match="one whole problem"), eq.visit(whole, [0]):
+    with pytest.raises(ValueError, match="one whole problem"), eq.sample_keys(whole, [0]):
         whole(data)
     with pytest.raises(TypeError, match="Remember"):
         eq.DEQ(TanhCell(WIDTH), init=3)  # type: ignore[arg-type]
@@ -184,5 +184,5 @@ def test_what_inference_remembers_training_may_change() -> None:
     deq = eq.DEQ(TanhCell(4), init=eq.Remember())
     x = inputs(3, 4)
     for mode in (torch.inference_mode, torch.enable_grad):
-        with mode(), eq.visit(deq, range(3)):
+        with mode(), eq.sample_keys(deq, range(3)):
             deq(x)

@@ -6,11 +6,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from equilibria.lab import data, training
+    from equilibria.lab import data, experiments, training
 
-ROOMS = ("data", "training")  # imported when they are first asked for
+ROOMS = ("data", "experiments", "training")  # imported when they are first asked for
 
-__all__ = ["data", "training"]
+__all__ = ["data", "experiments", "training"]
 
 
 def __getattr__(name: str) -> Any:

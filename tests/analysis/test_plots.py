@@ -19,27 +19,27 @@ def solution(stop: eq.Stop = TRACED) -> eq.Solution:
 
 def test_a_trace_has_a_line_per_sample_on_a_logarithmic_scale() -> None:
     s = solution()
-    axes = eq.plot_trace(s)
+    axes = eq.analysis.plot_trace(s)
     assert axes.get_yscale() == "log"
     assert s.stats.trace is not None
     lines = [torch.tensor(line.get_ydata()) for line in axes.lines]
     assert [len(line) for line in lines] == [len(trace) for trace in s.stats.trace]
-    assert eq.plot_trace(s.stats, axes) is axes
+    assert eq.analysis.plot_trace(s.stats, axes) is axes
 
 
 def test_a_trace_that_was_not_kept_is_asked_for() -> None:
     with pytest.raises(ValueError, match=r"Stop\(trace=True\)"):
-        eq.plot_trace(solution(eq.Stop()))
+        eq.analysis.plot_trace(solution(eq.Stop()))
 
 
 def test_steps_are_counted_per_sample() -> None:
     s = solution()
-    axes = eq.plot_steps(s)
+    axes = eq.analysis.plot_steps(s)
     assert sum(patch.get_height() for patch in axes.patches) == 7  # type: ignore[attr-defined]
 
 
 def test_a_spectrum_is_drawn_with_the_unit_circle() -> None:
-    axes = eq.plot_spectrum(eq.jacobian_spectrum(solution()))
+    axes = eq.analysis.plot_spectrum(eq.analysis.jacobian_spectrum(solution()))
     _, points = axes.lines
     assert len(points.get_xdata()) == 7 * 5  # type: ignore[arg-type]
     assert axes.dataLim.x1 == pytest.approx(1)

@@ -199,7 +199,7 @@ def test_depth_folds() -> None:
 def test_tied_and_parametrized_weights_count_once() -> None:
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     model[1].weight = model[0].weight
-    eq.spectral_norm(model[2], bound=0.5)
+    eq.constraints.spectral_norm(model[2], bound=0.5)
     model.append(model[0])
     found = summary(model, torch.zeros(2, 3))
     assert found.parameters == 18 and [each.name for each in found.rows] == ["", "0", "1", "2"]

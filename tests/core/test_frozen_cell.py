@@ -140,7 +140,7 @@ def test_the_vectors_of_spectral_norm_move_once_per_forward() -> None:
         assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("norm", [spectral_norm, eq.spectral_norm])
+@pytest.mark.parametrize("norm", [spectral_norm, eq.constraints.spectral_norm])
 def test_norms_pass_torch_func_in_training_mode(norm: Any) -> None:
     cell = Cell()
     norm(cell.linear)

@@ -483,6 +483,6 @@ def test_gradients_that_were_not_believed_are_not_held_while_they_are_taken_agai
             torch.autograd.grad(deq(x).square().sum(), list(cell.parameters()))
 
         step()
-        return eq.peak_memory(step)
+        return eq.analysis.peak_memory(step)
 
     assert peak(Boasting()) <= 1.05 * peak(eq.GMRES())

@@ -115,8 +115,8 @@ def _not_contractive(e: Examination) -> Finding | None:
         Severity.ILL if failing else Severity.RISK,
         f"The spectral radius of its Jacobian is {max(radii):.2f} at worst, 1 or more for {expansive} of {len(radii)} "
         f"samples: plain iteration moves away from the equilibrium there. {reached} {e.solver}.",
-        "eq.jacobian_penalty or eq.skip_penalty in the loss, eq.spectral_norm or weight norm on the cell's weights, a norm "
-        "at its end" + (f"; for this model as it is: {_best_solver(e)}" if failing else "."),
+        "eq.jacobian_penalty or eq.skip_penalty in the loss, eq.constraints.spectral_norm or weight norm on the cell's "
+        "weights, a norm at its end" + (f"; for this model as it is: {_best_solver(e)}" if failing else "."),
     )
 
 

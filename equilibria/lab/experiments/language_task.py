@@ -29,7 +29,7 @@ from equilibria.lab.training.settings import Training
 from equilibria.lab.training.task import Loaders, Outcome, Task
 from equilibria.models.language.sequence import Memory, SequenceModel, unrolled_pretraining
 from equilibria.models.language.trellisnet import TrellisNet, activation_penalty
-from equilibria.penalties import PenaltySchedule, jacobian_penalty, jitter
+from equilibria.penalties import PenaltySchedule, jacobian_penalty, random_max_steps
 from equilibria.solvers.base import require
 
 Metrics = dict[str, Tensor | float]
@@ -212,7 +212,7 @@ class Language(Task[Segment]):
         layer = getattr(network(model), "layer", None)
         if self.settings.jitter and isinstance(layer, DEQ):
             stop = dataclasses.replace(layer.stop, max_steps=self.settings.model.forward_limit)
-            layer.stop = jitter(stop, step, self.settings.jitter)
+            layer.stop = random_max_steps(stop, step, self.settings.jitter)
 
     # more to measure
 

@@ -25,7 +25,7 @@ from equilibria.lab.training.task import Outcome
 from equilibria.models.images.mdeq import MDEQ, pretraining
 from equilibria.models.images.mdeq_configs import MDEQ_CONFIGS, MDEQConfig
 from equilibria.models.images.skip_mlp import Variant
-from equilibria.penalties import PenaltySchedule, jacobian_penalty, jitter, skip_penalty
+from equilibria.penalties import PenaltySchedule, jacobian_penalty, random_max_steps, skip_penalty
 from equilibria.solution import ConvergenceWarning, Solution
 from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.base import Solver, require
@@ -200,7 +200,7 @@ class Multiscale(ImageTask):
         if s.jitter and isinstance(layer, DEQ):
             own = self.settings.model.config(self.data.shape[0]).forward_steps
             stop = dataclasses.replace(layer.stop, max_steps=own)
-            layer.stop = jitter(stop, step, s.jitter, 1) if self.jacobian(step) else stop
+            layer.stop = random_max_steps(stop, step, s.jitter, 1) if self.jacobian(step) else stop
             layer.eval_stop = stop  # evaluation knows nothing of what the last step drew
 
     def _cosines(self, mdeq: MDEQ, x: Tensor, y: Tensor) -> dict[str, float]:

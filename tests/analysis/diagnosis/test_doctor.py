@@ -18,7 +18,7 @@ from equilibria.analysis.measuring import brief, captured
 from tests.problems import NestedCell, TanhCell, inputs
 
 
-def causes(model: nn.Module, batch: Any) -> dict[str, eq.Severity]:
+def causes(model: nn.Module, batch: Any) -> dict[str, eq.analysis.Severity]:
     return {finding.cause: finding.severity for finding in eq.diagnose(model, batch).findings}
 
 
@@ -32,20 +32,24 @@ def causes(model: nn.Module, batch: Any) -> dict[str, eq.Severity]:
     ],
 )
 def test_planted_illnesses_are_named_and_no_other(example: str, cause: str) -> None:
-    found = {name for name, severity in causes(*illnesses.EXAMPLES[example]()).items() if severity is not eq.Severity.HINT}
+    found = {
+        name
+        for name, severity in causes(*illnesses.EXAMPLES[example]()).items()
+        if severity is not eq.analysis.Severity.HINT
+    }
     assert found == {cause}
 
 
 def test_a_healthy_model_is_called_healthy() -> None:
     diagnosis = eq.diagnose(*illnesses.healthy())
     assert diagnosis.healthy
-    assert not diagnosis.findings or all(f.severity is eq.Severity.HINT for f in diagnosis.findings)
+    assert not diagnosis.findings or all(f.severity is eq.analysis.Severity.HINT for f in diagnosis.findings)
 
 
 def test_eval_mode_takes_dropout_and_batch_statistics_away() -> None:
     for example in ("free-dropout", "batch-statistics"):
         model, batch = illnesses.EXAMPLES[example]()
-        assert not {name for name, s in causes(model.eval(), batch).items() if s is not eq.Severity.HINT}, example
+        assert not {name for name, s in causes(model.eval(), batch).items() if s is not eq.analysis.Severity.HINT}, example
 
 
 def test_noise_that_is_no_dropout_is_found_too() -> None:
@@ -54,7 +58,7 @@ def test_noise_that_is_no_dropout_is_found_too() -> None:
             return super().forward(z, x) + 0.01 * torch.randn_like(z)
 
     model = eq.DEQ(Noisy(0.5))
-    assert causes(model, inputs(8, illnesses.WIDTH, dtype=torch.float32)).get("random cell") is eq.Severity.ILL
+    assert causes(model, inputs(8, illnesses.WIDTH, dtype=torch.float32)).get("random cell") is eq.analysis.Severity.ILL
 
 
 def test_data_hidden_in_the_cell_couples_samples() -> None:
@@ -64,13 +68,13 @@ def test_data_hidden_in_the_cell_couples_samples() -> None:
 
     model = eq.DEQ(Mean(0.5), stop=eq.Stop(compact=False))
     found = causes(model, inputs(8, illnesses.WIDTH, dtype=torch.float32))
-    assert found.get("samples depend on each other") is eq.Severity.RISK
+    assert found.get("samples depend on each other") is eq.analysis.Severity.RISK
 
 
 def test_too_few_steps_are_told_from_illness() -> None:
     gradient = eq.Implicit(stop=eq.Stop(rtol=1e-6))
     model = eq.DEQ(TanhCell(6, norm=0.9), solver=eq.Picard(), stop=eq.Stop(rtol=1e-6, max_steps=5), gradient=gradient)
-    (finding,) = [f for f in eq.diagnose(model, inputs(4, 6)).findings if f.severity is eq.Severity.ILL]
+    (finding,) = [f for f in eq.diagnose(model, inputs(4, 6)).findings if f.severity is eq.analysis.Severity.ILL]
     assert finding.cause == "too few steps"
     assert "Stop(max_steps=" in finding.advice
 
@@ -92,7 +96,7 @@ def test_steps_are_not_offered_where_they_help_few() -> None:
 def test_an_expansive_cell_that_is_solved_needs_no_other_solver() -> None:
     model = eq.DEQ(TanhCell(6, norm=1.6), solver=eq.Broyden(), stop=eq.Stop(max_steps=200))
     (finding,) = [f for f in eq.diagnose(model, inputs(4, 6)).findings if f.cause == "cell not contractive"]
-    assert finding.severity is eq.Severity.RISK and "All converged with Broyden" in finding.seen
+    assert finding.severity is eq.analysis.Severity.RISK and "All converged with Broyden" in finding.seen
     assert "as it is" not in finding.advice
 
 
@@ -100,7 +104,7 @@ def test_samples_that_are_not_finite_are_found() -> None:
     x = inputs(6, 6)
     x[2, 1] = float("nan")
     diagnosis = eq.diagnose(eq.DEQ(TanhCell(6)), x)
-    (finding,) = [f for f in diagnosis.findings if f.severity is eq.Severity.ILL]
+    (finding,) = [f for f in diagnosis.findings if f.severity is eq.analysis.Severity.ILL]
     assert finding.cause == "samples that are not finite"
     assert "1 of 6" in finding.seen
     assert math.isnan(diagnosis.layers[0].examination.radius.radius[2])
@@ -112,10 +116,10 @@ def test_a_poor_gradient_and_an_unsolved_adjoint_are_found() -> None:
     x = 0.1 * inputs(4, 16)
     stop = eq.Stop(rtol=1e-6, atol=0, max_steps=500)
     found = causes(eq.DEQ(cell, stop=stop, gradient=eq.JFB()), x)
-    assert found.get("gradient far from the exact one") is eq.Severity.RISK
+    assert found.get("gradient far from the exact one") is eq.analysis.Severity.RISK
     short = eq.Implicit(solver=eq.Picard(), stop=eq.Stop(rtol=1e-6, max_steps=2))
     found = causes(eq.DEQ(cell, stop=stop, gradient=short), x)
-    assert found.get("backward solve not converged") is eq.Severity.ILL
+    assert found.get("backward solve not converged") is eq.analysis.Severity.ILL
 
 
 class OneWay(torch.autograd.Function):
@@ -265,5 +269,5 @@ def test_models_of_sequences_can_be_examined_and_tuned(name: str) -> None:
     torch.manual_seed(0)
     model, tokens = eq.models.create(name, tokens=20), torch.randint(0, 20, (2, 5))
     assert eq.diagnose(model, tokens).layers[0].examination.samples == 2
-    few = eq.Candidates(solvers=(eq.Picard(),), gradients=(eq.JFB(),))
+    few = eq.analysis.Candidates(solvers=(eq.Picard(),), gradients=(eq.JFB(),))
     assert list(eq.tune(model, tokens, candidates=few, rounds=1).layers) == ["layer"]

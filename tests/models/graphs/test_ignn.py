@@ -168,7 +168,7 @@ def test_training_projects_the_weight_and_evaluation_leaves_it_alone() -> None:
     model.train()
     trained = model(u, e)
     after = model.cell.W.detach().clone()
-    torch.testing.assert_close(after, eq.project_rows(before, bound))
+    torch.testing.assert_close(after, eq.constraints.project_rows(before, bound))
     assert after.abs().sum(dim=1).max() <= bound * (1 + 1e-12)
     torch.testing.assert_close(trained, evaluated, rtol=CLOSE, atol=CLOSE)
     version = model.cell.W._version
@@ -213,7 +213,7 @@ def test_a_parametrized_weight_is_projected_as_it_is_used() -> None:
     model, e, u = layer(), edges(), features()
     with torch.no_grad():
         model.cell.W.mul_(10)
-    eq.spectral_norm(model.cell, "W", bound=3.0, exact=True)
+    eq.constraints.spectral_norm(model.cell, "W", bound=3.0, exact=True)
     out = model(u, e)
     bound = model.cell.bound(Adjacency(e, num_nodes=N))
     weight = model.cell.weight(Adjacency(e, num_nodes=N, dtype=torch.float64))

@@ -110,7 +110,7 @@ def test_prompts_contract_however_large_their_weights() -> None:
     for layer, inputs in ((model.before, x), (model.behind, torch.rand(8, 6))):
         solution = layer.solve(inputs)
         assert solution.stats.converged.all()
-        assert eq.largest_singular_value(solution).value.max() <= CONTRACTION + 1e-3
+        assert eq.analysis.largest_singular_value(solution).value.max() <= CONTRACTION + 1e-3
 
 
 @pytest.mark.parametrize("keep", [0.3, 0.7])
