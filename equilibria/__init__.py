@@ -35,7 +35,7 @@ from equilibria.solvers.steady_state import SteadyState
 from equilibria.starts import FirstStep, Zeros
 
 if TYPE_CHECKING:
-    from equilibria import analysis, cells, constraints, lab, models
+    from equilibria import analysis, cells, lab, models
     from equilibria.analysis import diagnose, gradient_agreement, spectral_radius, tune
 
 __version__ = "0.1.0"
@@ -97,7 +97,7 @@ __all__ = [
     "tune",
 ]
 
-ROOMS = ("analysis", "cells", "constraints", "lab", "models")  # packages that load on first use: they cost as much as the core does
+ROOMS = ("analysis", "cells", "constraints", "lab", "models")  # loaded on first use
 FROM_ANALYSIS = ("diagnose", "gradient_agreement", "spectral_radius", "tune")  # names that load the room behind them
 
 
