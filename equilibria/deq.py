@@ -169,6 +169,7 @@ def _solve(
     if fixed.module is None and _differentiating():
         known, opaque = equation.captures(z0)
     report = Report()
+    stop = stop.reachable(equation.precision)
     problem = Problem(equation, solver, stop, report, known=known, opaque=opaque, solves=solves, compiler=compiler)
     z = gradient(problem, z0, equation.args)
     extra = first_steps(init) + int(known is not None) + int(equation.settle(z.detach()))

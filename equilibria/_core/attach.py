@@ -15,7 +15,7 @@ from torch.autograd.function import Function
 
 from equilibria._core import autodiff_modes
 from equilibria._core.maps import Affine
-from equilibria._core.primitive import Differentiable, confirmed, file_residual
+from equilibria._core.primitive import Differentiable
 from equilibria._core.problem import OUT_OF_REACH
 from equilibria.gradients.base import quarantine, unit
 from equilibria.solution import Status
@@ -54,11 +54,7 @@ class _Attach(Function):
         size = unit(ctx.task.problem.equation, v)
         system = _adjoint_map(ctx, v / size)
         u = ctx.task.cotangent(system)
-        left = system(u) - u
-        if ctx.task.approximation is not None:
-            file_residual(ctx.task, left, system.offset)
-        elif not confirmed(ctx.task, ctx.task.stop.norm(left), system.offset):
-            u = u + ctx.task.rest(system, left, u)
+        u = ctx.task.verified(system, u, system(u) - u, lambda u: system(u) - u)
         return None, None, torch.where(keep, u * size, torch.zeros_like(v)), None, None, None
 
 

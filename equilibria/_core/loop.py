@@ -24,14 +24,21 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 OnFailure = Literal["ignore", "warn", "raise"]
+RECURRENCE = 0.1  # of the tolerance: by how much rounding may take a residual carried by recurrence from the measured one
 VERIFICATIONS = 3  # how often an answer found by recurrence may turn out short of the tolerance and be improved
+
+
+class DefaultTolerance(float):
+    """A tolerance nobody chose: `Stop.reachable` may raise it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stop:
     """When a sample is done: |f(z) - z| <= atol + rtol |f(z)|, per sample.
 
-    rtol, atol     tolerances
+    rtol, atol     tolerances. Where rtol is left out and the cell computes in half precision (a state in bfloat16, or
+                   autocast), it is the spacing of those numbers if that is larger: 0.0078 for bfloat16. An rtol that is
+                   given is never changed; samples that cannot reach it end STALLED
     max_steps      steps at most
     norm           per-sample norm, (batch, n) -> (batch,); the default does not depend on the size of the state
     on_failure     what to do about samples that did not converge: ignore, warn (once per cell and cause) or raise;
@@ -47,7 +54,7 @@ class Stop:
                    weights): a ProcessGroup, or "world"
     """
 
-    rtol: float = 1e-3
+    rtol: float = DefaultTolerance(1e-3)
     atol: float = 1e-6
     max_steps: int = 40
     norm: Norm = rms_norm
@@ -70,18 +77,28 @@ class Stop:
         choices = ("ignore", "warn", "raise")
         require(self.on_failure in choices, f"on_failure must be one of {choices}, got {self.on_failure!r}.")
 
+    def reachable(self, precision: float) -> Stop:
+        """This stop for numbers with a spacing of `precision`: a default rtol is at least that."""
+        if not isinstance(self.rtol, DefaultTolerance) or self.rtol >= precision:
+            return self
+        return dataclasses.replace(self, rtol=DefaultTolerance(precision))
+
+    def holds(self, residual: Tensor, precision: float) -> Tensor:
+        """(batch,) whether measured relative residuals meet rtol, up to the rounding of solvers that carry theirs."""
+        return residual <= self.rtol + min(FLOOR * precision, RECURRENCE * self.rtol)
+
     def any_rank(self) -> Callable[[bool], bool] | None:
         """How the ranks of `process_group` agree; None where there is nobody to agree with."""
+        return None if self.process_group is None else lambda here: bool(self.largest(int(here)))
+
+    def largest(self, here: int) -> int:
+        """The largest of a number over the ranks of `process_group`."""
         if self.process_group is None:
-            return None
+            return here
         group = dist.group.WORLD if self.process_group == "world" else self.process_group
-
-        def agree(here: bool) -> bool:
-            flag = torch.tensor(int(here), device=_reduction_device(group))
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-            return bool(flag)
-
-        return agree
+        number = torch.tensor(here, device=_reduction_device(group))
+        dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
+        return int(number)
 
 
 @dataclass(frozen=True)
@@ -230,7 +247,7 @@ def _confirm(problem: _Problem, claimed: Flat) -> Flat:
     ledger.observe(Iterate(claimed.z, fz), step=0, look=False)
     _, seen = ledger.close(problem.f.counter)
     unless = torch.where(claimed.stats.converged, Status.STALLED, claimed.stats.status)
-    holds = seen.converged | (claimed.stats.converged & (seen.residual <= problem.stop.rtol + FLOOR * problem.precision))
+    holds = seen.converged | (claimed.stats.converged & problem.stop.holds(seen.residual, problem.precision))
     status = torch.where(holds, Status.CONVERGED, unless).to(torch.int8)
     before = claimed.stats
     stats = dataclasses.replace(seen, status=status, steps=before.steps, rejected=before.rejected, best=before.best)

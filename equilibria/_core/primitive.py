@@ -13,6 +13,7 @@ from torch.autograd.function import Function
 
 from equilibria._core import autodiff_modes
 from equilibria._core.bookkeeping import FLOOR
+from equilibria._core.failures import judge
 from equilibria._core.folded import Fold, FoldedEquation
 from equilibria._core.linear import AdjointEquation, Linearisation, TangentEquation
 from equilibria._core.loop import Stop
@@ -86,15 +87,82 @@ class Differentiable:
         """What is missing from a cotangent u that leaves a residual of `left`; statistics add to those of finding u."""
         before = self.problem.report.adjoint if self.approximation is None else None
         remainder = Affine(system.product, system.transposed, left)
-        falls_back = self.on_failure == "fall_back"
         adjoint = dataclasses.replace(self.adjoint().problem, known=left)  # J'0 + left
+        if before is not None:  # together the two solves take at most max_steps; whoever asked applies the failure policy
+            stop = dataclasses.replace(self.stop, max_steps=self.steps_left())
+            adjoint = dataclasses.replace(adjoint, stop=stop, on_failure="ignore")
+            flat = adjoint.run_map(remainder, torch.zeros_like(left), system.offset)
+            self.problem.report.adjoint = _added(before, flat.stats)
+            return flat.z
+        falls_back = self.on_failure == "fall_back"
         adjoint = dataclasses.replace(adjoint, on_failure="warn") if falls_back else adjoint
         flat = adjoint.run_map(remainder, torch.zeros_like(left), system.offset)
-        if before is not None:
-            self.problem.report.adjoint = _added(before, flat.stats)
         if falls_back:  # to the Jacobian-free answer, all in all
             return torch.where(flat.stats.failed.unsqueeze(1), system.offset - u, flat.z)
         return flat.z
+
+    def steps_left(self) -> int:
+        """Steps that the adjoint solve so far leaves of max_steps."""
+        stats = self.problem.report.adjoint
+        taken = int(stats.steps.max()) if stats is not None and stats.steps.numel() else 0
+        return max(self.stop.max_steps - self.stop.largest(taken), 0)
+
+    def verified(
+        self,
+        system: Affine,
+        u: Tensor,
+        left: Tensor,
+        measure: Callable[[Tensor], Tensor],
+        release: Callable[[], None] = lambda: None,
+    ) -> Tensor:
+        """A cotangent with its status by the measured residual, `left`; solved further where it fell short of its claim.
+
+        measure  the residual that another cotangent leaves
+        release  frees what measuring this one has left in memory
+        """
+        right = system.offset
+        if self.approximation is not None:
+            file_residual(self, left, right)
+            return u
+        if isinstance(self.solver, Solver) and self.solver.exact:
+            return u
+        short = self._file_measured(left, right)
+        if not self._any(short):
+            return u
+        if self._any(self._worth_more(short)) and self.steps_left():
+            release()
+            u = u + self.rest(system, left, u)
+            short = self._file_measured(measure(u), right)
+        stats, falls_back = self.problem.report.adjoint, self.on_failure == "fall_back"
+        assert stats is not None
+        action = "warn" if falls_back else self.on_failure
+        owner = self.problem.equation.owner
+        judge(stats, self.stop, self.solver, what="adjoint", owner=owner, on_failure=action)
+        if falls_back and self._any(stats.failed):
+            u = torch.where(stats.failed.unsqueeze(1), right, u)
+            release()
+            measure(u)
+        return u
+
+    def _file_measured(self, left: Tensor, right: Tensor) -> Tensor:
+        """(batch,) samples whose status said converged and whose residual does not: they are STALLED now."""
+        stats, norm = self.problem.report.adjoint, self.stop.norm
+        assert stats is not None
+        residual = norm(left) / norm(right).clamp_min(torch.finfo(right.dtype).tiny)
+        short = stats.converged & ~self.stop.holds(residual, self.problem.equation.precision)
+        status = stats.status.masked_fill(short, Status.STALLED)
+        self.problem.report.adjoint = dataclasses.replace(stats, residual=residual, status=status)
+        return short
+
+    def _worth_more(self, short: Tensor) -> Tensor:
+        """Of samples short of the tolerance, those that more steps can bring there: not where it is out of reach."""
+        stats, precision = self.problem.report.adjoint, self.problem.equation.precision
+        assert stats is not None
+        return short if self.stop.rtol >= precision else short & (stats.residual > self.stop.rtol + FLOOR * precision)
+
+    def _any(self, rows: Tensor) -> bool:
+        """For any sample, on any rank."""
+        return bool(self.stop.largest(int(rows.any())))
 
 
 def differentiable_fixed_point(task: Differentiable, z0: Tensor, *args: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,23 +239,34 @@ def pull_once(
         u = task.cotangent(system)
         if some_bad:  # zero for those whose cotangent is, whatever a formula made of them
             u = torch.where(good.unsqueeze(1), u, torch.zeros_like(u))
-        grads, product = at.pull(u * size)
-        left = product / size + right - u
-        length = task.stop.norm(left)
-        finite = length < float("inf")  # not where it is nan
+        pull = _Pull(at, size, right)
+        left = pull(u)
+        finite = task.stop.norm(left) < float("inf")  # not where it is nan
         if bool(finite.all()):
-            if task.approximation is not None:
-                file_residual(task, left, right)
-            elif not confirmed(task, length, right):
-                at.forget()
-                del grads, product  # or they would be held through another run of the cell
-                grads = at.pull((u + task.rest(system, left, u)) * size)[0]
+            task.verified(system, u, left, pull, pull.release)
             if lost is not None:
                 _file_lost(task, lost)
-            return grads
+            return pull.grads
         # a derivative of this sample is not finite: it would poison the sum over the batch even with weight zero
         lost = good & ~finite if lost is None else lost | (good & ~finite)
         good, some_bad = good & finite, True
+
+
+class _Pull:
+    """The gradients of the args for a cotangent of unit scale, and the residual it leaves in the adjoint system."""
+
+    def __init__(self, at: Linearisation, size: Tensor, right: Tensor) -> None:
+        self.at, self.size, self.right = at, size, right
+        self.grads: list[Tensor | None] = []
+
+    def __call__(self, u: Tensor) -> Tensor:
+        self.grads, product = self.at.pull(u * self.size)
+        self.at.forget()
+        return product / self.size + self.right - u
+
+    def release(self) -> None:
+        """Free the gradients, or they would be held through another run of the cell."""
+        self.grads = []
 
 
 def _added(first: Stats, then: Stats) -> Stats:
@@ -208,18 +287,6 @@ def _file_lost(task: Differentiable, lost: Tensor) -> None:
     status = stats.status.masked_fill(lost, Status.NONFINITE)
     residual = stats.residual.masked_fill(lost, float("inf"))
     task.problem.report.adjoint = dataclasses.replace(stats, status=status, residual=residual)
-
-
-def confirmed(task: Differentiable, length: Tensor, right: Tensor) -> bool:
-    """Is the adjoint as well solved as it was said to be? The residual that was seen, of that length, is filed."""
-    stats, norm = task.problem.report.adjoint, task.stop.norm
-    assert stats is not None
-    if isinstance(task.solver, Solver) and task.solver.exact:
-        return True
-    residual = length / norm(right).clamp_min(torch.finfo(right.dtype).tiny)
-    task.problem.report.adjoint = dataclasses.replace(stats, residual=residual)
-    wrong = stats.converged & ~(residual <= task.stop.rtol + FLOOR * task.problem.equation.precision)
-    return not bool(wrong.any())
 
 
 def _pull_any_order(

@@ -45,7 +45,8 @@ class Implicit(Gradient):
     def task(self, problem: Problem) -> Differentiable:
         """The problem with the settings of its linear systems."""
         # a tolerance relative to the right-hand side has no use for an absolute part
-        stop = self.stop or dataclasses.replace(problem.stop, atol=0.0, trace=False, keep_every=None)
+        inherited = dataclasses.replace(problem.stop, atol=0.0, trace=False, keep_every=None)
+        stop = (self.stop or inherited).reachable(problem.equation.precision)
         if stop.process_group is None:  # what the ranks agree on forward they must agree on backward
             stop = dataclasses.replace(stop, process_group=problem.stop.process_group)
         return Differentiable(problem, self.solver or GMRES(), stop, self.on_failure)
