@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 import equilibria as eq
@@ -37,6 +38,8 @@ CELL_ROUNDING = 2.0
 ADJOINT_SPACINGS = 24.0
 # Below the normal numbers spacings do not shrink any more: sums of up to 33 * 7 terms are off by so many of the smallest.
 SUBNORMALS = 512.0
+# Beyond, float64 itself has too few digits for the dense solution.
+CONDITION = 1e8
 # A residual that is told may differ from the one measured by this share, besides rounding.
 TOLD_SLACK = 1e-2
 # Gradients that are defined by steps taken, not by a linear system: nothing to compare with (I - J')^{-1}.
@@ -83,6 +86,7 @@ class Run:
     solution: eq.Solution
     grad_x: Tensor | None = None
     grad_w: Tensor | None = None
+    tangents: Any = None  # of z, in forward mode, for the cotangents taken as tangents of x
 
 
 def judge(case: Case) -> Verdict:
@@ -145,13 +149,29 @@ def attempt(problem: Problem) -> Run | Verdict:
             if case.threads == 1:
                 warnings.simplefilter("ignore")
             with _mode(case), problem.autocast():
-                run = Run(problem, as_it_was, problem.solve(problem.x))
+                run = _forward_mode(problem, as_it_was) if case.mode == "forward" else _plain(problem, as_it_was)
             if case.mode in ("grad", "eval"):
                 _change_before_backward(problem)
                 _backward(run)
         return run
     except Exception as error:
         return judge_error(error, problem, as_it_was)
+
+
+def _plain(problem: Problem, cell: Cell) -> Run:
+    return Run(problem, cell, problem.solve(problem.x))
+
+
+def _forward_mode(problem: Problem, cell: Cell) -> Run:
+    with forward_ad.dual_level():
+        solution = problem.solve(forward_ad.make_dual(problem.x, problem.tangent()))
+        leaves, spec = pytree.tree_flatten(solution.z)
+        parts = [forward_ad.unpack_dual(leaf) for leaf in leaves]
+        tangents = [torch.zeros_like(part.primal) if part.tangent is None else part.tangent for part in parts]
+        z = pytree.tree_unflatten([part.primal.detach() for part in parts], spec)
+        run = Run(problem, cell, replace(solution, z=z))
+        run.tangents = pytree.tree_unflatten(tangents, spec)
+    return run
 
 
 def _change_before_backward(problem: Problem) -> None:
@@ -228,6 +248,8 @@ def compare(run: Run) -> Verdict:
     _compare_forward(run, dense, verdict)
     if dense.z.numel() and (run.grad_x is not None or run.grad_w is not None):
         _compare_gradients(run, dense, verdict)
+    if dense.z.numel() and run.tangents is not None:
+        _compare_tangents(run, dense, verdict)
     return verdict
 
 
@@ -283,7 +305,7 @@ class Dense:
         return STATE_SPACINGS * self.problem.precision * (size + SUBNORMALS * smallest) + CELL_ROUNDING * own
 
     def jacobian(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """J of each of these rows, (rows, n, n), or of all as one, (1, m, m); and the largest slope in x."""
+        """J of each of these rows, (rows, n, n), or of all as one, (1, m, m); and the derivative in x likewise."""
         x = self.x if self.whole else self.x[rows]
         z = (self.z if self.whole else self.z[rows]).clone().requires_grad_()
         x = x.clone().requires_grad_()
@@ -296,7 +318,7 @@ class Dense:
             each = [torch.autograd.grad(out[:, k].sum(), (z, x), retain_graph=True) for k in range(out.shape[1])]
             J = torch.stack([gz for gz, _ in each], dim=1)
             B = torch.stack([_real(gx).flatten(1) for _, gx in each], dim=1)
-        return J, torch.linalg.matrix_norm(B, 2)
+        return J, B
 
     def pull(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """Gradients of x and of the weight for cotangents u of the cell's output; rows of u that are nan are left out."""
@@ -359,16 +381,17 @@ def _compare_gradients(run: Run, dense: Dense, verdict: Verdict) -> None:
     index = good.nonzero().flatten()
     if not len(index):
         return
-    J, slope = dense.jacobian(index)
+    J, B = dense.jacobian(index)
     if not bool(torch.isfinite(J).all()):
         return
+    slope = torch.linalg.matrix_norm(B, 2)
     right = (v if dense.whole else v[index]).reshape(J.shape[0], -1, 1)
     if not bool(torch.isfinite(right).all()):
         verdict.add("non-finite cotangent", "the adjoint of a sample whose cotangent is not finite is not flagged")
         return
     M = torch.eye(J.shape[1], dtype=torch.float64) - J.mT
     inverse = 1 / torch.linalg.svdvals(M)[:, -1]
-    usable = torch.isfinite(inverse) & (inverse < 1e8)  # beyond, float64 itself has too few digits
+    usable = torch.isfinite(inverse) & (inverse < CONDITION)
     if not bool(usable.all()):
         return
     u = torch.linalg.solve(M, right)
@@ -403,6 +426,41 @@ def _compare_gradients(run: Run, dense: Dense, verdict: Verdict) -> None:
         off = torch.linalg.vector_norm(gw - expected_w)
         if not bool(off <= allowed_w):
             verdict.add("gradient of the weight", _numbers(off, allowed_w, expected_w.norm()))
+
+
+def _compare_tangents(run: Run, dense: Dense, verdict: Verdict) -> None:
+    """dz = J dz + B dx, where the solve of that system says it converged."""
+    problem, stats, solved = run.problem, run.solution.stats, run.solution.adjoint
+    if solved is None or problem.case.cotangent == "nan-row":
+        return
+    good = (stats.status != eq.Status.NONFINITE) & (solved.status != eq.Status.NONFINITE)
+    good = good & torch.isfinite(dense.rough).all(dim=1) & torch.isfinite(dense.z).all(dim=1)
+    if (dense.whole and not bool(good.all())) or not bool(good.any()):
+        return
+    index = good.nonzero().flatten()
+    J, B = dense.jacobian(index)
+    if not bool(torch.isfinite(J).all()):
+        return
+    dx = rows_of(problem.tangent(), problem.whole)
+    right = B @ (dx if dense.whole else dx[index]).reshape(J.shape[0], -1, 1)
+    M = torch.eye(J.shape[1], dtype=torch.float64) - J
+    inverse = 1 / torch.linalg.svdvals(M)[:, -1]
+    if not bool((torch.isfinite(inverse) & (inverse < CONDITION)).all()):
+        return
+    exact = torch.linalg.solve(M, right)
+    size = torch.linalg.vector_norm(dx if dense.whole else dx[index])
+    own = ADJOINT_SPACINGS * problem.precision * inverse * size
+    smallest = SUBNORMALS * torch.finfo(problem.dtype).smallest_normal * (1 + inverse)
+    allowed = NORM_SLACK * _adjoint_error(problem, J, exact, right, inverse) + own + smallest
+    ours = rows_of(run.tangents, problem.whole)
+    ours = (ours if dense.whole else ours[index]).reshape(exact.shape)
+    off = torch.linalg.vector_norm((ours - exact).flatten(1), dim=1)
+    most = torch.finfo(problem.dtype).max / 16
+    claims = solved.converged.all()[None] if dense.whole else solved.converged[index]
+    judged = claims & (exact.flatten(1).abs().amax(dim=1) < most)
+    verdict.gradients += int(judged.sum()) * (_samples(problem) if dense.whole else 1)
+    for i in (judged & ~(off <= allowed)).nonzero().flatten().tolist():
+        verdict.add("tangent of z", _numbers(off[i], allowed[i], exact[i].norm()), int(index[i]))
 
 
 def _adjoint_error(problem: Problem, J: Tensor, u: Tensor, v: Tensor, inverse: Tensor) -> Tensor:

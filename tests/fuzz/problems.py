@@ -146,6 +146,10 @@ class Problem:
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast("cpu", dtype=torch.bfloat16) if self.case.autocast else contextlib.nullcontext()
 
+    def tangent(self) -> Tensor:
+        """The cotangents once more, as a tangent of the input."""
+        return join(self.cotangents, self.x).detach().clone()
+
     def solve(self, x: Tensor) -> eq.Solution:
         case, cell, z0 = self.case, self.cell, self.z0
         if self.deq is not None:
@@ -225,7 +229,13 @@ def legal(case: Case) -> Case:
         fixed["solver"] = "anderson"
     if case.change != "none" or case.threads > 1:
         fixed["call"] = "deq"  # the same layer is called again
-    if case.mode in ("no_grad", "inference") and case.change.endswith(("backward", "between")):
+    if case.mode == "forward":
+        fixed["threads"] = 1  # torch has one stack of dual levels for all threads
+        if case.memory == "expanded":
+            fixed["memory"] = "contiguous"  # torch makes no dual of an expanded tensor
+        if not case.gradient.startswith(("implicit", "neumann", "escalate")) and not rare:
+            fixed["gradient"] = "implicit"
+    if case.mode in ("no_grad", "inference", "forward") and case.change.endswith(("backward", "between")):
         fixed["change"] = "none"
     return Case(**{**vars(case), **fixed})
 

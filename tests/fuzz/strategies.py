@@ -124,7 +124,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "in_place": ("none", "none", "none", "own", "state"),
     "coupling": (0.0,) * 8 + (0.4, 0.4, 1e-3, 1e-5),
     "call": ("deq", "deq", "fixed-point", "closure", "prepare", "function"),
-    "mode": ("grad", "grad", "grad", "grad", "no_grad", "inference", "eval"),
+    "mode": ("grad", "grad", "grad", "grad", "no_grad", "inference", "eval", "forward"),
     "autocast": (False,) * 7 + (True,),
     "solver": tuple(SOLVERS),
     "gradient": ("implicit",) * 4 + tuple(GRADIENTS),
