@@ -3,11 +3,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all fuzz lint bench docs dist clean
+.PHONY: help demo test test-all test-rounding test-torch fuzz lint bench docs dist clean
 .NOTPARALLEL:
 
 help: ## List the targets
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 15
 
 demo: .venv/installed-train ## Train equilibrium classifiers on digits beside their explicit twin, with a report
 	$(BIN)/equilibria demo
@@ -22,6 +22,20 @@ test-all: lint ## The same with the slow tests
 SAMPLES ?= 20000
 fuzz: .venv/installed-dev ## Look for statuses and gradients that are not true; SAMPLES=100000 takes ten minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --samples $(SAMPLES)
+
+# SETTINGS="aten-default other-seeds" runs those alone; the summary goes to rounding.json.
+test-rounding: .venv/installed-dev ## The tests under several settings of arithmetic, before a release
+	$(BIN)/python -m tests.rounding $(if $(SETTINGS),--only $(SETTINGS))
+
+# An environment of its own, .venv-torch-$(TORCH), with that version of torch; gigabytes, since only the pinned version has a
+# build for the CPU alone. Warnings of that version are shown and no errors.
+TORCH ?= 2.15.0
+TORCH_TESTS := tests/core tests/solvers tests/gradients tests/cells tests/test_deq.py tests/test_export.py tests/test_numerics.py
+test-torch: ## Core, solvers, gradients, compilation and export with another torch: make test-torch TORCH=2.15.0
+	test -d .venv-torch-$(TORCH) || $(PYTHON) -m venv .venv-torch-$(TORCH)
+	.venv-torch-$(TORCH)/bin/pip install -qq --disable-pip-version-check torch==$(TORCH) -e ".[export]" \
+		numpy hypothesis pytest pytest-xdist
+	OMP_NUM_THREADS=1 .venv-torch-$(TORCH)/bin/python -m pytest -q -n 2 -o filterwarnings=default $(TORCH_TESTS)
 
 lint: .venv/installed-dev ## Lint, check format and types
 	$(BIN)/ruff check
@@ -39,7 +53,7 @@ dist: .venv/installed-dev ## Build the archive and the wheel of a release into d
 	$(BIN)/python -m build --no-isolation
 
 clean: ## Remove what the other targets made, but for .venv
-	rm -rf build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info digits.png runs
+	rm -rf build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info digits.png runs rounding.json .venv-torch-*
 	find equilibria tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 $(BIN)/python:

@@ -158,12 +158,18 @@ def _power_iteration(product: FlatMap, start: Tensor, steps: int, tolerance: flo
     """v <- A v / |A v|, until every row knows its dominant eigenvalues; start: (rows, n)."""
     v = divide(start, _length(start))
     before, growth = torch.zeros_like(v), torch.ones_like(v[:, :1])  # no third vector yet
-    last = torch.full_like(v[:, 0], float("inf"))
+    radius = residual = rayleigh = last = torch.full_like(v[:, 0], float("inf"))
+    converged = torch.zeros_like(last, dtype=torch.bool)
     growths: list[Tensor] = []
     for _ in range(steps):
         y = product(v)
-        radius, residual, rayleigh = _fit(before, growth, v, y)
-        converged = (residual <= tolerance) & ((radius - last).abs() <= tolerance * radius)
+        now = _fit(before, growth, v, y)
+        # a row that has converged keeps its estimate: it may not wait for others, as a fit of nearly parallel vectors
+        # becomes worse again with every step
+        radius, residual, rayleigh = (
+            torch.where(converged, old, new) for old, new in zip((radius, residual, rayleigh), now, strict=True)
+        )
+        converged = converged | (residual <= tolerance) & ((radius - last).abs() <= tolerance * radius)
         before, growth, last = v, _length(y), radius
         v = divide(y, growth)
         growths.append(growth.squeeze(1))

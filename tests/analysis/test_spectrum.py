@@ -20,6 +20,7 @@ from equilibria import (
     largest_singular_value,
     spectral_radius,
 )
+from equilibria.analysis.spectrum import _power_iteration
 from tests.problems import TIGHT, AffineCell, BatchNormCell, NestedCell, TanhCell, generator, inputs, matrix, orthogonal
 
 # what a power iteration is asked for here, and how far the eigenvalue may be: residual times its condition, below 1e3
@@ -99,15 +100,29 @@ def largest(eigenvalues: Tensor) -> Tensor:
 # ---- spectral radius
 
 
+@pytest.mark.parametrize("seed", range(SEED, SEED + 3))
 @pytest.mark.parametrize("name", MATRICES)
-def test_radius_matches_dense_eigenvalues(name: str) -> None:
+def test_radius_matches_dense_eigenvalues(name: str, seed: int) -> None:
     w = MATRICES[name]
-    found = spectral_radius(affine_solution(w), **FINE, generator=generator(SEED))
-    assert found.converged.all()
-    assert (found.residual <= FINE["tolerance"]).all()
-    # eigenvalues of the defective matrix move by the root of what the matrix is off
-    close = {"rtol": 1e-4, "atol": 0.0} if name == "defective" else FOUND
-    torch.testing.assert_close(found.radius, largest(torch.linalg.eigvals(w)).expand(2), **close)
+    # a start near the eigenvector of a defective matrix comes closer by 1 / steps² alone, and its eigenvalues move by the
+    # root of what the matrix is off
+    asked = {"steps": 3000, "tolerance": 1e-6} if name == "defective" else FINE
+    close = {"rtol": 1e-2, "atol": 0.0} if name == "defective" else FOUND
+    found = spectral_radius(affine_solution(w, batch=8), **asked, generator=generator(seed))
+    assert found.converged.all() and (found.residual <= asked["tolerance"]).all()
+    torch.testing.assert_close(found.radius, largest(torch.linalg.eigvals(w)).expand(8), **close)
+
+
+def test_an_estimate_does_not_wait_for_its_neighbours() -> None:
+    """A row that has converged keeps what it found, whatever the others take."""
+    slow = similar([number(0.9), number(0.88), number(0.86), number(0.3)])
+    fast = MATRICES["complex pair"]
+    rows = torch.randn(2, 4, dtype=torch.float64, generator=generator(SEED))
+    both = torch.stack((slow, fast))
+    together = _power_iteration(lambda v: torch.einsum("bn,bnm->bm", v, both), rows, 3000, 1e-9)
+    alone = _power_iteration(lambda v: v @ fast, rows[1:], 3000, 1e-9)
+    assert together.converged.all() and together.steps > alone.steps
+    torch.testing.assert_close(together.radius[1:], alone.radius, **REORDERED)
 
 
 @pytest.mark.parametrize("name", ["one positive", "one negative"])

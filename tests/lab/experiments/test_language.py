@@ -248,7 +248,9 @@ def test_the_softmax_is_left_out_of_the_layer_s_memory() -> None:
 def test_memory_over_depth_is_constant_for_equilibria_and_grows_for_stacks() -> None:
     peaks = {}
     for name, model in {
-        "deq": dataclasses.replace(SMALL, solver="picard"),
+        # as the table has it: left to itself GMRES keeps 4 to 20 directions, more where steps are slow, and how slow they
+        # are below what the dtype resolves is a matter of rounding
+        "deq": dataclasses.replace(SMALL, solver="picard", directions=4),
         "tied": dataclasses.replace(SMALL, depth=2),
         "sqrt": dataclasses.replace(SMALL, depth=2, checkpoint="sqrt"),
         "trellis": dataclasses.replace(TRELLIS, depth=2),
@@ -259,8 +261,8 @@ def test_memory_over_depth_is_constant_for_equilibria_and_grows_for_stacks() -> 
         def loss(twin: Any, task: Language = task, segment: Segment = segment) -> Tensor:
             return task._judged(twin, segment, (), 0.0)[0]
 
-        peaks[name] = peak_over_depths(net, segment, loss, (4, 12))
-    assert peaks["deq"][12] <= 1.05 * peaks["deq"][4]
+        peaks[name] = peak_over_depths(net, segment, loss, (4, 12, 24))
+    assert peaks["deq"][24] <= 1.05 * peaks["deq"][4] and peaks["deq"][12] <= 1.05 * peaks["deq"][4]
     assert peaks["tied"][12] > 2 * peaks["tied"][4] and peaks["trellis"][12] > 2 * peaks["trellis"][4]
     assert peaks["sqrt"][12] < 0.8 * peaks["tied"][12]
 
