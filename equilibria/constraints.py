@@ -1,4 +1,4 @@
-"""Weights held where solves converge.
+"""Constraints on weights that keep solves convergent.
 
 Three ways, by when they act:
 
@@ -203,7 +203,7 @@ def project_(parameter: Tensor, bound: float, columns: bool = False) -> None:
 
 @torch.no_grad()
 def lipschitz_ratio(s: Solution, scale: float = 1.0, generator: torch.Generator | None = None) -> Tensor:
-    """How far the map carries a random step away from the equilibrium, relative to that step.
+    """An estimate of the Lipschitz constant at the equilibrium: |f(z + step) - f(z)| / |step| for a random step.
 
     mean |f(w) - f(u)| / mean |w - u|, u = s.z, w = u + scale * Gaussian noise, as Fung et al. hold it below 1 (JFB:
     Jacobian-free backpropagation, 2022). They perturb the inputs as well; here they stay as they were bound.

@@ -1,4 +1,4 @@
-"""Trained models out of Python: `torch.export` and ONNX, every solve a real loop with a stop per sample."""
+"""Export trained models by `torch.export` and to ONNX: every solve is a real loop with a stop per sample."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def to_onnx(
 
 
 class _Whole(nn.Module):
-    """What is traced: the model, and what its solves have to tell."""
+    """The traced module: the model, and the steps and status of its solves if asked for."""
 
     def __init__(self, model: nn.Module, with_steps: bool) -> None:
         super().__init__()

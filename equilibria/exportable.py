@@ -1,4 +1,4 @@
-"""Layers that can be written into a graph: which ones, and how their solve becomes one loop in it.
+"""Layers that can be exported: which ones, and how their solve becomes one loop of the graph.
 
 The loop is that of a compiled solve: the same steps of the solver and the same books, row by row. A sample that is done
 stands still in the books with its answer and its steps, whatever the loop goes on to do for the others.
@@ -97,7 +97,7 @@ class Loop(Program):
 
 
 def _layers(model: nn.Module) -> dict[str, DEQ]:
-    """By what errors call them."""
+    """The equilibrium layers of a model by the name that errors use."""
     modules = model.named_modules()
     return {f"The layer {name!r}" if name else "The layer": part for name, part in modules if isinstance(part, DEQ)}
 
@@ -140,7 +140,7 @@ def _check_layer(name: str, layer: DEQ) -> None:
 
 
 def _traced(name: str, gradient: Gradient, solves: Tensor | None) -> Traced:
-    """Most gradients return the equilibrium, some a few steps from it."""
+    """The value that the layer returns: the equilibrium, or a few steps from it for gradients defined that way."""
     if isinstance(gradient, Warmup):
         return _traced(name, gradient.first if solves is not None and int(solves) < gradient.until else gradient.then, None)
     if isinstance(gradient, JFB):

@@ -28,14 +28,14 @@ class VariationalDropout(nn.Module):
         self.p = p
         self.shared = tuple(shared)
         self.generator = generator
-        self.held = False  # is a solve going on, for which the mask is to be kept?
+        self.held = False  # True while a solve keeps the mask
         self._source: tuple[VariationalDropout, ...] = ()  # what this is a copy of; a tuple, or it would be a submodule
         self.mask: Tensor | None
         self.register_buffer("mask", None, persistent=False)
 
     @property
     def active(self) -> bool:
-        """Does it drop anything at present?"""
+        """True if it drops anything in its present mode."""
         return self.training and self.p > 0
 
     def forward(self, x: Tensor) -> Tensor:

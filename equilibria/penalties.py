@@ -172,7 +172,7 @@ def random_max_steps(stop: Stop, step: int, below: int = 2, above: int = 0, seed
 
 
 def _uniform(purpose: str, seed: int, step: int) -> float:
-    """In [0, 1), for each purpose on its own: steps drawn for a penalty must not all get the same jitter."""
+    """A number in [0, 1), independent for each purpose: otherwise steps drawn for a penalty would all get the same limit."""
     return Random(f"{purpose} {seed} {step}").random()
 
 
@@ -206,7 +206,7 @@ def _leaves(state: State) -> list[Tensor]:
 
 
 def _mean_distance(a: Tensor, b: Tensor, good: Tensor, batched: bool) -> Tensor:
-    """Over the samples that are finite; the others neither count nor get a gradient."""
+    """The mean distance over finite samples; the others neither count nor get a gradient."""
     rows = good.view(-1, *[1] * (a.dim() - 1)) if batched else good.all()
     count = torch.where(rows, torch.ones_like(a, dtype=good.dtype), False).sum().clamp_min(1)
     a, b = (torch.where(rows, end, torch.zeros_like(end)) for end in (a, b))
@@ -222,7 +222,7 @@ def _states(s: Solution | Trajectory | Sequence[State], steps: int, damping: flo
 
 
 def _head(s: Solution, z: Tensor, steps: int, damping: float) -> Tensor:
-    """An iterate taken further with a graph, but for samples that are not finite."""
+    """Apply `f` to an iterate with its graph kept; non-finite samples are left as they are."""
     good = s.stats.status != Status.NONFINITE
     h, args, _ = quarantine(s.equation, z, s.equation.args, z, good)
     for _ in range(steps):

@@ -68,7 +68,7 @@ class Remember:
             self._keys = before
 
     def forget(self) -> None:
-        """Everything; after loading other weights, say."""
+        """Forget every sample, for example after loading other weights."""
         self._banks.clear()
 
     def recall(self, start: State, batched: bool) -> State:
@@ -88,7 +88,7 @@ class Remember:
         return layout.unpack(layout.pack(start).index_copy(0, index, found))
 
     def store(self, s: Solution) -> None:
-        """Keep the answers of the samples visited."""
+        """Store the equilibria of the samples whose keys are set."""
         if not self._visited(s.layout.batched):
             return
         self._solves += 1
@@ -113,7 +113,7 @@ class Remember:
 
 
 class _Bank:
-    """States of one shape, a row each; the key visited longest ago comes first."""
+    """States of one shape, one row per key; the least recently used key comes first."""
 
     def __init__(self, capacity: int, like: Tensor) -> None:
         self.capacity = capacity

@@ -1,4 +1,4 @@
-"""What comes before the first step: the inputs a cell prepares, and the state it starts from."""
+"""Starts: the inputs that a cell prepares and the state that a solve starts from."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def check_init(init: Any) -> None:
 
 
 def memory_of(init: Init) -> Remember | None:
-    """The memory that an `init` starts from, if any."""
+    """The `Remember` inside an `init`, or None."""
     if isinstance(init, FirstStep):
         return memory_of(init.start)
     return init if isinstance(init, Remember) else None
 
 
 def first_steps(init: Init) -> int:
-    """Runs of the cell it takes to start."""
+    """The number of cell evaluations that the start costs."""
     if isinstance(init, FirstStep):
         return 1 + first_steps(init.start)
     return first_steps(init.start) if isinstance(init, Remember) else 0

@@ -1,4 +1,4 @@
-"""Measuring a model without leaving a trace: what its equilibrium layers are given, and runs that change nothing."""
+"""Measure a model without side effects: capture the inputs of its equilibrium layers and run it with its state restored."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Call:
 
 
 class _Solve(NamedTuple):
-    """A call, and the `init` it was told; None: the layer's own."""
+    """A call and the `init` it was given; None if it used the layer's own."""
 
     deq: DEQ
     inputs: tuple[Any, ...]
@@ -99,7 +99,7 @@ def _noting(name: str, deq: DEQ, found: dict[str, _Solve]) -> Any:
 
 
 def _starting(deq: DEQ, start: Any) -> DEQ:
-    """The layer, or one of the same parts that starts there."""
+    """The layer, or a twin of the same parts with another start."""
     if start is None:
         return deq
     twin = copy.copy(deq)

@@ -46,7 +46,7 @@ class _Part(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """What a run told, by the names of modules."""
+    """What a run recorded, by the names of modules."""
 
     outputs: dict[str, Shapes]
     solutions: dict[str, list[Solution]]
@@ -160,7 +160,7 @@ def _own(layer: DEQ, recorded: Mapping[str, list[Solution]], layers: Mapping[str
 
 @contextmanager
 def _noting(name: str, part: nn.Module, outputs: dict[str, Shapes]) -> Iterator[None]:
-    """The shapes of what a module returns first."""
+    """Record the output shapes of the first call of a module."""
 
     def note(module: nn.Module, arguments: Any, output: Any) -> None:
         outputs.setdefault(name, _shapes(output))

@@ -32,7 +32,7 @@ class Solves:
 
     @property
     def numbers(self) -> int:
-        """In the state of a sample."""
+        """The size of the state of a sample."""
         return sum(map(math.prod, self.state))
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class Settings:
     solves: Solves | None
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """What is set, and to what."""
+        """One line per setting."""
         yield "solver", brief(self.solver)
         yield "stop", _stop_text(self.stop)
         if self.eval_stop is not None:
@@ -105,7 +105,7 @@ class Summary:
 
     @property
     def equilibria(self) -> dict[str, Settings]:
-        """Of the equilibrium layers in the rows, by name."""
+        """The settings of the equilibrium layers, by name."""
         return {row.name: row.equilibrium for row in self.rows if row.equilibrium is not None}
 
     def __str__(self) -> str:
@@ -142,7 +142,7 @@ class Summary:
 
 
 def shapes_text(shapes: Shapes) -> str:
-    """Several with commas between them."""
+    """Shapes as text, separated by commas."""
     return ", ".join(map(str, shapes))
 
 

@@ -1,4 +1,4 @@
-"""Which solver, which stop, which gradient? Measured on a model and a batch: the fastest that is accurate enough."""
+"""Tuning: measure solvers, stops and gradients on a model and a batch, and recommend the fastest that is accurate enough."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class _Layer:
             return self.bench.exact()
 
     def _now(self) -> float:
-        """Seconds. On the CPU those that this thread ran: what others on the machine take from it would decide the race."""
+        """Seconds; on the CPU the time of this thread, so that other load does not decide the comparison."""
         if not self.devices:
             return CLOCK()
         for device in self.devices:
@@ -238,7 +238,7 @@ class _Search:
         ]
 
     def _check(self, trial: _Trial) -> None:
-        """Does it solve? This run, which warms up too, gives up on what does not get anywhere."""
+        """True if the setting solves the layer; this run also warms up, and stops early without progress."""
         stop = trial.setting.stop
         hasty = stop if trial is self.present else replace(stop, patience=stop.patience or stop.max_steps // HASTE)
         with self.layer.limited(max(HOPELESS * self.quickest, GRACE)):
@@ -278,7 +278,7 @@ class _Search:
         return trials
 
     def _race(self, trials: Sequence[_Trial]) -> _Trial | None:
-        """The fastest: more rounds for all that may be it, and more still for those that then are close."""
+        """The fastest setting: candidates get more rounds, close ones more still."""
         self._take_turns(_leaders(trials, WORTH), self.rounds)
         close = _leaders(trials, CLOSE)
         if len(close) > 1:
@@ -295,7 +295,7 @@ class _Search:
         self.unit = min(self.unit, unit)
 
     def _attempt(self, trial: _Trial, measure: Callable[[_Trial], None]) -> None:
-        """A setting that refuses, as Shine without Broyden, tells why."""
+        """Run a setting; one that raises, as Shine without Broyden, keeps the reason."""
         try:
             measure(trial)
         except (TypeError, ValueError, RuntimeError, ConvergenceWarning) as error:

@@ -151,7 +151,7 @@ class Torus:
 
 
 def is_traced() -> bool:
-    """Is what runs being written down as a graph? That takes plain functions of torch, and no tensors from elsewhere."""
+    """True while a graph is traced, which takes plain functions of torch and no tensors from outside."""
     return torch.compiler.is_compiling() or get_proxy_mode() is not None
 
 

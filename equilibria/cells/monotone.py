@@ -254,6 +254,6 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def _is_followed(x: Tensor) -> bool:
-    """Is it being differentiated or mapped over? A kept value would cut the derivative off without a word."""
+    """True if it is differentiated or mapped over: a cached value would drop the derivative silently."""
     wrapped: bool = torch._C._functorch.is_functorch_wrapped_tensor(x)
     return x.requires_grad or wrapped or forward_ad.unpack_dual(x).tangent is not None

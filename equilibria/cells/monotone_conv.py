@@ -82,7 +82,7 @@ class MonotoneConv2d(MonotoneCell):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of the state of a sample: channels, height and width with the frame."""
+        """The shape of the state of a sample: channels, height and width with the frame."""
         height, width = self.image
         return self.U.out_channels, height + 2 * self.frame, width + 2 * self.frame
 
@@ -119,7 +119,7 @@ class MonotoneConv2d(MonotoneCell):
 
     @torch.no_grad()
     def certificate(self) -> Certificate:
-        """Of the whole torus; with a frame, a bound for the interior, which is a part of it."""
+        """The certificate of the whole torus; with a frame, a bound for the interior, which is a part of it."""
         return bounds(response(self.operator()[0], self.shape[1:]))
 
     def start(self, x: Tensor) -> Tensor:
@@ -215,7 +215,7 @@ class MonotoneTiers2d(MonotoneCell):
         return diagonal, tori, tuple(2 * alpha * kernel for kernel in A), L
 
     def solve(self, y: tuple[Tensor, ...], inverse: Tensors) -> tuple[Tensor, ...]:
-        """From the first tier down, each with what the one before sends to it."""
+        """Solve from the first tier down; each tier gets the contribution of the one before."""
         diagonal, tori, A, L = inverse
         out = [tori[0].apply(y[0], diagonal[0].squeeze(0))]
         for i in range(1, len(y)):
@@ -225,7 +225,7 @@ class MonotoneTiers2d(MonotoneCell):
         return tuple(out)
 
     def solve_transposed(self, y: tuple[Tensor, ...], inverse: Tensors) -> tuple[Tensor, ...]:
-        """From the last tier up."""
+        """Solve from the last tier up."""
         diagonal, tori, A, L = inverse
         out = [tori[-1].apply(y[-1], diagonal[-1].squeeze(0).mT)]
         for i in reversed(range(len(y) - 1)):

@@ -1,4 +1,4 @@
-"""What models there are, with their defaults."""
+"""The catalogue of models with their defaults."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from equilibria.models.language.trellisnet import TrellisNet
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A model before it is made.
+    """The description of a model: its name, class and default options.
 
     build    its class, or a function that returns it
     options  what `build` is given unless the caller says otherwise
@@ -49,13 +49,13 @@ class ModelInfo:
 
     @property
     def parameters(self) -> int:
-        """How many it has with its defaults."""
+        """The number of parameters with the default options."""
         with torch.device("meta"):
             return parameters(self.build(**dict(self.options)))
 
 
 def parameters(model: nn.Module) -> int:
-    """How many numbers of a model are trained."""
+    """The number of trained parameters of a model."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
@@ -168,6 +168,6 @@ def _graph_models() -> list[ModelInfo]:
 
 
 def entries() -> list[ModelInfo]:
-    """All of them, by name."""
+    """All models by name."""
     vision = [*_mdeq_models(), *_skip_models(), *_vision_models(), *_monotone_models(), *_flows()]
     return sorted([*vision, *_sequence_models(), *_graph_models()], key=lambda entry: entry.name)

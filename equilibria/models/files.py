@@ -1,4 +1,4 @@
-"""Models as files: weights in safetensors, with the name and options that make the model again.
+"""Model files: weights in safetensors, with the name and options from which the model is created again.
 
     eq.models.save(model, "digits.safetensors")
     model = eq.models.load("digits.safetensors")
@@ -61,7 +61,7 @@ class SavedModel:
 
     @property
     def options(self) -> dict[str, Any]:
-        """With which `create` made it, but for those that are lost."""
+        """The options given to `create`, without those that a file cannot hold."""
         try:
             return {name: from_data(data) for name, data in self.notes.get("options", {}).items()}
         except (TypeError, ValueError) as error:
@@ -147,7 +147,7 @@ def _described(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _divided(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Options as data, and what those are that cannot be data."""
+    """The options as JSON data, and descriptions of those that cannot be."""
     kept, lost = {}, {}
     for name, value in options.items():
         try:
@@ -165,7 +165,7 @@ def _extra(name: str, value: Any) -> Any:
 
 
 def _digest(tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> str:
-    """Of everything that is in the file."""
+    """The checksum of everything in the file."""
     rest = {name: value for name, value in notes.items() if name != "sha256"}
     sums = hashlib.sha256(json.dumps(rest, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):

@@ -33,13 +33,13 @@ class Origin:
 
 
 def remember_origin(model: M, name: str, options: Mapping[str, Any]) -> M:
-    """Note on the model what it was made from; copies and pickles of it know it too."""
+    """Store on the model what it was made from; copies and pickles keep it."""
     setattr(model, _ATTRIBUTE, Origin(name, dict(options)))
     return model
 
 
 def origin_of(model: nn.Module) -> Origin | None:
-    """What the model was made from; None: by hand."""
+    """What the model was made from; None if it was not made by `create`."""
     found = getattr(model, _ATTRIBUTE, None)
     return found if isinstance(found, Origin) else None
 

@@ -21,7 +21,7 @@ def names() -> list[str]:
 
 
 def info(name: str) -> ModelInfo:
-    """What is known of a model without making it."""
+    """The description of a model; the model is not created."""
     if name not in _MODELS:
         raise ValueError(f"There is no model {name!r}. {nearest(name, _MODELS)}")
     return _MODELS[name]
@@ -48,7 +48,7 @@ def create(name: str, **options: Any) -> nn.Module:
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """The choices most like a name that is not among them, as a sentence."""
+    """A sentence that names the choices closest to an unknown name."""
     choices = list(choices)
     near = difflib.get_close_matches(name, choices, n=3, cutoff=0.5)
     if near:

@@ -57,7 +57,7 @@ def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_fit(model: nn.Module, state: Mapping[str, Any]) -> str | None:
-    """What does not fit, in sentences."""
+    """Sentences that describe what does not fit."""
     own = model.state_dict()
     if any(isinstance(value, Tensor) and value.is_meta for value in own.values()):
         return "the model is on the meta device and has no memory. Give it some: model.to_empty(device=...)."
@@ -83,7 +83,7 @@ def take_dtypes(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def _difference(name: str, given: Any, own: Any) -> str | None:
-    """Between a tensor in the file and the model's own."""
+    """The difference between a tensor in the file and the model's own, in words."""
     if not isinstance(given, Tensor) or not isinstance(own, Tensor):
         return None if isinstance(given, Tensor) == isinstance(own, Tensor) else f"{name} is a tensor in one of them alone"
     if not nn.parameter.is_lazy(own) and given.shape != own.shape:
@@ -94,7 +94,7 @@ def _difference(name: str, given: Any, own: Any) -> str | None:
 
 
 def _sort(tensor: Tensor) -> tuple[bool, ...]:
-    """Of numbers: one sort is not turned into another."""
+    """The kind of a dtype (real, complex, integer, bool); tensors are not converted between kinds."""
     return tensor.is_floating_point(), tensor.is_complex(), tensor.dtype == torch.bool
 
 
@@ -107,7 +107,7 @@ def _torn(own: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
 
 
 def _same_bits(a: Any, b: Any) -> bool:
-    """A nan is equal to itself here."""
+    """True if two tensors are equal bit by bit; a nan equals itself."""
     same = a.shape == b.shape and a.dtype == b.dtype
     return bool(same and torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (a, b))))
 

@@ -43,7 +43,7 @@ class UntiedStack(nn.Module):
 
     @property
     def cell(self) -> nn.Module:
-        """The first of them, to be asked for what they have in common."""
+        """The first cell, which has the attributes that all cells share."""
         return self.cells[0]
 
     def forward(self, *inputs: Any, init: State | None = None) -> State:
@@ -150,7 +150,7 @@ class ResNetConfig:
 
     @property
     def blocks(self) -> int:
-        """In each stage."""
+        """The number of blocks in each stage."""
         return (self.depth - 2) // 6
 
 

@@ -77,7 +77,7 @@ class LatentCell(nn.Module, ABC):
     def forward(self, u: Tensor, v: Tensor) -> Tensor: ...
 
     def convolutions(self) -> list[nn.Module]:
-        """All of them, which contraction control scales."""
+        """All convolutions, which contraction control scales."""
         return [*self.first, *self.second]
 
 

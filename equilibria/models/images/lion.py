@@ -158,7 +158,7 @@ class Lion(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class PruningConfig:
-    """How weights are told apart.
+    """How critical weights are selected.
 
     keep   the share of the weights that is critical
     decay  by which the others shrink in every step
@@ -236,7 +236,7 @@ class Pruning:
         return sum(int((~critical).sum()) for critical in self.critical.values())
 
     def state_dict(self) -> dict[str, object]:
-        """For a checkpoint."""
+        """The state to store in a checkpoint."""
         return {"critical": dict(self.critical), "scores": dict(self.scores), "removed": self.removed}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:

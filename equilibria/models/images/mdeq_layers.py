@@ -25,7 +25,7 @@ def conv(inputs: int, outputs: int, kernel: int, *, stride: int = 1, bias: bool 
 
 
 def normalized(layer: nn.Conv2d) -> nn.Conv2d:
-    """With weight norm, a length for every output channel; a solve computes the weight once."""
+    """The layer with weight norm, one length per output channel; a solve computes the weight once."""
     weight_norm(layer, dim=0)
     return layer
 
@@ -64,7 +64,7 @@ class ResidualBlock(nn.Module):
 
 
 def down_path(config: MDEQConfig, source: int, target: int) -> nn.Sequential:
-    """To a lower resolution by 3x3 convolutions of stride 2, of which the last changes the channels."""
+    """A path to a lower resolution: 3x3 convolutions of stride 2, of which the last changes the channels."""
     channels, layers = config.channels, nn.Sequential()
     for step in range(source + 1, target + 1):
         last = step == target
@@ -77,7 +77,7 @@ def down_path(config: MDEQConfig, source: int, target: int) -> nn.Sequential:
 
 
 def up_path(config: MDEQConfig, source: int, target: int) -> nn.Sequential:
-    """To the channels of a higher resolution by a 1x1 convolution; the size is for `resized` to change."""
+    """A path to a higher resolution: a 1x1 convolution changes the channels, `resized` the size."""
     outputs = config.channels[target]
     layers = nn.Sequential(conv(config.channels[source], outputs, 1), latent_norm(config, outputs, config.groups))
     if config.conventions.eager:

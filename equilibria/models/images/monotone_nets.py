@@ -77,7 +77,7 @@ class MonotoneConfig(ABC):
     def head(self) -> nn.Module: ...
 
     def prepared(self, images: Tensor) -> Tensor:
-        """As the cell takes them."""
+        """The images in the shape that the cell takes."""
         return images
 
 

@@ -45,11 +45,11 @@ class VocabularyConfig:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Behind the last token of every cluster."""
+        """For every cluster, the index after its last token."""
         return (*self.cutoffs, self.tokens)
 
     def widths(self, model: int) -> tuple[int, ...]:
-        """Of the vectors of every cluster, for a model of that width."""
+        """The width of the vectors of every cluster, for a model of that width."""
         first = model if self.width is None else self.width
         widths = tuple(first // self.divisor**i for i in range(len(self.ends)))
         require(
@@ -148,7 +148,7 @@ class AdaptiveVocabulary(nn.Module):
         return -found.view_as(targets)
 
     def _logits(self, h: Tensor, cluster: int) -> Tensor:
-        """Of the tokens of a cluster; of the first with those of the other clusters behind."""
+        """Logits of the tokens of a cluster; those of the first cluster are followed by one per other cluster."""
         table, bias = (self.tables if self.config.tied else self.out_tables)[cluster], self.biases[cluster]
         if cluster == 0 and self.cluster_weight is not None and self.cluster_bias is not None:
             table, bias = torch.cat([table, self.cluster_weight]), torch.cat([bias, self.cluster_bias])

@@ -178,7 +178,7 @@ class _BlockStep:
 
 
 def vocabulary(config: TransformerConfig, tokens: int | None) -> AdaptiveVocabulary:
-    """That of a configuration, with another number of tokens; cutoffs beyond it are left out."""
+    """The vocabulary of a configuration with another number of tokens; cutoffs beyond it are left out."""
     chosen = config.vocabulary
     if tokens is not None:
         cutoffs = tuple(cutoff for cutoff in chosen.cutoffs if cutoff < tokens)

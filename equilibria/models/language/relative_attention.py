@@ -19,7 +19,7 @@ FUSED_FROM = 4096
 
 
 class Around(NamedTuple):
-    """All that a block's attention knows beside its state. What belongs to no sample has a first dimension of 1."""
+    """What a block's attention depends on beside its state. Tensors without a batch have a first dimension of 1."""
 
     distances: Tensor  # (1, heads, k, e) r for distances k - 1 ... 0
     hidden: Tensor  # (1, 1, q, k) bool, which positions are out of sight
@@ -67,7 +67,7 @@ class RelativeAttention(nn.Module):
         self.dropout = VariationalDropout(dropout)
 
     def around(self, positions: Tensor, hidden: Tensor, memory: Tensor | None, injected: Tensor | None) -> Around:
-        """What stays the same throughout a solve.
+        """The tensors that are constant during a solve.
 
         positions  (1, k, width) sinusoids
         memory     (batch, m, width) what keys and values of earlier positions are made of; None: nothing came before

@@ -92,7 +92,7 @@ class GRUModel(SequenceModel):
 
 
 def checked(tokens: Tensor, memory: Memory | None, parts: int) -> Memory:
-    """The memory, () for None, after a look at whether it is of `parts` tensors and belongs to such tokens."""
+    """The memory, () for None; raises unless it has `parts` tensors that fit the tokens."""
     require(
         tokens.dim() == 2 and tokens.numel() > 0,
         f"Tokens come as (batch, time), at least one of each, got shape {tuple(tokens.shape)}.",

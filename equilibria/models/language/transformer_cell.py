@@ -48,7 +48,7 @@ class TransformerBlock(nn.Module):
         self.dropout = VariationalDropout(config.dropout, shared=(1,))
 
     def around(self, positions: Tensor, hidden: Tensor, memory: Tensor | None, injected: Tensor | None) -> Around:
-        """What stays the same throughout a solve; memory and injected are those of earlier positions."""
+        """The tensors that are constant during a solve; memory and injected belong to earlier positions."""
         if memory is not None and self.config.norm == "pre":
             memory = self.norm1(memory)
         return self.attention.around(positions, hidden, memory, injected)

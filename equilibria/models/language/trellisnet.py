@@ -25,7 +25,7 @@ from equilibria.solvers.fallback import AnySolver
 
 @dataclass(frozen=True)
 class TrellisParts:
-    """What a loss may be made of.
+    """The parts of a model's output that losses use.
 
     loss       the mean -log p(target)
     auxiliary  the sum of such losses on layers below the last, to be weighed by `config.auxiliary_weight`; 0: no such layers
@@ -157,7 +157,7 @@ class TrellisNet(EquilibriumModel):
         return self.input_dropout(x)
 
     def _states(self, x: Tensor, history: Memory, tapped: bool) -> list[States]:
-        """After the last layer, and before it in the list those after the layers that have a loss of their own."""
+        """States after the layers that have a loss of their own, then the state after the last layer."""
         zeros = x.new_zeros(*x.shape[:2], self.config.size)
         every = self.config.auxiliary_every
         if isinstance(self.layer, TrellisStack) and every is not None and tapped:
