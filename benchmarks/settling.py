@@ -14,9 +14,9 @@ from typing import Any
 import matplotlib.pyplot as plt
 import torch
 
+from equilibria.lab.experiments.deq_language.data import Segment
+from equilibria.lab.experiments.deq_language.measurements import changes
 from equilibria.lab.experiments.evaluation import experiment_of
-from equilibria.lab.experiments.language_data import Segment
-from equilibria.lab.experiments.language_looks import changes
 from equilibria.lab.training.folder import Run
 
 LENGTHS = (100, 200, 400, 800)

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from equilibria.lab.data.files import DataError
+from equilibria.lab.experiments.assignments import SettingError
 from equilibria.lab.experiments.catalogue import UnknownName
-from equilibria.lab.experiments.settings import SettingError
 from equilibria.lab.training.checkpoints import CorruptCheckpointError
 from equilibria.lab.training.stepping import TrainingError
 

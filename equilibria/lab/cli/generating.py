@@ -13,8 +13,8 @@ import typer
 from equilibria.lab.cli.console import AsJson, explained, show_json
 from equilibria.lab.cli.runs import Which
 from equilibria.lab.data.text import END, UNKNOWN, Level
+from equilibria.lab.experiments.deq_language.task import SEPARATOR, Language
 from equilibria.lab.experiments.evaluation import experiment_of
-from equilibria.lab.experiments.language_task import SEPARATOR, Language
 from equilibria.lab.training.folder import Run, does_not_fit
 from equilibria.models.language.sequence import SequenceModel
 from equilibria.models.language.sequence import generate as draw

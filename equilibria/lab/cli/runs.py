@@ -10,8 +10,8 @@ import typer
 from equilibria.lab.cli.console import AsJson, DataRoot, explained, is_first_process, show_json, show_table
 from equilibria.lab.cli.progress import summary_line
 from equilibria.lab.cli.running import run_jobs, tell_failures
-from equilibria.lab.experiments.base import Scale
 from equilibria.lab.experiments.catalogue import experiment as find_experiment
+from equilibria.lab.experiments.definitions import Scale
 from equilibria.lab.experiments.evaluation import evaluate as evaluate_run
 from equilibria.lab.experiments.runner import Job, Place, seed_number
 from equilibria.lab.training.folder import Run

@@ -11,10 +11,10 @@ import typer
 from equilibria.lab.cli.console import AsJson, DataRoot, explained, show_json, show_table
 from equilibria.lab.cli.running import run_jobs, say, tell_failures
 from equilibria.lab.cli.runs import Assignments, Devices, Out, ScaleOption
-from equilibria.lab.experiments.base import SCALES, Scale, Table
 from equilibria.lab.experiments.catalogue import table as find_table
 from equilibria.lab.experiments.catalogue import tables
-from equilibria.lab.experiments.digits import DIGITS
+from equilibria.lab.experiments.definitions import SCALES, Scale, Table
+from equilibria.lab.experiments.digits.table import DIGITS
 from equilibria.lab.experiments.runner import Failure, Place, plan
 from equilibria.lab.reports.overview import write_overview
 from equilibria.lab.reports.table import Results, figure_text, plain

@@ -6,25 +6,25 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from equilibria.lab.experiments.base import Experiment, Row, Scale, Table
-from equilibria.lab.experiments.copy_task import tables as copy_tables
-from equilibria.lab.experiments.digits import tables as digits_tables
-from equilibria.lab.experiments.graph_tables import tables as graph_tables
-from equilibria.lab.experiments.jacobian_tables import tables as jacobian_tables
-from equilibria.lab.experiments.jfb import tables as jfb_tables
-from equilibria.lab.experiments.language_memory import tables as language_memory_tables
-from equilibria.lab.experiments.language_methods import tables as language_method_tables
-from equilibria.lab.experiments.language_phantom import tables as language_phantom_tables
-from equilibria.lab.experiments.language_tables import tables as language_tables
-from equilibria.lab.experiments.memory_tables import tables as memory_tables
-from equilibria.lab.experiments.monotone_tables import tables as monotone_tables
-from equilibria.lab.experiments.phantom_tables import tables as phantom_tables
-from equilibria.lab.experiments.prompts import tables as prompt_tables
-from equilibria.lab.experiments.segmentation import tables as segmentation_tables
-from equilibria.lab.experiments.skip_tables import tables as skip_tables
-from equilibria.lab.experiments.skip_vision import tables as skip_vision_tables
-from equilibria.lab.experiments.trellis_tables import tables as trellis_tables
-from equilibria.lab.experiments.wikitext_tables import tables as wikitext_tables
+from equilibria.lab.experiments.definitions import Experiment, Row, Scale, Table
+from equilibria.lab.experiments.deq_language.copy_memory import tables as copy_tables
+from equilibria.lab.experiments.deq_language.memory_table import tables as language_memory_tables
+from equilibria.lab.experiments.deq_language.table import tables as language_tables
+from equilibria.lab.experiments.deq_language.trellis_table import tables as trellis_tables
+from equilibria.lab.experiments.deq_language.wikitext_table import tables as wikitext_tables
+from equilibria.lab.experiments.digits.table import tables as digits_tables
+from equilibria.lab.experiments.ignn.table import tables as graph_tables
+from equilibria.lab.experiments.jacobian_regularization.language_table import tables as language_method_tables
+from equilibria.lab.experiments.jacobian_regularization.table import tables as jacobian_tables
+from equilibria.lab.experiments.jfb.table import tables as jfb_tables
+from equilibria.lab.experiments.lion.table import tables as prompt_tables
+from equilibria.lab.experiments.mdeq.memory_table import tables as memory_tables
+from equilibria.lab.experiments.mdeq.segmentation_table import tables as segmentation_tables
+from equilibria.lab.experiments.monotone.table import tables as monotone_tables
+from equilibria.lab.experiments.phantom.language_table import tables as language_phantom_tables
+from equilibria.lab.experiments.phantom.table import tables as phantom_tables
+from equilibria.lab.experiments.skip_deq.multiscale_table import tables as skip_vision_tables
+from equilibria.lab.experiments.skip_deq.table import tables as skip_tables
 from equilibria.models.registry import nearest
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from equilibria._core.recording import record
-from equilibria.lab.experiments.base import SCALES, Experiment
 from equilibria.lab.experiments.catalogue import experiment
+from equilibria.lab.experiments.definitions import SCALES, Experiment
 from equilibria.lab.training.folder import CONFIG, RESTORE, Run
 from equilibria.lab.training.statistics import Meter, observe
 from equilibria.lab.training.task import Loader

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from equilibria.lab.experiments.base import MACHINE, Experiment, Scale, Table, run_folder
 from equilibria.lab.experiments.catalogue import row as find_row
+from equilibria.lab.experiments.definitions import MACHINE, Experiment, Scale, Table, run_folder
 from equilibria.lab.reports.gallery import write_gallery
 from equilibria.lab.reports.run import write_run_report
 from equilibria.lab.training.durable import replace_file

@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from equilibria.analysis.plots import COLOURS, finish, new_axes, png
-from equilibria.lab.experiments.base import Profile
+from equilibria.lab.experiments.definitions import Profile
 from equilibria.lab.reports.gallery import SHOW_DATA, read_gallery
 from equilibria.lab.reports.table import Results, look
 from equilibria.lab.training.folder import Run

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from equilibria.lab.experiments.base import Column
+from equilibria.lab.experiments.definitions import Column
 from equilibria.lab.reports.table import Results, figure_text, protocol
 
 MARKS = {"held": "held", "did not hold": "**did not hold**", "undecided": "undecided"}

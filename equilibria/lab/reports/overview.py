@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from equilibria.lab.experiments.base import Table
+from equilibria.lab.experiments.definitions import Table
 from equilibria.lab.reports.markdown import MARKS
 from equilibria.lab.reports.write import AGAIN, NUMBERS, TEXT
 from equilibria.lab.training.durable import read_object, replace_file

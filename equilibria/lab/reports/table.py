@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from equilibria.lab.experiments.base import MACHINE, Claim, Column, Figure, Row, Scale, Table
+from equilibria.lab.experiments.definitions import MACHINE, Claim, Column, Figure, Row, Scale, Table
 from equilibria.lab.training.durable import read_object
 from equilibria.lab.training.folder import Run
 from equilibria.lab.training.settings import to_plain

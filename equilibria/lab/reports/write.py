@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from equilibria.lab.experiments.base import SCALES, Scale, Table
+from equilibria.lab.experiments.definitions import SCALES, Scale, Table
 from equilibria.lab.reports.figures import pictures
 from equilibria.lab.reports.html import page as html_page
 from equilibria.lab.reports.markdown import page as markdown_page

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("lightning_fabric")
-from equilibria.lab.experiments.base import SCALES
+from equilibria.lab.experiments.assignments import SettingError
 from equilibria.lab.experiments.catalogue import UnknownName, experiment, experiments, table, tables
+from equilibria.lab.experiments.definitions import SCALES
 from equilibria.lab.experiments.runner import Place, command, plan, seed_number
-from equilibria.lab.experiments.settings import SettingError
 from equilibria.lab.training.settings import to_plain
 
 

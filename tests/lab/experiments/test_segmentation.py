@@ -11,11 +11,10 @@ from torch import Tensor
 
 pytest.importorskip("lightning_fabric")
 from equilibria.lab.data.sets import IGNORE
-from equilibria.lab.experiments.base import SCALES
-from equilibria.lab.experiments.label_pictures import PALETTE, bars, coloured
-from equilibria.lab.experiments.mdeq_task import MDEQOptions
-from equilibria.lab.experiments.segmentation import experiment, tables
-from equilibria.lab.experiments.segmentation_task import (
+from equilibria.lab.experiments.definitions import SCALES
+from equilibria.lab.experiments.mdeq.label_pictures import PALETTE, bars, coloured
+from equilibria.lab.experiments.mdeq.segmentation_table import experiment, tables
+from equilibria.lab.experiments.mdeq.segmentation_task import (
     Segment,
     SegmentSettings,
     class_weights,
@@ -25,6 +24,7 @@ from equilibria.lab.experiments.segmentation_task import (
     ratios,
     scores_of,
 )
+from equilibria.lab.experiments.mdeq.task import MDEQOptions
 from equilibria.lab.training.statistics import Meter, observe
 from equilibria.lab.training.task import Outcome
 from equilibria.lab.training.trainer import Trainer

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from equilibria.lab.experiments.base import Scale, Table, run_folder
+from equilibria.lab.experiments.definitions import Scale, Table, run_folder
 from equilibria.lab.training.settings import to_plain
 
 

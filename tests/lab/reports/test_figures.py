@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("lightning_fabric")
-from equilibria.lab.experiments.base import Claim, Column
 from equilibria.lab.experiments.catalogue import table
+from equilibria.lab.experiments.definitions import Claim, Column
 from equilibria.lab.reports.figures import pictures
 from equilibria.lab.reports.gallery import read_gallery, write_gallery
 from equilibria.lab.reports.table import Results, collect, judge, value

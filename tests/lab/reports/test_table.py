@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("lightning_fabric")
-from equilibria.lab.experiments.base import Claim, Column
 from equilibria.lab.experiments.catalogue import table
+from equilibria.lab.experiments.definitions import Claim, Column
 from equilibria.lab.reports.table import Results, as_published, collect, deviations, figure_text, judge, plain, protocol
 from equilibria.lab.reports.write import write_report
 from tests.lab.reports.runs import write_run

@@ -1,0 +1,171 @@
+"""What an experiment is, and a table of them next to published figures."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar, get_args
+
+from equilibria.lab.experiments.assignments import SettingError, assign
+from equilibria.lab.training.settings import Training, from_plain, to_plain
+from equilibria.lab.training.task import Task
+
+S = TypeVar("S")
+
+Scale = Literal["debug", "reduced", "full"]
+MACHINE = "machine.json"  # in the folder of a run: where it was made
+SCALES: tuple[Scale, ...] = get_args(Scale)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment(Generic[S]):
+    """A training run with everything it takes.
+
+    settings  of model, data and loss, a frozen dataclass
+    training  of optimiser, epochs, seed
+    make      settings -> the task to train
+    seeds     that the paper, or we, repeat it with
+    """
+
+    name: str
+    summary: str
+    settings: S
+    training: Training
+    make: Callable[[S], Task[Any]]
+    scale: Scale = "full"
+    seeds: tuple[int, ...] = (0, 1, 2)
+
+    def task(self) -> Task[Any]:
+        return self.make(self.settings)
+
+    def config(self) -> dict[str, Any]:
+        """What a run folder tells of it, beside the training settings."""
+        return {"experiment": self.name, "scale": self.scale, "settings": to_plain(self.settings)}
+
+    def changed(self, assignments: Iterable[str]) -> Experiment[S]:
+        """With settings changed by name, `variant=skip` or `training.epochs=1`."""
+        groups = assign({"": self.settings, "training.": self.training}, assignments)
+        return dataclasses.replace(self, settings=groups[""], training=groups["training."])
+
+    def seeded(self, seed: int) -> Experiment[S]:
+        return dataclasses.replace(self, training=dataclasses.replace(self.training, seed=seed))
+
+    def restored(self, config: Mapping[str, Any]) -> Experiment[S]:
+        """As the config of a run says."""
+        try:
+            settings: S = from_plain(type(self.settings), config["settings"])
+            training = from_plain(Training, config["training"])
+        except KeyError as error:
+            raise SettingError(f"The config of this run of {self.name} has no {error}.") from error
+        except (AttributeError, TypeError, ValueError) as error:
+            raise SettingError(f"The config of this run of {self.name} was written by another version: {error}") from error
+        return dataclasses.replace(self, settings=settings, training=training)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A figure of a run.
+
+    key       where it stands: "test.accuracy" in the last epoch's splits, "seconds_train" in the summary
+    factor    that makes it the unit of the title
+    over      the value of this row is divided by ours: a reduction; the column is then a number of times
+    epochs    what is taken of its values over the epochs; "selected": that of the epoch which was best on the validation
+              split, and nothing where there was no such split
+    """
+
+    name: str
+    title: str
+    key: str
+    digits: int = 2
+    factor: float = 1.0
+    over: str | None = None
+    epochs: Literal["first", "last", "mean", "min", "max", "selected"] = "last"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A mean, and the deviation over seeds where it is known."""
+
+    mean: float
+    std: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """A picture with a line for every row, through columns that differ in a number.
+
+    points  (the number, name of the column), from left to right
+    """
+
+    name: str
+    title: str
+    x_label: str
+    y_label: str
+    points: tuple[tuple[float, str], ...]
+    log: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """An experiment of a table, with what was published of it by column."""
+
+    name: str
+    title: str
+    experiment: Callable[[Scale], Experiment[Any]]
+    published: Mapping[str, Figure] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What a paper says, as a comparison of means: at_least <= left / right (or left - right) <= at_most.
+
+    right    another row; None: the value of `left` itself is compared
+    against  another column, of `right` or of `left` itself
+    id       under which claims of many tables are collected
+    """
+
+    text: str
+    column: str
+    left: str
+    right: str | None = None
+    by: Literal["ratio", "difference"] = "ratio"
+    at_least: float | None = None
+    at_most: float | None = None
+    against: str | None = None
+    id: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Experiments that are reported side by side.
+
+    protocol  what a reader must know, for each scale
+    hidden    columns that only claims and profiles use
+    """
+
+    name: str
+    title: str
+    source: str
+    rows: tuple[Row, ...]
+    columns: tuple[Column, ...]
+    claims: tuple[Claim, ...] = ()
+    profiles: tuple[Profile, ...] = ()
+    hidden: tuple[Column, ...] = ()
+    protocol: Mapping[Scale, tuple[str, ...]] = field(default_factory=dict)
+    seeds: Mapping[Scale, int] = field(default_factory=lambda: {"debug": 1, "reduced": 1, "full": 3})
+
+    def row(self, name: str) -> Row:
+        return next(row for row in self.rows if row.name == name)
+
+    def column(self, name: str) -> Column:
+        return next(column for column in (*self.columns, *self.hidden) if column.name == name)
+
+    def folder(self, out: Path, scale: Scale) -> Path:
+        return out / self.name / scale
+
+
+def run_folder(base: Path, row: str, seed: int) -> Path:
+    """Where a run of a table lies below the table's folder."""
+    return base / row / f"seed-{seed}"

@@ -1,0 +1,1 @@
+"""DEQs on sequences (Bai, Kolter and Koltun 2019)."""

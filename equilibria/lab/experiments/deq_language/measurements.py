@@ -1,0 +1,162 @@
+"""Looks at a sequence model that leave it as it is: memory of a training step, other limits, plain iteration."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from equilibria.analysis.measuring import untouched
+from equilibria.analysis.memory import peak_memory
+from equilibria.deq import DEQ
+from equilibria.explicit import WeightTied
+from equilibria.gradients.implicit import Implicit
+from equilibria.gradients.unrolled import Unrolled
+from equilibria.lab.experiments.deq_language.data import Segment
+from equilibria.lab.experiments.deq_language.models import NEVER
+from equilibria.models.language.deq_transformer import DEQTransformer, TransformerXL
+from equilibria.models.language.sequence import Memory, SequenceModel
+from equilibria.models.language.trellis_cell import TrellisStack
+
+Loss = Callable[[SequenceModel], Tensor]
+M = TypeVar("M", bound=nn.Module)
+
+
+class _Headless(nn.Module):
+    """In place of a vocabulary: its vectors as constants, and a loss that costs nothing."""
+
+    def __init__(self, vocabulary: Any) -> None:
+        super().__init__()
+        self._vocabulary = [vocabulary]  # no part of this module, so that it has no gradients
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        with torch.no_grad():
+            found: Tensor = self._vocabulary[0].embed(tokens)
+        return found.requires_grad_()
+
+    def forward(self, h: Tensor, targets: Tensor | None = None) -> Tensor:
+        # channels weigh differently: after a layer norm their plain mean is always 0, and so is its gradient
+        return (h @ torch.linspace(-1, 1, h.shape[-1], dtype=h.dtype, device=h.device)).mean()
+
+
+def inner_parameters(model: SequenceModel) -> int:
+    """Parameters but those of the vocabulary, as papers count them."""
+    vocabulary: Any = getattr(model, "vocabulary", None)
+    outer = sum(weight.numel() for weight in vocabulary.parameters()) if isinstance(vocabulary, nn.Module) else 0
+    return sum(weight.numel() for weight in model.parameters()) - outer
+
+
+def peak_bytes(model: SequenceModel, batch: Segment, loss: Loss, *, headless: bool = False) -> float:
+    """Bytes that loss and gradients of a training step hold at their peak, beside the weights.
+
+    Taken on a copy of the model, so that neither weights nor records of its solves see anything of it.
+
+    headless  without embedding and softmax, whose memory is the same for every network between them
+    """
+    twin = copy.deepcopy(model)
+    if headless and hasattr(twin, "vocabulary"):
+        twin.vocabulary = _Headless(twin.vocabulary)
+    weights = [weight for weight in twin.parameters() if weight.requires_grad]
+
+    def step() -> None:
+        torch.autograd.grad(loss(twin), weights, allow_unused=True)
+
+    with untouched(twin, batch), torch.enable_grad():
+        step()  # what is kept for good is there from now on
+        return float(peak_memory(step, batch.x.device))
+
+
+def peak_over_depths(model: SequenceModel, batch: Segment, loss: Loss, depths: Sequence[int]) -> dict[int, float]:
+    """`peak_bytes` of the layer with each of these depths: of an explicit stack its layers, of an equilibrium the steps of
+    both solves, which never meet their tolerance."""
+    return {depth: peak_bytes(deepened(model, depth), batch, loss, headless=True) for depth in depths}
+
+
+def deepened(model: SequenceModel, depth: int) -> SequenceModel:
+    """The same weights around a layer of that depth."""
+    twin = _twin(model)
+    layer: Any = getattr(model, "layer", None)
+    if isinstance(layer, DEQ):
+        stop = dataclasses.replace(layer.stop, rtol=NEVER, atol=0.0, max_steps=depth)
+        gradient = layer.gradient
+        if isinstance(gradient, Implicit):
+            gradient = Implicit(solver=gradient.solver, stop=stop)
+        elif isinstance(gradient, Unrolled):
+            gradient = dataclasses.replace(gradient, depth=depth)
+        twin.layer = DEQ(layer.cell, layer.init, layer.solver, stop, gradient)
+    elif isinstance(layer, (WeightTied, TrellisStack)):
+        twin.layer = _twin(layer)
+        twin.layer.depth = depth
+    else:
+        raise ValueError(f"A {type(model).__name__} has no layer that may be applied more or less often.")
+    return twin.train(model.training)
+
+
+def stopped(model: SequenceModel, steps: int) -> SequenceModel | None:
+    """The same weights with the solver stopped after so many steps in evaluation; None for an explicit network."""
+    layer: Any = getattr(model, "layer", None)
+    if not isinstance(layer, DEQ):
+        return None
+    stop = dataclasses.replace(layer.eval_stop or layer.stop, max_steps=steps)
+    twin = _twin(model)
+    twin.layer = DEQ(layer.cell, layer.init, layer.solver, stop, layer.gradient).train(layer.training)
+    return twin
+
+
+def with_memory(model: SequenceModel, length: int) -> SequenceModel | None:
+    """The same weights with a memory of so many positions in evaluation; None for what is no transformer."""
+    if not isinstance(model, (DEQTransformer, TransformerXL)):
+        return None
+    twin = _twin(model)
+    twin.config = dataclasses.replace(model.config, eval_memory=length)
+    if isinstance(layer := getattr(model, "layer", None), DEQ):  # a layer of its own, which no record of the model sees
+        stop = layer.eval_stop or layer.stop
+        twin.layer = DEQ(layer.cell, layer.init, layer.solver, stop, layer.gradient).train(layer.training)
+    return twin
+
+
+@torch.no_grad()
+def changes(model: SequenceModel, batch: Segment, memory: Memory, depths: Sequence[int]) -> dict[int, float]:
+    """|z_d - z_{d-1}| / |z_d| of plain iteration of the cell from zero, d each of the depths, as a mean over samples."""
+    layer: Any = getattr(model, "layer", None)
+    if layer is None:
+        return {}
+    given: list[tuple[Any, Any]] = []
+    twin = _twin(model)
+    twin.layer = _Noting(given)
+    try:
+        twin(batch.x, memory, batch.y)
+    except _Noted:
+        pass
+    inputs, start = given[0]
+    stack = WeightTied(layer.cell, max(depths)).train(layer.training)
+    residuals = stack.trajectory(*inputs, init=start).residuals.mean(dim=1)
+    return {depth: float(residuals[depth - 1]) for depth in depths}
+
+
+class _Noted(Exception):  # noqa: N818
+    """The layer has been reached."""
+
+
+class _Noting(nn.Module):
+    """Notes what a layer is given, and goes no further."""
+
+    def __init__(self, given: list[tuple[Any, Any]]) -> None:
+        super().__init__()
+        self.given = given
+        self.cell = None
+
+    def forward(self, *inputs: Any, init: Any) -> Any:
+        self.given.append((inputs, init))
+        raise _Noted
+
+
+def _twin(module: M) -> M:
+    """A module of the same parts, of which one may be replaced."""
+    twin = copy.copy(module)
+    twin.__dict__["_modules"] = dict(module._modules)
+    return twin

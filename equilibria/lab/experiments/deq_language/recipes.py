@@ -1,0 +1,177 @@
+"""What the tables of language models share: sizes and training at every scale, columns, notes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from equilibria.lab.data.text import Level
+from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Figure, Profile, Row, Scale
+from equilibria.lab.experiments.deq_language.data import TextData, TextName
+from equilibria.lab.experiments.deq_language.models import LanguageModel
+from equilibria.lab.experiments.deq_language.task import Language, LanguageSettings
+from equilibria.lab.training.settings import Optimizer, Schedule, Training
+
+DEQ_SOURCE = "Bai, Kolter and Koltun 2019, Deep Equilibrium Models, arXiv:1909.01377"
+CUTOFFS = (1000, 4000)  # of 10,000 words: 79 % and 94 % of the running text of the Penn Treebank lie below them
+LAYERS = 16  # of the weight-tied stacks
+TRELLIS_LAYERS = 30
+DEPTHS = (1, 2, 4, 8, 16, 32, 64)
+EPOCHS, STEPS, ROWS, LENGTH = 2, 600, 16, 32  # reduced: epochs, steps of each, rows and length of a segment
+# Of the reduced scale, by validation perplexity and residual after an epoch on the words of PTB: at a rate of 3e-3 nano
+# transformers without a penalty leave their equilibria, and unrolling them at first costs more than it helps.
+RATE, GAIN = 1e-3, 5.0  # of transformers; the gain makes the initial deviation 0.05, as the DEQ paper has it
+TRELLIS_RATE, TRELLIS_PRETRAINING = 3e-3, 150
+DIRECTIONS = 4  # that GMRES keeps at the reduced scale, where 20 of them are more than all the rest of a training step
+
+BASIC = (
+    Column("parameters", "parameters", "summary.parameters", digits=0),
+    Column("inner", "without embedding", "train.inner_parameters", digits=0),
+    Column("valid", "validation perplexity", "valid.perplexity"),
+    Column("perplexity", "test perplexity", "test.perplexity"),
+    Column("nfe", "NFE, test", "test.evaluations", digits=1),
+    Column("step", "training step, ms", "seconds_step", digits=1, factor=1e3),
+    Column("predict", "prediction of a batch, ms", "test.predict_seconds", digits=1, factor=1e3),
+    Column("memory", "peak of a training step without embedding, MB", "train.peak_bytes_layer", digits=1, factor=1e-6),
+    Column("memory_step", "with embedding, MB", "train.peak_bytes_step", digits=1, factor=1e-6),
+    Column("residual", "residual, test", "test.residual", digits=4),
+    Column("failed", "failed solves, test, %", "test.failed", factor=100, digits=1),
+    Column("radius", "spectral radius", "valid.spectral_radius", digits=3),
+)
+CHANGES = tuple(
+    Column(f"change_{d}", f"change at depth {d}", f"valid.change_{d}", digits=4) for d in DEPTHS
+)  # of the state under plain iteration
+
+DEBUG = "Debug scale: a few hundred words of sentences made by a rule, models of 16 channels, 1 epoch. It proves nothing."
+MEMORY_NOTE = (
+    "Memory: what loss and gradients of one training step hold at their peak beside the weights, counted block by block; "
+    "without embedding as published, that is without the vectors of words and the softmax."
+)
+
+
+def reduced_note(what: str, vocabulary: str, memory: int = 64, steps: int = STEPS, rates: str = f"{RATE:g}") -> str:
+    """The budget that all rows of a reduced table have; `steps` are those of an epoch."""
+    return (
+        f"Reduced: {what}; {EPOCHS} epochs over the first {ROWS * LENGTH * steps:,} tokens in {ROWS} rows, segments of "
+        f"{LENGTH}, memory of {memory}; Adam {rates}, warm-up of 100 steps and a cosine, gradients clipped to 0.25; "
+        f"{vocabulary}; 20,000 tokens of each of the other texts. GMRES keeps {DIRECTIONS} directions."
+    )
+
+
+def text(
+    scale: Scale, name: TextName, *, length: int, eval_length: int | None = None, steps: int = STEPS, level: Level = "word"
+) -> TextData:
+    """The text of a table at a scale: `length` is that of the full scale, `steps` are those of a reduced epoch."""
+    if scale == "debug":
+        return TextData(name="toy", train=1_000, valid=300, test=300, length=8, level=level)
+    if scale == "full":
+        return TextData(name=name, length=length, eval_length=eval_length, level=level)
+    train = ROWS * LENGTH * steps + 1
+    return TextData(name=name, train=train, valid=20_000, test=20_000, length=LENGTH, level=level)
+
+
+def small_training(scale: Scale, *, pretraining: bool = False, trellis: bool = False) -> Training:
+    """Of the debug and the reduced scale."""
+    debug = scale == "debug"
+    unrolled = 2 if debug else TRELLIS_PRETRAINING if trellis else 0
+    return Training(
+        epochs=1 if debug else EPOCHS,
+        batch_size=4 if debug else ROWS,
+        eval_batch_size=4 if debug else ROWS,
+        optimizer=Optimizer(lr=TRELLIS_RATE if trellis else RATE),
+        schedule=Schedule(name="cosine", warmup_steps=2 if debug else 100, final=0.01),
+        clip_norm=0.25,
+        pretrain_steps=unrolled if pretraining else 0,
+    )
+
+
+def transformer_training(steps_per_epoch: int, steps: int, batch: int, pretraining: int, warmup: int = 16_000) -> Training:
+    """The published recipe on WikiText-103; epochs come closest to the published steps."""
+    return Training(
+        epochs=max(1, round(steps / steps_per_epoch)),
+        batch_size=batch,
+        eval_batch_size=10,
+        optimizer=Optimizer(lr=2.5e-4),
+        schedule=Schedule(name="cosine", warmup_steps=warmup),
+        clip_norm=0.25,
+        pretrain_steps=pretraining,
+    )
+
+
+def tiny(model: LanguageModel) -> LanguageModel:
+    """A model of the same kind for the debug scale."""
+    depth = None if model.depth is None else min(model.depth, 3)
+    limits: dict[str, Any] = {
+        "forward_steps": 6,
+        "backward_steps": 6,
+        "pretraining_depth": 2,
+        "cutoffs": None,
+        "divisor": None,
+    }
+    if model.kind == "trellis":
+        return dataclasses.replace(model, size="nano", depth=depth, embedding=8, hidden=8, **limits)
+    sizes: dict[str, Any] = {"width": 16, "heads": 2, "inner": 16, "memory": 8, "eval_memory": None, "vectors": None}
+    return dataclasses.replace(model, size="nano", depth=depth, **sizes, **limits)
+
+
+def made(name: str, summary: str, settings: LanguageSettings, training: Training, scale: Scale) -> Experiment[Any]:
+    return Experiment(name=name, summary=summary, settings=settings, training=training, make=Language, scale=scale)
+
+
+def row(
+    name: str, title: str, find: Callable[[str, Scale], Experiment[Any]], published: Mapping[str, float] | None = None
+) -> Row:
+    def experiment(scale: Scale) -> Experiment[Any]:
+        return find(name, scale)
+
+    return Row(name, title, experiment, {column: Figure(value) for column, value in (published or {}).items()})
+
+
+def as_good(better: str, other: str, text: str, most: float = 1.0) -> Claim:
+    return Claim(id="C11", text=text, column="valid", left=better, right=other, at_most=most)
+
+
+def slower(other: str, name: str, training: str, prediction: str) -> tuple[Claim, Claim]:
+    """The equilibrium's time beside that of the row `other`; `training` and `prediction` are what was published of it."""
+    return (
+        Claim(
+            id="C11",
+            text=f"a training step takes at most 3 times that of {name} (published: {training})",
+            column="step",
+            left="deq",
+            right=other,
+            at_most=3.0,
+        ),
+        Claim(
+            id="C11",
+            text=f"prediction takes at most 2 times that of {name} (published: {prediction})",
+            column="predict",
+            left="deq",
+            right=other,
+            at_most=2.0,
+        ),
+    )
+
+
+def settles(row: str) -> Claim:
+    return Claim(
+        id="C12",
+        text=f"plain iteration of the {'stack' if row != 'deq' else 'equilibrium'}'s layer approaches a fixed point: the "
+        f"state moves ten times less at depth {DEPTHS[-1]} than at depth 2",
+        column=f"change_{DEPTHS[-1]}",
+        left=row,
+        against="change_2",
+        at_most=0.1,
+    )
+
+
+def settling() -> Profile:
+    return Profile(
+        name="change-depth",
+        title="How far the layer moves the state, over depth",
+        x_label="depth",
+        y_label="|z_d - z_(d-1)| / |z_d|",
+        points=tuple((d, f"change_{d}") for d in DEPTHS),
+        log=True,
+    )

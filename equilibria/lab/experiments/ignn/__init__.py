@@ -1,0 +1,1 @@
+"""Implicit graph neural networks (Gu and others 2020)."""

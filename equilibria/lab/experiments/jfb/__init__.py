@@ -1,0 +1,1 @@
+"""Jacobian-free backpropagation (Fung and others 2022)."""

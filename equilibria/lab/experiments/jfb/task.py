@@ -1,0 +1,146 @@
+"""Implicit ResNets, neural ODEs and explicit ResNets as tasks on images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from equilibria._core.loop import Stop
+from equilibria._core.recording import record
+from equilibria.gradients.base import Gradient
+from equilibria.gradients.implicit import Implicit
+from equilibria.gradients.phantom import JFB
+from equilibria.lab.experiments.image_task import Batch, ImageSettings, ImageTask, inside
+from equilibria.lab.training.task import Outcome
+from equilibria.models.images.explicit_nets import ResNet, ResNetConfig
+from equilibria.models.images.implicit_resnet import (
+    CIFARResNet,
+    ImplicitResNet,
+    ImplicitResNetConfig,
+    MNISTResNet,
+    SVHNResNet,
+)
+from equilibria.models.images.neural_ode import AdaptiveSteps, FixedSteps, Integrator, NeuralODE, NeuralODEConfig
+from equilibria.solution import Solution
+from equilibria.solvers.krylov import NormalCG
+from equilibria.solvers.tableaus import Method as RungeKutta
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResidualSettings(ImageSettings):
+    """Of an implicit ResNet of JFB.
+
+    kind       whose sizes
+    by         "jfb" with batch norms in the cell; "jacobian": without, exact gradients by conjugate gradients on the normal
+               equations; "explicit": the cell applied once
+    blocks     of the encoder of the CIFAR-10 network
+    tolerance  None: the published one; likewise max_steps, which is also the limit of the conjugate gradients
+    contract   scale the cell's weights after a step where it does not contract
+    """
+
+    kind: Literal["mnist", "svhn", "cifar10"] = "mnist"
+    by: Literal["jfb", "jacobian", "explicit"] = "jfb"
+    blocks: int = 32
+    tolerance: float | None = None
+    max_steps: int | None = None
+    contract: bool = True
+
+
+class Residual(ImageTask):
+    """Trains an implicit ResNet and keeps its cell a contraction."""
+
+    def __init__(self, settings: ResidualSettings) -> None:
+        super().__init__(settings.data)
+        self.settings = settings
+        self._last: Solution | None = None  # of the step that is being taken
+
+    def model(self) -> nn.Module:
+        s, config = self.settings, self._config()
+        return ImplicitResNet(config, gradient=self._gradient(config), depth=1 if s.by == "explicit" else None)
+
+    def loss(self, model: nn.Module, batch: Batch, step: int) -> Outcome:
+        with record(model) as solutions:
+            outcome = super().loss(model, batch, step)
+        self._last = solutions[0] if solutions and self.settings.contract else None
+        return outcome
+
+    def improve(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().improve(model, optimizer)
+        if self._last is not None:
+            inside(model, ImplicitResNet).contract_(self._last)
+            self._last = None
+
+    def _config(self) -> ImplicitResNetConfig:
+        s = self.settings
+        options: dict[str, Any] = {"image": s.data.shape, "latent_norm": s.by != "jacobian"}
+        options |= {name: value for name in ("tolerance", "max_steps") if (value := getattr(s, name)) is not None}
+        match s.kind:
+            case "mnist":
+                return MNISTResNet(**options)
+            case "svhn":
+                return SVHNResNet(**options)
+            case _:
+                return CIFARResNet(blocks=s.blocks, **options)
+
+    def _gradient(self, config: ImplicitResNetConfig) -> Gradient:
+        if self.settings.by != "jacobian":
+            return JFB()
+        stop = Stop(rtol=1e-3, atol=0.0, max_steps=config.max_steps, on_failure="ignore")
+        return Implicit(solver=NormalCG(), stop=stop)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowSettings(ImageSettings):
+    """Of a neural ODE.
+
+    augment  channels of zeros
+    steps    of equal length; None: adaptive, to a relative and absolute error of 1e-3
+    """
+
+    filters: int = 92
+    augment: int = 0
+    method: RungeKutta = "dopri5"
+    steps: int | None = None
+
+
+class Flowing(ImageTask):
+    """Trains a neural ODE."""
+
+    def __init__(self, settings: FlowSettings) -> None:
+        super().__init__(settings.data)
+        self.settings = settings
+
+    def model(self) -> nn.Module:
+        s = self.settings
+        integrator: Integrator = AdaptiveSteps(method=s.method)
+        if s.steps is not None:
+            integrator = FixedSteps(method=s.method, steps=s.steps)
+        config = NeuralODEConfig(image=s.data.shape, filters=s.filters, augment=s.augment)
+        return NeuralODE(config, integrator=integrator)
+
+    def seen(self, model: nn.Module, batch: Batch) -> dict[str, Tensor | float]:
+        with torch.no_grad():
+            return {"evaluations": float(inside(model, NeuralODE).flow(batch[0][:1]).evaluations)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainSettings(ImageSettings):
+    """Of an explicit ResNet."""
+
+    depth: int = 56
+    channels: tuple[int, int, int] = (16, 32, 64)
+
+
+class Plain(ImageTask):
+    """Trains an explicit ResNet."""
+
+    def __init__(self, settings: PlainSettings) -> None:
+        super().__init__(settings.data)
+        self.settings = settings
+
+    def model(self) -> nn.Module:
+        s = self.settings
+        return ResNet(ResNetConfig(depth=s.depth, channels=s.channels, in_channels=s.data.shape[0]))

@@ -1,0 +1,1 @@
+"""LION, implicit vision prompts (Wang and others 2024)."""

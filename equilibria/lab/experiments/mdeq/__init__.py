@@ -1,0 +1,1 @@
+"""Multiscale DEQs (Bai, Koltun and Kolter 2020)."""

@@ -1,0 +1,210 @@
+"""What training a multiscale DEQ takes of memory and time, over the steps of the solver: claims C10 and C11."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from equilibria._core.loop import Stop
+from equilibria.analysis.memory import peak_memory
+from equilibria.gradients.base import Gradient
+from equilibria.gradients.implicit import Implicit
+from equilibria.gradients.phantom import UnrolledPhantom
+from equilibria.gradients.unrolled import Unrolled
+from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Profile, Row, Scale, Table
+from equilibria.lab.experiments.image_task import Batch, ImageData, ImageSettings, ImageTask, judged, now
+from equilibria.lab.experiments.mdeq.task import MDEQOptions
+from equilibria.lab.training.settings import Training
+from equilibria.lab.training.task import Loaders, Outcome
+from equilibria.models.images.mdeq import MDEQ
+from equilibria.solvers.krylov import GMRES
+
+MEMORY = "mdeq-memory"
+DEPTHS = (5, 10, 20, 40, 80)
+NEVER = 1e-30  # a tolerance that no solve meets
+DIRECTIONS = 4  # that GMRES keeps where it is told a number
+Kind = Literal["implicit", "implicit-default", "upg", "bptt", "checkpointed"]
+_TITLES: dict[Kind, str] = {
+    "implicit": f"DEQ, implicit, GMRES of {DIRECTIONS} directions",
+    "implicit-default": "DEQ, implicit, GMRES of 4 to 20, the default",
+    "upg": "DEQ, UPG of 5 steps",
+    "bptt": "unrolled",
+    "checkpointed": "unrolled, checkpointed",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySettings(ImageSettings):
+    """Of the measurement: a model whose solver takes exactly so many steps, for each of `depths`."""
+
+    model: MDEQOptions = field(default_factory=MDEQOptions)
+    kind: Kind = "implicit"
+    depths: tuple[int, ...] = DEPTHS
+
+
+class Memory(ImageTask):
+    """Measures training steps of models of several depths; nothing is learnt but by the shallowest."""
+
+    def __init__(self, settings: MemorySettings) -> None:
+        super().__init__(settings.data)
+        self.settings = settings
+
+    def model(self) -> nn.Module:
+        return self._model(self.settings.depths[0])
+
+    def batches(self, root: Path | None, training: Training, rank: int, world_size: int) -> Loaders[Batch]:
+        return replace(super().batches(root, training, rank, world_size), test=None)
+
+    def loss(self, model: nn.Module, batch: Batch, step: int) -> Outcome:
+        outcome = super().loss(model, batch, step)
+        found: dict[str, Tensor | float] = {}
+        for depth in self.settings.depths:
+            twin = self._model(depth).to(batch[0].device)
+            _train(twin, batch)
+            before = now(batch[0])
+            _train(twin, batch)
+            found[f"seconds_{depth}"] = now(batch[0]) - before
+            found[f"bytes_{depth}"] = float(peak_memory(partial(_train, twin, batch), batch[0].device))
+        return replace(outcome, metrics={**outcome.metrics, **found})
+
+    def _model(self, depth: int) -> MDEQ:
+        """One whose solver never meets its tolerance, and takes `depth` steps forward and back."""
+        s = self.settings
+        options = replace(s.model, solver="picard", forward_steps=depth, tolerance=NEVER)
+        model = options.model(self.data.shape[0])
+        model.layer.gradient = self._gradient(depth)
+        return model
+
+    def _gradient(self, depth: int) -> Gradient:
+        match self.settings.kind:
+            case "implicit" | "implicit-default" as kind:
+                stop = Stop(rtol=NEVER, atol=0.0, max_steps=depth, on_failure="ignore")
+                return Implicit(solver=GMRES(restart=DIRECTIONS if kind == "implicit" else None), stop=stop)
+            case "upg":
+                return UnrolledPhantom(steps=5, damping=0.5)
+            case "bptt":
+                return Unrolled(depth=depth)
+            case "checkpointed":
+                return Unrolled(depth=depth, checkpoint="sqrt")
+
+
+def _train(model: MDEQ, batch: Batch) -> None:
+    x, y = batch
+    scores = model(x)
+    assert isinstance(scores, Tensor)
+    torch.autograd.grad(judged(scores, y)[0], list(model.parameters()), allow_unused=True)
+
+
+def experiment(kind: Kind, scale: Scale = "full") -> Experiment[Any]:
+    """One way to differentiate, at every depth."""
+    digits = ImageData(name="digits", train=32, test=32)
+    images = {"debug": digits, "reduced": ImageData(name="cifar10", train=32, test=32, size=16)}
+    size = "cifar-tiny-2021" if scale == "full" else "nano"
+    return Experiment(
+        name=f"{MEMORY}-{kind}",
+        summary=f"memory of a training step of MDEQ, {_TITLES[kind]}",
+        settings=MemorySettings(
+            data=images.get(scale, ImageData(name="cifar10", train=32, test=32)),
+            model=MDEQOptions(size=size, dropout=0.0),
+            kind=kind,
+            depths=DEPTHS[:2] if scale == "debug" else DEPTHS,
+        ),
+        training=Training(epochs=1, batch_size=32, eval_batch_size=32),
+        make=Memory,
+        scale=scale,
+        seeds=(0,),
+    )
+
+
+def _claims() -> tuple[Claim, ...]:
+    most, least = DEPTHS[-1], DEPTHS[0]
+    return (
+        Claim(
+            id="C10",
+            text=f"implicit training takes no more memory with {most} steps than with {least}, to 5 %",
+            column=f"bytes_{most}",
+            left="implicit",
+            against=f"bytes_{least}",
+            at_most=1.05,
+        ),
+        Claim(
+            id="C10",
+            text="with the default, which keeps more directions where a step gains little, it is at most twice as much",
+            column=f"bytes_{most}",
+            left="implicit-default",
+            against=f"bytes_{least}",
+            at_most=2.0,
+        ),
+        Claim(
+            id="C10",
+            text=f"the unrolled network takes at least {most // least // 2} times the memory with {most} steps",
+            column=f"bytes_{most}",
+            left="bptt",
+            against=f"bytes_{least}",
+            at_least=most / least / 2,
+        ),
+        Claim(
+            id="C10",
+            text="checkpointing grows with the root of the steps: from 20 to 80 to less than 2.5 times",
+            column="bytes_80",
+            left="checkpointed",
+            against="bytes_20",
+            at_most=2.5,
+        ),
+        Claim(
+            id="C10",
+            text="with 80 steps, implicit training takes less than a tenth of the unrolled network's memory",
+            column="bytes_80",
+            left="implicit",
+            right="bptt",
+            at_most=0.1,
+        ),
+        Claim(
+            id="C11",
+            text="at equal steps, implicit training takes longer than the unrolled network (published: 2 to 3 times)",
+            column="seconds_20",
+            left="implicit",
+            right="bptt",
+            at_least=1.0,
+        ),
+    )
+
+
+def tables() -> tuple[Table, ...]:
+    peaks = tuple(Column(f"bytes_{d}", f"peak of {d} steps, MB", f"train.bytes_{d}", digits=1, factor=1e-6) for d in DEPTHS)
+    times = tuple(Column(f"seconds_{d}", f"time of {d} steps, s", f"train.seconds_{d}", digits=3) for d in DEPTHS)
+    notes = (
+        "What torch's allocator hands out during a training step of 32 images, above weights and data; plain iteration, "
+        "which takes exactly the steps that are asked for, forward and, by GMRES, backward.",
+    )
+    return (
+        Table(
+            name=MEMORY,
+            title="Memory of a training step of MDEQ over the steps of its solver",
+            source="Bai, Kolter and Koltun 2019, Deep Equilibrium Models: constant memory is claimed, no figure shown",
+            rows=tuple(Row(kind, title, partial(experiment, kind)) for kind, title in _TITLES.items()),
+            columns=(*peaks, *times),
+            claims=_claims(),
+            profiles=(
+                Profile(
+                    name="memory-steps",
+                    title="Peak memory of a training step",
+                    x_label="steps of the solver",
+                    y_label="MB",
+                    points=tuple((d, f"bytes_{d}") for d in DEPTHS),
+                    log=True,
+                ),
+            ),
+            protocol={
+                "debug": ("Debug scale: nano MDEQ on digits, 5 and 10 steps.", *notes),
+                "reduced": ("Nano MDEQ, images averaged to 16x16 pixels.", *notes),
+                "full": ("MDEQ-TINY, 32x32 pixels.", *notes),
+            },
+            seeds={"debug": 1, "reduced": 1, "full": 1},
+        ),
+    )

@@ -1,0 +1,227 @@
+"""Multiscale DEQs as tasks on images: every start, system, gradient and penalty of their papers."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from equilibria._core.loop import Stop
+from equilibria._core.recording import record
+from equilibria.analysis.agreement import gradient_agreement
+from equilibria.analysis.measuring import untouched
+from equilibria.deq import DEQ
+from equilibria.gradients.base import Gradient
+from equilibria.gradients.implicit import Implicit
+from equilibria.gradients.phantom import JFB, NeumannPhantom, UnrolledPhantom
+from equilibria.gradients.unrolled import Unrolled
+from equilibria.lab.experiments.image_task import Batch, ImageSettings, ImageTask, inside, judged
+from equilibria.lab.training.task import Outcome
+from equilibria.models.images.mdeq import MDEQ, pretraining
+from equilibria.models.images.mdeq_configs import MDEQ_CONFIGS, MDEQConfig
+from equilibria.models.images.skip_mlp import Variant
+from equilibria.penalties import PenaltySchedule, jacobian_penalty, random_max_steps, skip_penalty
+from equilibria.solution import ConvergenceWarning, Solution
+from equilibria.solvers.anderson import Anderson
+from equilibria.solvers.base import Solver, require
+from equilibria.solvers.broyden import Broyden
+from equilibria.solvers.krylov import GMRES
+from equilibria.solvers.picard import Picard
+from equilibria.solvers.steady_state import SteadyState
+
+PROBED = 16  # images of a batch on which gradients are compared
+
+Solving = Literal["broyden", "anderson", "picard", "tsit5"]
+Differentiating = Literal["implicit", "upg", "npg", "jfb", "bptt"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MDEQOptions:
+    """A multiscale DEQ, how it is solved and how it is differentiated; None: as its configuration says.
+
+    size            a name of MDEQ_CONFIGS
+    solver          of the equilibrium; "tsit5" is the continuous system
+    relaxation      the share of a step that Picard's method takes
+    together        the batch is one system with one norm
+    gradient        implicit ones are solved by Broyden's method, or by GMRES if the equilibrium is not
+    phantom_steps   of "upg" and "npg"; damping is theirs too
+    depth           an explicit twin: the cell applied so many times
+    """
+
+    size: str = "nano"
+    variant: Variant = "vanilla"
+    solver: Solving = "broyden"
+    relaxation: float = 1.0
+    together: bool = False
+    gradient: Differentiating = "implicit"
+    phantom_steps: int = 5
+    damping: float = 0.5
+    dropout: float | None = None
+    tolerance: float | None = None
+    forward_steps: int | None = None
+    backward_steps: int | None = None
+    pretraining_depth: int | None = None
+    depth: int | None = None
+
+    def __post_init__(self) -> None:
+        require(self.size in MDEQ_CONFIGS, f"size must be one of {', '.join(MDEQ_CONFIGS)}, got {self.size!r}.")
+
+    def config(self, inputs: int) -> MDEQConfig:
+        """The configuration with what is changed of it."""
+        names = ("dropout", "tolerance", "forward_steps", "backward_steps", "pretraining_depth")
+        changes: dict[str, Any] = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return dataclasses.replace(MDEQ_CONFIGS[self.size], inputs=inputs, **changes)
+
+    def model(self, inputs: int, classes: int | None = None) -> MDEQ:
+        config = self.config(inputs)
+        return MDEQ(
+            config,
+            classes,
+            variant=self.variant,
+            solver=self._solver(config),
+            gradient=self._gradient(config),
+            depth=self.depth,
+            batched=not self.together,
+        )
+
+    def _solver(self, config: MDEQConfig) -> Solver[Any]:
+        match self.solver:
+            case "broyden":
+                return Broyden(history=max(config.forward_steps, 1))
+            case "anderson":
+                return Anderson()
+            case "picard":
+                return Picard(damping=self.relaxation)
+            case _:
+                return SteadyState(method="tsit5")
+
+    def _gradient(self, config: MDEQConfig) -> Gradient:
+        match self.gradient:
+            case "upg":
+                return UnrolledPhantom(steps=self.phantom_steps, damping=self.damping)
+            case "npg":
+                return NeumannPhantom(steps=self.phantom_steps, damping=self.damping)
+            case "jfb":
+                return JFB()
+            case "bptt":
+                return Unrolled(depth=config.forward_steps)
+        stop = Stop(rtol=config.tolerance, atol=0.0, max_steps=config.backward_steps, on_failure="ignore")
+        by_broyden = self.solver == "broyden" and not config.conventions.final_step
+        linear = Broyden(history=config.backward_steps) if by_broyden else GMRES(restart=config.backward_steps)
+        return Implicit(solver=linear, stop=stop)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MDEQSettings(ImageSettings):
+    """Of a classifier.
+
+    skip_weight         of the mean |f(z) - start|, where the variant has a start to train
+    jacobian_weight     of the Jacobian penalty, applied in a share `jacobian_frequency` of the steps, with `jitter` on the
+                        steps of the solver there; from step `jacobian_until` on no more
+    at                  the accuracy is also measured with the solver stopped after each of these numbers of steps
+    cosines             phantom gradients with each of these numbers of steps are compared with the exact gradient now and
+                        then, with and without unrolling, on 16 images of a batch; damping as in `model`
+    """
+
+    model: MDEQOptions = dataclasses.field(default_factory=MDEQOptions)
+    skip_weight: float = 0.01
+    jacobian_weight: float = 0.0
+    jacobian_frequency: float = 1.0
+    jacobian_until: int | None = None
+    jitter: int = 0
+    at: tuple[int, ...] = ()
+    cosines: tuple[int, ...] = ()
+    cosines_every: int = 100
+
+
+class Multiscale(ImageTask):
+    """Trains a multiscale DEQ to classify."""
+
+    def __init__(self, settings: MDEQSettings) -> None:
+        super().__init__(settings.data)
+        self.settings = settings
+        self.jacobian = PenaltySchedule(
+            weight=settings.jacobian_weight, frequency=settings.jacobian_frequency, until=settings.jacobian_until
+        )
+        self.unrolled = False  # while it is pre-trained, without penalties
+
+    def model(self) -> nn.Module:
+        return self.settings.model.model(self.data.shape[0])
+
+    def pretrain(self, model: nn.Module, on: bool) -> None:
+        pretraining(model, on)
+        self.unrolled = on
+
+    def run(self, model: nn.Module, x: Tensor) -> tuple[Tensor, list[Solution]]:
+        with record(model) as solutions:
+            scores, z = model(x, with_state=True)
+        return scores, [dataclasses.replace(s, z=z) for s in solutions]
+
+    def loss(self, model: nn.Module, batch: Batch, step: int) -> Outcome:
+        self._vary_steps(model, step)
+        outcome = super().loss(model, batch, step)
+        if self.settings.cosines and step % self.settings.cosines_every == 0:
+            found = self._cosines(inside(model, MDEQ), *(part[:PROBED] for part in batch))
+            return dataclasses.replace(outcome, metrics={**outcome.metrics, **found})
+        return outcome
+
+    def penalties(self, solutions: Sequence[Solution], step: int) -> dict[str, tuple[float, Tensor]]:
+        found: dict[str, tuple[float, Tensor]] = {}
+        s = self.settings
+        if not solutions or self.unrolled:
+            return found
+        if s.model.variant != "vanilla" and s.skip_weight:
+            found["skip"] = s.skip_weight, skip_penalty(solutions[0])
+        if s.jacobian_weight and (weight := self.jacobian(step)):
+            found["jacobian"] = weight, jacobian_penalty(solutions[0])
+        return found
+
+    def seen(self, model: nn.Module, batch: Batch) -> dict[str, Tensor | float]:
+        mdeq, (x, y) = inside(model, MDEQ), batch
+        if not self.settings.at or not isinstance(mdeq.layer, DEQ):
+            return {}
+        with torch.no_grad():
+            injected = mdeq.stem(x)
+            stopped = {f"accuracy_at_{k}": self._stopped(mdeq.layer, injected, k) for k in self.settings.at}
+            return {name: judged(mdeq.head(z), y)[1]["accuracy"] for name, z in stopped.items()}
+
+    def _stopped(self, layer: DEQ, injected: Tensor, steps: int) -> Any:
+        """The state after so many steps; by a layer of its own, which no record of the model's solves sees."""
+        stop = dataclasses.replace(layer.stop, max_steps=steps)
+        return DEQ(layer.cell, layer.init, layer.solver, stop, batched=layer.batched).eval()(injected)
+
+    def _vary_steps(self, model: nn.Module, step: int) -> None:
+        layer, s = inside(model, MDEQ).layer, self.settings
+        if s.jitter and isinstance(layer, DEQ):
+            own = self.settings.model.config(self.data.shape[0]).forward_steps
+            stop = dataclasses.replace(layer.stop, max_steps=own)
+            layer.stop = random_max_steps(stop, step, s.jitter, 1) if self.jacobian(step) else stop
+            layer.eval_stop = stop  # evaluation knows nothing of what the last step drew
+
+    def _cosines(self, mdeq: MDEQ, x: Tensor, y: Tensor) -> dict[str, float]:
+        """Of phantom gradients with the exact one, in the parameters of the cell; nothing where there is no exact one."""
+        if not isinstance(mdeq.layer, DEQ):
+            return {}
+        damping = self.settings.model.damping
+        gradients: dict[str, Gradient] = {}
+        for k in self.settings.cosines:
+            gradients[f"cosine_upg_{k}"] = UnrolledPhantom(steps=k, damping=damping)
+            gradients[f"cosine_npg_{k}"] = NeumannPhantom(steps=k, damping=damping)
+        with warnings.catch_warnings(record=True) as told, untouched(mdeq, x):
+            warnings.simplefilter("always")
+            with torch.no_grad():
+                injected = mdeq.stem(x)
+            found = gradient_agreement(_stronger(mdeq.layer), injected, gradients, lambda z: judged(mdeq.head(z), y)[0])
+        if any(issubclass(warning.category, ConvergenceWarning) for warning in told):
+            return {"cosines_known": 0.0}
+        return {"cosines_known": 1.0} | {agreement.name: agreement.cosine for agreement in found}
+
+
+def _stronger(layer: DEQ) -> DEQ:
+    """The layer, with a solver that finds the equilibrium for the exact gradient also where the cell does not contract."""
+    return DEQ(layer.cell, layer.init, Anderson(history=20), layer.stop, batched=layer.batched).train(layer.training)

@@ -1,0 +1,1 @@
+"""Monotone operator networks (Winston and Kolter 2020)."""

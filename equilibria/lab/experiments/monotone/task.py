@@ -1,0 +1,90 @@
+"""Monotone operator networks as a task on images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from equilibria._core.loop import Stop
+from equilibria.lab.experiments.image_task import Batch, ImageSettings, ImageTask, inside
+from equilibria.lab.training.task import Outcome
+from equilibria.models.images.monotone_nets import (
+    Method,
+    MonotoneConfig,
+    MonotoneConvConfig,
+    MonotoneMLPConfig,
+    MonotoneNet,
+    MonotoneTiersConfig,
+    SplittingConfig,
+)
+
+RETUNE = 100  # training steps between two choices of the splitting's step
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonotoneSettings(ImageSettings):
+    """Of a monotone operator network.
+
+    kind       "mlp", "conv" (channels: one number) or "tiers" (one per tier)
+    channels   or the width of the mlp
+    method     of splitting; its step is chosen anew every 100 training steps: Peaceman-Rachford's by trial on a batch,
+               forward-backward's as half of what the weights allow
+    tolerance  of both equilibria, the state's and its adjoint's
+    """
+
+    kind: Literal["mlp", "conv", "tiers"] = "mlp"
+    channels: tuple[int, ...] = (87,)
+    method: Method = "peaceman-rachford"
+    tolerance: float = 1e-2
+    max_steps: int = 300
+
+
+class Monotone(ImageTask):
+    """Trains a monotone operator network; the splitting's step is part of the run's state."""
+
+    def __init__(self, settings: MonotoneSettings) -> None:
+        super().__init__(settings.data)
+        self.settings = settings
+        self._alpha: float | None = None
+
+    def model(self) -> nn.Module:
+        s = self.settings
+        stop = Stop(rtol=s.tolerance, atol=0.0, max_steps=s.max_steps, on_failure="ignore")
+        model = MonotoneNet(self._config(), splitting=SplittingConfig(method=s.method), stop=stop)
+        if s.method == "forward-backward":
+            model.make_safe_()
+        return model
+
+    def loss(self, model: nn.Module, batch: Batch, step: int) -> Outcome:
+        net = inside(model, MonotoneNet)
+        if step % RETUNE == 0:
+            self._alpha = self._tuned(net, batch[0])
+        elif self._alpha is not None:
+            net.splitting.alpha = self._alpha
+        return super().loss(model, batch, step)
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
+        if self.settings.method == "forward-backward":
+            inside(model, MonotoneNet).make_safe_()
+        return super().evaluate(model, batch)
+
+    def state(self) -> Any:
+        return {"alpha": self._alpha}
+
+    def resume(self, state: Any) -> None:
+        self._alpha = state["alpha"]
+
+    def _tuned(self, net: MonotoneNet, x: Tensor) -> float:
+        return net.tune_alpha_(x) if self.settings.method == "peaceman-rachford" else net.make_safe_()
+
+    def _config(self) -> MonotoneConfig:
+        s = self.settings
+        if s.kind == "tiers":
+            return MonotoneTiersConfig(image=s.data.shape, channels=s.channels)
+        if len(s.channels) != 1:
+            raise ValueError(f'channels is one number for kind "{s.kind}", got {s.channels}.')
+        if s.kind == "conv":
+            return MonotoneConvConfig(image=s.data.shape, channels=s.channels[0])
+        return MonotoneMLPConfig(image=s.data.shape, width=s.channels[0])

@@ -1,0 +1,1 @@
+"""Phantom gradients (Geng and others 2021)."""

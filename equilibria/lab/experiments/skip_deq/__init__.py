@@ -1,0 +1,1 @@
+"""Skip DEQs (Pal, Edelman and Rackauckas 2022)."""
