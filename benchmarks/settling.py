@@ -14,7 +14,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import torch
 
-from equilibria.lab.experiments.deq_language.data import Segment
+from equilibria.lab.experiments.deq_language.data import TextSegment
 from equilibria.lab.experiments.deq_language.measurements import changes
 from equilibria.lab.experiments.evaluation import experiment_of
 from equilibria.lab.training.folder import Run
@@ -35,7 +35,7 @@ def moved(folder: Path, data: Path | None) -> dict[int, dict[int, float]]:
     model: Any = run.model(task)
     found = {}
     for length in LENGTHS:
-        segment = Segment(tokens[:, :length], tokens[:, 1 : length + 1], "test", 0, False)
+        segment = TextSegment(tokens[:, :length], tokens[:, 1 : length + 1], "test", 0, False)
         found[length] = changes(model, segment, (), DEPTHS)
     return found
 

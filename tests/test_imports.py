@@ -27,6 +27,10 @@ BORDERS = [
     ("lab.data", "lab.training"),
     ("lab.data", "lab.experiments"),
     ("lab.training", "lab.experiments"),
+    ("lab.training", "lab.reports"),
+    ("lab.experiments", "lab.reports"),
+    ("lab.experiments", "lab.cli"),
+    ("lab.reports", "lab.cli"),
     ("lab.bench", "lab.experiments"),
 ]
 ROOT = {
@@ -88,7 +92,7 @@ def test_the_core_needs_torch_alone() -> None:
     extras = {
         "lab.training.checkpoints": {"safetensors"},
         "lab.training.processes": {"lightning_fabric"},
-        "lab.training.state": {"lightning_fabric"},
+        "lab.training.run_state": {"lightning_fabric"},
         "lab.training.trainer": {"lightning_fabric"},
         "lab.reports.figures": {"matplotlib"},
         "lab.training.folder": {"filelock"},

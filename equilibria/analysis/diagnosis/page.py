@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import base64
 import re
 from collections.abc import Callable, Sequence
 from html import escape
-from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from equilibria.analysis.diagnosis.examine import Examination
 from equilibria.analysis.diagnosis.findings import Severity
 from equilibria.analysis.diagnosis.layers import LayerDiagnosis, rows
+from equilibria.analysis.html_document import document, plots
 from equilibria.analysis.plots import COLOURS, INK, MUTED, finish, histogram, new_axes, png
 
 if TYPE_CHECKING:
@@ -43,12 +42,8 @@ def page(layers: Sequence[LayerDiagnosis], drawn: dict[str, bytes]) -> str:
     sections = "\n".join(_section(layer, drawn) for layer in layers)
     verdict = "healthy" if all(layer.healthy for layer in layers) else "needs attention"
     count = len(layers)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>Diagnosis: {verdict}</title><style>{_style()}</style></head><body><main>\n"
-        f"<h1>Diagnosis of {count} equilibrium layer{'s' if count > 1 else ''}</h1>\n{sections}\n</main></body></html>\n"
-    )
+    heading = f"<h1>Diagnosis of {count} equilibrium layer{'s' if count > 1 else ''}</h1>"
+    return document(f"Diagnosis: {verdict}", f"{heading}\n{sections}")
 
 
 def _section(layer: LayerDiagnosis, drawn: dict[str, bytes]) -> str:
@@ -61,15 +56,12 @@ def _section(layer: LayerDiagnosis, drawn: dict[str, bytes]) -> str:
     )
     found = found or '<li class="well"><b>Healthy:</b> nothing found.</li>'
     table = "".join(f"<tr><th>{escape(what)}</th><td>{escape(value)}</td></tr>" for what, value in rows(e))
-    plots = "".join(
-        f'<figure><img alt="{TITLES[what]}" src="data:image/png;base64,{base64.b64encode(content).decode()}">'
-        f"<figcaption>{TITLES[what]}</figcaption></figure>"
-        for what in _PICTURES
-        if (content := drawn.get(f"{_stem(layer)}-{what}")) is not None
-    )
+    shown = {
+        what: (TITLES[what], content) for what in _PICTURES if (content := drawn.get(f"{_stem(layer)}-{what}")) is not None
+    }
     return (
         f"<section><h2>{escape(layer.name)}</h2><p>{escape(about)}</p><ul>{found}</ul><table>{table}</table>"
-        f'<div class="plots">{plots}</div>{_solver_table(e)}</section>'
+        f"{plots(shown)}{_solver_table(e)}</section>"
     )
 
 
@@ -157,7 +149,3 @@ def _finite(curve: list[list[float]]) -> list[list[float]]:
 def _stem(layer: LayerDiagnosis) -> str:
     """A file name from a module's name."""
     return re.sub(r"[^A-Za-z0-9_.-]", "_", layer.examination.name) or "model"
-
-
-def _style() -> str:
-    return files("equilibria.analysis.diagnosis").joinpath("style.css").read_text()

@@ -70,7 +70,7 @@ def make(name: str, batch: int | None = None) -> Case:
     return replace(build(usual if batch is None else batch), name=name)
 
 
-class TanhCell(nn.Module):
+class AffineTanhCell(nn.Module):
     """tanh(W z + u)."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -81,7 +81,7 @@ class TanhCell(nn.Module):
         return torch.addmm(u, z, self.weight.T).tanh()
 
 
-class GainCell(TanhCell):
+class GainCell(AffineTanhCell):
     """tanh(g W z + u) with a gain g per sample."""
 
     def forward(self, z: Tensor, u: Tensor, gain: Tensor) -> Tensor:  # type: ignore[override]
@@ -154,7 +154,7 @@ def contraction(batch: int, norm: float, seed: int = 1000, **limits: float) -> C
     generator = torch.Generator().manual_seed(seed)
     weight = _symmetric(generator, torch.linspace(-norm, norm, WIDTH, dtype=torch.float64))
     scale = 0.05 if norm < 0.95 else 0.01  # small enough that tanh stays steep, or the hard case would be an easy one
-    return _dense(generator, TanhCell(weight), batch, scale, f"{norm}-contraction, batch {batch}", **limits)
+    return _dense(generator, AffineTanhCell(weight), batch, scale, f"{norm}-contraction, batch {batch}", **limits)
 
 
 def nonnormal(batch: int, norm: float = 1.5, radius: float = 0.92) -> Case:
@@ -167,7 +167,7 @@ def nonnormal(batch: int, norm: float = 1.5, radius: float = 0.92) -> Case:
     diagonal = torch.block_diag(*(radii.view(-1, 1, 1) * turns))
     upper = _normal(generator, WIDTH, WIDTH).triu(2)
     weight = basis @ (diagonal + _share(diagonal, upper, norm) * upper) @ basis.T
-    return _dense(generator, TanhCell(weight), batch, 0.1, f"|W| = {norm}, spectral radius {radius}")
+    return _dense(generator, AffineTanhCell(weight), batch, 0.1, f"|W| = {norm}, spectral radius {radius}")
 
 
 def oscillating(batch: int, lowest: float = -1.5) -> Case:
@@ -177,7 +177,7 @@ def oscillating(batch: int, lowest: float = -1.5) -> Case:
     eigenvalues[:4] = lowest * torch.tensor([1.0, 0.97, 0.93, 0.9], dtype=torch.float64)
     weight = _symmetric(generator, eigenvalues)
     note = f"eigenvalues down to {lowest}: Picard does not converge"
-    return _dense(generator, TanhCell(weight), batch, 0.1, note)
+    return _dense(generator, AffineTanhCell(weight), batch, 0.1, note)
 
 
 def mixed(batch: int) -> Case:

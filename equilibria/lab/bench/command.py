@@ -10,7 +10,7 @@ import torch
 
 from equilibria.analysis.plots import png
 from equilibria.lab.bench.cases import CASES, make
-from equilibria.lab.bench.driver import Results, run
+from equilibria.lab.bench.driver import BenchResults, run
 from equilibria.lab.bench.jax_methods import jax
 from equilibria.lab.bench.methods import DEFAULT, Method, ours, torchdeq
 from equilibria.lab.bench.report import plot, text
@@ -48,7 +48,7 @@ def _methods(only: Sequence[str], quick: bool, compile: bool) -> list[Method]:
     return [method for method in found if not parts or any(part in method.name for part in parts)]
 
 
-def _write(results: Results, numbers: Path | None, picture: Path | None) -> None:
+def _write(results: BenchResults, numbers: Path | None, picture: Path | None) -> None:
     if numbers is not None:
         numbers.write_text(results.to_json())
     if picture is not None:

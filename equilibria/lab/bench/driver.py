@@ -24,7 +24,7 @@ from equilibria.lab.bench.rules import Judge, Sample, Work, count, race, tighten
 
 
 @dataclass(frozen=True)
-class Outcome:
+class MethodResult:
     """A method on a case.
 
     failure   why it is not in the race; None: it is
@@ -68,20 +68,20 @@ class CaseResults:
     note: str
     batch: int
     rtol: float
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[MethodResult, ...]
     unit: float | None = None
 
-    def named(self, method: str) -> Outcome | None:
+    def named(self, method: str) -> MethodResult | None:
         return next((outcome for outcome in self.outcomes if outcome.method == method), None)
 
-    def fastest(self, library: str) -> Outcome | None:
+    def fastest(self, library: str) -> MethodResult | None:
         timed = [(outcome.time, i) for i, outcome in enumerate(self.outcomes) if outcome.library == library]
         found = min(((time, i) for time, i in timed if time is not None), default=None)
         return None if found is None else self.outcomes[found[1]]
 
 
 @dataclass(frozen=True)
-class Results:
+class BenchResults:
     """Of a run, with the versions and the kind of machine it ran on."""
 
     setting: Mapping[str, Any]
@@ -91,17 +91,17 @@ class Results:
         return json.dumps(asdict(self), indent=1, allow_nan=False) + "\n"
 
     @staticmethod
-    def from_json(text: str) -> Results:
+    def from_json(text: str) -> BenchResults:
         read = json.loads(text)
-        return Results(read["setting"], tuple(map(_case_results, read["cases"])))
+        return BenchResults(read["setting"], tuple(map(_case_results, read["cases"])))
 
 
-def run(cases: Iterable[Case], methods: Sequence[Method], *, rounds: int = 7, budget: float = 40.0) -> Results:
+def run(cases: Iterable[Case], methods: Sequence[Method], *, rounds: int = 7, budget: float = 40.0) -> BenchResults:
     """Every method on every case; `budget` is the seconds of timed rounds per case, three of which are run in any case.
 
     A method that fails, or does not get as accurate as the case asks for, is recorded with the reason.
     """
-    return Results(setting(), tuple(_run_case(case, methods, rounds, budget) for case in cases))
+    return BenchResults(setting(), tuple(_run_case(case, methods, rounds, budget) for case in cases))
 
 
 def setting() -> dict[str, Any]:
@@ -131,9 +131,9 @@ def _run_case(case: Case, methods: Sequence[Method], rounds: int, budget: float)
     return CaseResults(case.name, case.note, case.batch, case.rtol, timed, unit)
 
 
-def _examined(case: Case, method: Method, judge: Judge) -> Outcome:
+def _examined(case: Case, method: Method, judge: Judge) -> MethodResult:
     """Accuracy and work, before anything is timed."""
-    outcome = Outcome(method.name, method.library)
+    outcome = MethodResult(method.name, method.library)
     try:
         found = tighten(case, method, judge)
         outcome = replace(outcome, tol=found.tol, residual=_finite(found.residual))
@@ -149,13 +149,13 @@ def _examined(case: Case, method: Method, judge: Judge) -> Outcome:
         return replace(outcome, failure=f"{type(error).__name__}: {_without_paths(str(error))[:200]}")
 
 
-def _step(case: Case, method: Method, outcome: Outcome) -> Any:
+def _step(case: Case, method: Method, outcome: MethodResult) -> Any:
     tol = outcome.tol
     assert tol is not None
     return lambda: method.step(case, tol)
 
 
-def _with_times(outcome: Outcome, samples: Sequence[Sample]) -> Outcome:
+def _with_times(outcome: MethodResult, samples: Sequence[Sample]) -> MethodResult:
     return replace(outcome, times=tuple(float(f"{sample.ratio:.5g}") for sample in samples))
 
 
@@ -163,9 +163,9 @@ def _case_results(read: dict[str, Any]) -> CaseResults:
     return CaseResults(**read | {"outcomes": tuple(map(_outcome, read["outcomes"]))})
 
 
-def _outcome(read: dict[str, Any]) -> Outcome:
+def _outcome(read: dict[str, Any]) -> MethodResult:
     work = None if read["work"] is None else Work(**read["work"])
-    return Outcome(**read | {"work": work, "times": tuple(read["times"])})
+    return MethodResult(**read | {"work": work, "times": tuple(read["times"])})
 
 
 def _without_paths(message: str) -> str:

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.dlpack import from_dlpack
 
 from equilibria._core.packing import State
-from equilibria.lab.bench.cases import GROUPS, HEADS, AttentionCell, Case, ConvCell, GainCell, TanhCell, TwoScaleCell
+from equilibria.lab.bench.cases import GROUPS, HEADS, AffineTanhCell, AttentionCell, Case, ConvCell, GainCell, TwoScaleCell
 
 Array = Any  # of JAX, or a tuple of them where a state has several parts
 Weights = Mapping[str, Array]  # by their names in the torch cell
@@ -115,7 +115,7 @@ def attention_cell(w: Weights, z: Array, x: Array) -> Array:
 
 
 CELLS: dict[type[nn.Module], Cell] = {
-    TanhCell: tanh_cell,
+    AffineTanhCell: tanh_cell,
     GainCell: gain_cell,
     ConvCell: conv_cell,
     TwoScaleCell: two_scale_cell,

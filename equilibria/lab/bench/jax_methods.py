@@ -26,7 +26,7 @@ RESTART = 20  # of GMRES: the default of either library
 
 
 @dataclass(frozen=True)
-class Problem:
+class JaxProblem:
     """z = f(z, arguments) while XLA looks on.
 
     norm  of the solution, root mean square over samples: both libraries want absolute tolerances too, which their
@@ -56,7 +56,7 @@ class JaxMethod(Method):
     _built: tuple[Case, Compiled] | None = None
 
     @abstractmethod
-    def fixed_point(self, problem: Problem) -> Array:
+    def fixed_point(self, problem: JaxProblem) -> Array:
         """z, with an implicit gradient with respect to the arguments."""
 
     def solve(self, case: Case, tol: float) -> State:
@@ -80,7 +80,7 @@ class JaxMethod(Method):
             return own.cell(arguments[0], z, *arguments[1])
 
         def solve(arguments: Array, start: Array, tol: Array) -> Array:
-            return self.fixed_point(Problem(f, start, arguments, tol, norm, case.max_steps))
+            return self.fixed_point(JaxProblem(f, start, arguments, tol, norm, case.max_steps))
 
         def loss(arguments: Array, start: Array, cotangent: Array, tol: Array) -> tuple[Array, Array]:
             z = solve(arguments, start, tol)
@@ -107,7 +107,7 @@ class JaxOpt(JaxMethod):
     options: dict[str, Any] = field(default_factory=dict)
     library: str = JAXOPT
 
-    def fixed_point(self, problem: Problem) -> Array:
+    def fixed_point(self, problem: JaxProblem) -> Array:
         jaxopt = _jaxopt()
         restart = RESTART if self.linear == "solve_gmres" else 1  # its steps are counted in restarts
         linear = partial(
@@ -130,7 +130,7 @@ class Optimistix(JaxMethod):
     name: str
     library: str = OPTIMISTIX
 
-    def fixed_point(self, problem: Problem) -> Array:
+    def fixed_point(self, problem: JaxProblem) -> Array:
         optimistix, lineax = importlib.import_module("optimistix"), importlib.import_module("lineax")
         atol = problem.tol * problem.norm / _numbers(problem.start) ** 0.5
         linear = lineax.GMRES(rtol=problem.tol, atol=1e-3 * atol, restart=RESTART, max_steps=problem.max_steps)

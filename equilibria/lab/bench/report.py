@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from equilibria.analysis.plots import COLOURS, INK, finish, new_axes
-from equilibria.lab.bench.driver import CaseResults, Outcome, Results
+from equilibria.lab.bench.driver import BenchResults, CaseResults, MethodResult
 from equilibria.lab.bench.methods import DEFAULT, OURS, TORCHDEQ
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ overhead: step / (evaluations + products); residual: of the worst sample, in flo
 from a float64 implicit gradient, of weights or inputs, whichever agrees less."""
 
 
-def ratio(outcome: Outcome | None, results: CaseResults) -> float | None:
+def ratio(outcome: MethodResult | None, results: CaseResults) -> float | None:
     """Step time : that of the fastest TorchDEQ; below 1 is faster."""
     theirs = results.fastest(TORCHDEQ)
     if outcome is None or outcome.time is None or theirs is None or theirs.time is None:
@@ -38,7 +38,7 @@ def ratio(outcome: Outcome | None, results: CaseResults) -> float | None:
     return outcome.time / theirs.time
 
 
-def summary(results: Results) -> str:
+def summary(results: BenchResults) -> str:
     """Markdown: for each case the fastest TorchDEQ, our default and our fastest configuration."""
     lines = _head("case", *COLUMNS)
     for case in results.cases:
@@ -47,18 +47,18 @@ def summary(results: Results) -> str:
     return "\n".join(lines)
 
 
-def details(results: Results) -> str:
+def details(results: BenchResults) -> str:
     """Markdown: a table per case with all methods, and those that did not get there with the reason."""
     return "\n\n".join(_details(case) for case in results.cases)
 
 
-def text(results: Results) -> str:
+def text(results: BenchResults) -> str:
     """Everything."""
     setting = ", ".join(f"{name} {value}" for name, value in results.setting.items() if value not in ("", None))
     return "\n\n".join(["## Training step", summary(results), EXPLANATION, details(results), setting])
 
 
-def plot(results: Results, axes: Axes | None = None) -> Axes:
+def plot(results: BenchResults, axes: Axes | None = None) -> Axes:
     """Our step times as shares of the fastest TorchDEQ's, which is the line at 1."""
     axes = new_axes(max(5.2, 1.1 * len(results.cases) + 1.5), 3.6) if axes is None else axes
     bars = {
@@ -74,7 +74,7 @@ def plot(results: Results, axes: Axes | None = None) -> Axes:
     return finish(axes, "", f"step time : fastest {TORCHDEQ}")
 
 
-def _chosen(case: CaseResults) -> list[Outcome]:
+def _chosen(case: CaseResults) -> list[MethodResult]:
     """Each once, also where our default is our fastest."""
     wanted = (case.fastest(TORCHDEQ), case.named(DEFAULT), case.fastest(OURS))
     return list({outcome.method: outcome for outcome in wanted if outcome is not None}.values())
@@ -89,7 +89,7 @@ def _details(case: CaseResults) -> str:
     return "\n\n".join(["\n".join(part) for part in ([title], table, failures) if part])
 
 
-def _cells(outcome: Outcome, case: CaseResults) -> list[str]:
+def _cells(outcome: MethodResult, case: CaseResults) -> list[str]:
     work = outcome.work
     return [
         outcome.method,

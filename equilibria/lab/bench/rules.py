@@ -51,12 +51,12 @@ class Judge:
         worst = float(((image - z).norm(dim=1) / image.norm(dim=1)).max())
         return worst if math.isfinite(worst) else math.inf
 
-    def gradient(self, gradients: Sequence[Tensor]) -> Agreement:
+    def gradient(self, gradients: Sequence[Tensor]) -> GradientError:
         """Of the weights and of the inputs, whichever agrees less."""
         weights = len(gradients) - len(self.case.inputs)
         parts = [slice(weights), slice(weights, None)]
         found = [_agreement(gradients[part], self.reference[part]) for part in parts if gradients[part]]
-        return Agreement(min(part.cosine for part in found), max(part.error for part in found))
+        return GradientError(min(part.cosine for part in found), max(part.error for part in found))
 
     @cached_property
     def reference(self) -> Sequence[Tensor]:
@@ -66,7 +66,7 @@ class Judge:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class GradientError:
     """Cosine with the reference and relative distance from it; -1 and infinity where a gradient is not finite."""
 
     cosine: float
@@ -119,7 +119,7 @@ class Work:
 
 
 @dataclass
-class Counter:
+class WorkCounter:
     """Work that goes on."""
 
     evaluations: int = 0
@@ -132,9 +132,9 @@ class Counter:
 
 
 @contextmanager
-def counting(cell: nn.Module) -> Iterator[Counter]:
+def counting(cell: nn.Module) -> Iterator[WorkCounter]:
     """Counts while the block runs; products only with the state, not those with weights and inputs alone."""
-    counter = Counter()
+    counter = WorkCounter()
 
     def product(gradient: Tensor) -> None:
         counter.products += 1
@@ -232,8 +232,8 @@ def _rows(state: State) -> Tensor:
     return torch.cat([part.flatten(1) for part in pytree.tree_leaves(state)], dim=1)
 
 
-def _agreement(found: Sequence[Tensor], exact: Sequence[Tensor]) -> Agreement:
+def _agreement(found: Sequence[Tensor], exact: Sequence[Tensor]) -> GradientError:
     a, b = (torch.cat([part.flatten().double() for part in parts]) for parts in (found, exact))
     if not bool(torch.isfinite(a).all()):
-        return Agreement(-1.0, math.inf)
-    return Agreement(float(F.cosine_similarity(a, b, dim=0)), float((a - b).norm() / b.norm()))
+        return GradientError(-1.0, math.inf)
+    return GradientError(float(F.cosine_similarity(a, b, dim=0)), float((a - b).norm() / b.norm()))

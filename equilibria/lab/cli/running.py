@@ -6,14 +6,15 @@ from collections.abc import Sequence
 
 import typer
 
-from equilibria.lab.cli.console import progress_console
+from equilibria.lab.cli.console import is_first_process, progress_console
 from equilibria.lab.cli.progress import listening, summary_line
-from equilibria.lab.experiments.runner import HERE, Failure, Job, Place, run_apart, run_here
+from equilibria.lab.experiments.runner import THIS_PROCESS, Failure, Job, Resources, run_apart, run_here
+from equilibria.lab.reports.run import write_run_report
 from equilibria.lab.training.folder import Run
 from equilibria.lab.training.stepping import TrainingError
 
 
-def run_jobs(jobs: Sequence[Job], place: Place = HERE, at_once: int = 0) -> list[Failure]:
+def run_jobs(jobs: Sequence[Job], place: Resources = THIS_PROCESS, at_once: int = 0) -> list[Failure]:
     """One after the other in this process, or `at_once` as processes of their own."""
     if at_once:
         return run_apart(jobs, at_once=at_once, place=place, watch=_Watch(len(jobs)))
@@ -22,6 +23,8 @@ def run_jobs(jobs: Sequence[Job], place: Place = HERE, at_once: int = 0) -> list
         try:
             with listening(job.label) as listener:
                 run_here(job, place, listener)
+            if is_first_process():
+                write_run_report(job.folder)
         except TrainingError as error:
             failures.append(Failure(job, str(error)))
     return failures

@@ -13,7 +13,7 @@ from equilibria.lab.cli.running import run_jobs, tell_failures
 from equilibria.lab.experiments.catalogue import experiment as find_experiment
 from equilibria.lab.experiments.definitions import Scale
 from equilibria.lab.experiments.evaluation import evaluate as evaluate_run
-from equilibria.lab.experiments.runner import Job, Place, seed_number
+from equilibria.lab.experiments.runner import Job, Resources, seed_number
 from equilibria.lab.training.folder import Run
 from equilibria.lab.training.processes import Strategy
 
@@ -51,7 +51,7 @@ def train(
     """Train an experiment, or go on with it where it was interrupted."""
     with explained():
         jobs = _jobs(experiment, scale, assignments or [], seeds, seed, out, folder)
-        failures = run_jobs(jobs, Place(data, devices, strategy), at_once=1 if devices > 1 and len(jobs) > 1 else 0)
+        failures = run_jobs(jobs, Resources(data, devices, strategy), at_once=1 if devices > 1 and len(jobs) > 1 else 0)
     tell_failures(failures)
     if not is_first_process():
         return

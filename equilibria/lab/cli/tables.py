@@ -15,9 +15,9 @@ from equilibria.lab.experiments.catalogue import table as find_table
 from equilibria.lab.experiments.catalogue import tables
 from equilibria.lab.experiments.definitions import SCALES, Scale, Table
 from equilibria.lab.experiments.digits.table import DIGITS
-from equilibria.lab.experiments.runner import Failure, Place, plan
+from equilibria.lab.experiments.runner import Failure, Resources, plan
 from equilibria.lab.reports.overview import write_overview
-from equilibria.lab.reports.table import Results, figure_text, plain
+from equilibria.lab.reports.table import TableResults, figure_text, plain
 from equilibria.lab.reports.write import NUMBERS, PAGE, TEXT, reported_scale, write_report
 
 
@@ -55,7 +55,7 @@ def reproduce(
             todo = [job for job in planned if not job.finished]
             say(f"{found.name}, {scale}: {len(planned)} runs, {len(planned) - len(todo)} of them finished.")
             here = jobs is None and scale == "debug" and devices == 1
-            failures += run_jobs(todo, Place(data, devices), at_once=0 if here else jobs or 1)
+            failures += run_jobs(todo, Resources(data, devices), at_once=0 if here else jobs or 1)
             folder = report_folder(found, scale, out, report, everything=everything)
             _show(write_report(found, scale, found.folder(out, scale), folder), folder, as_json)
         if everything and report is not None:
@@ -102,7 +102,7 @@ def demo(
     tell_failures(failures)
 
 
-def _show(results: Results, folder: Path, as_json: bool) -> None:
+def _show(results: TableResults, folder: Path, as_json: bool) -> None:
     files = {"html": folder / PAGE, "markdown": folder / TEXT, "numbers": folder / NUMBERS}
     if as_json:
         return show_json(plain(results) | {"files": {kind: str(path) for kind, path in files.items()}})
@@ -114,7 +114,7 @@ def _show(results: Results, folder: Path, as_json: bool) -> None:
     typer.echo(f"\nreport: {files['html']}\n        {files['markdown']}")
 
 
-def _lines(results: Results) -> list[list[str]]:
+def _lines(results: TableResults) -> list[list[str]]:
     """A line per column of the table, the published figures below ours."""
     lines = []
     for column in results.table.columns:

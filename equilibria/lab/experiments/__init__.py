@@ -2,7 +2,7 @@
 
 from equilibria.lab.experiments.assignments import SettingError
 from equilibria.lab.experiments.catalogue import UnknownName, experiment, experiments, table, tables
-from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Figure, Profile, Row, Scale, Table
+from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Figure, Profile, Scale, Table, TableRow
 
 __all__ = [
     "Claim",
@@ -10,10 +10,10 @@ __all__ = [
     "Experiment",
     "Figure",
     "Profile",
-    "Row",
     "Scale",
     "SettingError",
     "Table",
+    "TableRow",
     "UnknownName",
     "experiment",
     "experiments",

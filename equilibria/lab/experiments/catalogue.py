@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from equilibria.lab.experiments.definitions import Experiment, Row, Scale, Table
+from equilibria.lab.experiments.definitions import Experiment, Scale, Table, TableRow
 from equilibria.lab.experiments.deq_language.copy_memory import tables as copy_tables
 from equilibria.lab.experiments.deq_language.memory_table import tables as language_memory_tables
 from equilibria.lab.experiments.deq_language.table import tables as language_tables
@@ -80,7 +80,7 @@ def experiment(name: str, scale: Scale = "full") -> Experiment[Any]:
     return known[name](scale)
 
 
-def row(table: Table, name: str) -> Row:
+def row(table: Table, name: str) -> TableRow:
     """A row of a table by name."""
     names = [row.name for row in table.rows]
     if name not in names:

@@ -108,7 +108,7 @@ class Profile:
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """An experiment of a table, with what was published of it by column."""
 
     name: str
@@ -148,7 +148,7 @@ class Table:
     name: str
     title: str
     source: str
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
     columns: tuple[Column, ...]
     claims: tuple[Claim, ...] = ()
     profiles: tuple[Profile, ...] = ()
@@ -156,7 +156,7 @@ class Table:
     protocol: Mapping[Scale, tuple[str, ...]] = field(default_factory=dict)
     seeds: Mapping[Scale, int] = field(default_factory=lambda: {"debug": 1, "reduced": 1, "full": 3})
 
-    def row(self, name: str) -> Row:
+    def row(self, name: str) -> TableRow:
         return next(row for row in self.rows if row.name == name)
 
     def column(self, name: str) -> Column:

@@ -19,10 +19,9 @@ import torch
 
 from equilibria.lab.experiments.catalogue import row as find_row
 from equilibria.lab.experiments.definitions import MACHINE, Experiment, Scale, Table, run_folder
-from equilibria.lab.reports.gallery import write_gallery
-from equilibria.lab.reports.run import write_run_report
 from equilibria.lab.training.durable import replace_file
-from equilibria.lab.training.folder import SUMMARY, Run, Summary, check_settings, whole_config
+from equilibria.lab.training.folder import SUMMARY, Run, RunSummary, check_settings, whole_config
+from equilibria.lab.training.gallery import write_gallery
 from equilibria.lab.training.listeners import Listener
 from equilibria.lab.training.processes import Strategy
 from equilibria.lab.training.trainer import Trainer
@@ -97,7 +96,7 @@ def seed_number(experiment: Experiment[Any], place: int) -> int:
 
 
 @dataclass(frozen=True)
-class Place:
+class Resources:
     """Where jobs run: folder of the datasets (None: the default one), devices of this machine, how they share the work."""
 
     root: Path | None = None
@@ -105,10 +104,10 @@ class Place:
     strategy: Strategy = "auto"
 
 
-HERE = Place()
+THIS_PROCESS = Resources()
 
 
-def run_here(job: Job, place: Place = HERE, listener: Listener | None = None) -> Summary:
+def run_here(job: Job, place: Resources = THIS_PROCESS, listener: Listener | None = None) -> RunSummary:
     """Run a job in this process, or go on with it."""
     job.folder.mkdir(parents=True, exist_ok=True)
     replace_file(job.folder / MACHINE, json.dumps(machine()).encode())
@@ -118,7 +117,6 @@ def run_here(job: Job, place: Place = HERE, listener: Listener | None = None) ->
     summary = trainer.fit()
     if trainer.fabric.is_global_zero:
         _keep_gallery(job, place.root)
-        write_run_report(job.folder)
     return summary
 
 
@@ -126,7 +124,7 @@ def run_apart(
     jobs: Sequence[Job],
     *,
     at_once: int,
-    place: Place = HERE,
+    place: Resources = THIS_PROCESS,
     watch: Callable[[Job, str], None] = lambda job, event: None,
 ) -> list[Failure]:
     """Run jobs as processes, so many at once; `watch` is told "started", "finished" or "failed" and each epoch of each."""
@@ -151,7 +149,7 @@ def run_apart(
     return failures
 
 
-def command(job: Job, place: Place) -> list[str]:
+def command(job: Job, place: Resources) -> list[str]:
     """The command line that runs a job."""
     e = job.experiment
     words = [sys.executable, "-m", "equilibria", "train", e.name, "--scale", e.scale, "--seed", str(job.seed)]
@@ -180,7 +178,7 @@ def _keep_gallery(job: Job, root: Path | None) -> None:
         write_gallery(job.folder, drawn)
 
 
-def _start(job: Job, at_once: int, place: Place) -> subprocess.Popen[bytes]:
+def _start(job: Job, at_once: int, place: Resources) -> subprocess.Popen[bytes]:
     job.folder.mkdir(parents=True, exist_ok=True)
     threads = max(1, (os.cpu_count() or 1) // at_once)
     environment = {"OMP_NUM_THREADS": str(threads)} | os.environ

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from equilibria.analysis.plots import COLOURS, finish, new_axes, png
 from equilibria.lab.experiments.definitions import Profile
-from equilibria.lab.reports.gallery import SHOW_DATA, read_gallery
-from equilibria.lab.reports.table import Results, look
+from equilibria.lab.reports.table import TableResults, look
 from equilibria.lab.training.folder import Run
+from equilibria.lab.training.gallery import SHOW_DATA, read_gallery
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,7 +45,7 @@ CURVES = (
 )
 
 
-def pictures(results: Results, *, with_data: bool = True) -> dict[str, tuple[str, bytes]]:
+def pictures(results: TableResults, *, with_data: bool = True) -> dict[str, tuple[str, bytes]]:
     """(title, PNG) by name; what no run tells is not drawn. Without `with_data` those that show samples are left out."""
     found = {}
     for profile in results.table.profiles:
@@ -59,7 +59,7 @@ def pictures(results: Results, *, with_data: bool = True) -> dict[str, tuple[str
     return found | _galleries(results, () if with_data else SHOW_DATA)
 
 
-def _galleries(results: Results, hidden: Sequence[str]) -> dict[str, tuple[str, bytes]]:
+def _galleries(results: TableResults, hidden: Sequence[str]) -> dict[str, tuple[str, bytes]]:
     """The pictures of the first run of every row."""
     found = {}
     for row in results.table.rows:
@@ -70,7 +70,7 @@ def _galleries(results: Results, hidden: Sequence[str]) -> dict[str, tuple[str, 
     return found
 
 
-def _draw_profile(axes: Axes, results: Results, profile: Profile) -> bool:
+def _draw_profile(axes: Axes, results: TableResults, profile: Profile) -> bool:
     """A line per row, through its figures with their deviations."""
     drawn = False
     looks = _looks([row.name for row in results.table.rows])
@@ -97,7 +97,7 @@ def _draw_profile(axes: Axes, results: Results, profile: Profile) -> bool:
     return drawn
 
 
-def _draw(axes: Axes, results: Results, curve: Curve) -> bool:
+def _draw(axes: Axes, results: TableResults, curve: Curve) -> bool:
     drawn = False
     looks = _looks([row.name for row in results.table.rows])
     for row in results.table.rows:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from html import escape
 
-from equilibria.lab.reports.document import Pictures, document, plots
+from equilibria.analysis.html_document import Pictures, document, plots
 from equilibria.lab.reports.markdown import body, heads, published_columns
-from equilibria.lab.reports.table import Results, Verdict, protocol
+from equilibria.lab.reports.table import TableResults, Verdict, protocol
 
 CLASSES = {"held": "well", "did not hold": "ill", "undecided": "hint"}
 
 
-def page(results: Results, pictures: Pictures) -> str:
+def page(results: TableResults, pictures: Pictures) -> str:
     """One document."""
     table = results.table
     claims = "".join(map(_claim, results.verdicts())) or "<li>None.</li>"
@@ -32,7 +32,7 @@ def _claim(verdict: Verdict) -> str:
     )
 
 
-def _table(results: Results) -> str:
+def _table(results: TableResults) -> str:
     known = published_columns(results)
     columns = results.table.columns
     top = "".join(f'<th colspan="{2 if c.name in known else 1}">{escape(c.title)}</th>' for c in columns)
@@ -47,4 +47,4 @@ def _table(results: Results) -> str:
         + "</tr>"
         for cells in body(results)
     )
-    return f"<table><tr><th>model</th>{top}</tr><tr><th></th>{under}</tr>{lines}</table>"
+    return f"<table class='report'><tr><th>model</th>{top}</tr><tr><th></th>{under}</tr>{lines}</table>"

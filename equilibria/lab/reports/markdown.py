@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from equilibria.lab.experiments.definitions import Column
-from equilibria.lab.reports.table import Results, figure_text, protocol
+from equilibria.lab.reports.table import TableResults, figure_text, protocol
 
 MARKS = {"held": "held", "did not hold": "**did not hold**", "undecided": "undecided"}
 
 
-def page(results: Results, pictures: Mapping[str, str]) -> str:
+def page(results: TableResults, pictures: Mapping[str, str]) -> str:
     """`pictures` are titles by file name."""
     table = results.table
     parts = [
@@ -27,12 +27,12 @@ def page(results: Results, pictures: Mapping[str, str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def published_columns(results: Results) -> set[str]:
+def published_columns(results: TableResults) -> set[str]:
     """Those of which any row has a published figure."""
     return {name for row in results.table.rows for name in row.published}
 
 
-def heads(results: Results) -> list[str]:
+def heads(results: TableResults) -> list[str]:
     known = published_columns(results)
 
     def titles(column: Column) -> list[str]:
@@ -41,7 +41,7 @@ def heads(results: Results) -> list[str]:
     return ["model", *(title for column in results.table.columns for title in titles(column))]
 
 
-def body(results: Results) -> list[list[str]]:
+def body(results: TableResults) -> list[list[str]]:
     """A line per row, the published figure before ours."""
     known = published_columns(results)
     lines = []

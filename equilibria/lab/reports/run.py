@@ -8,11 +8,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from equilibria.analysis.html_document import document, plots
 from equilibria.analysis.plots import COLOURS, finish, new_axes, png
-from equilibria.lab.reports.document import document, plots
-from equilibria.lab.reports.gallery import read_gallery
 from equilibria.lab.training.durable import replace_file
 from equilibria.lab.training.folder import Run
+from equilibria.lab.training.gallery import read_gallery
 
 PAGE = "report.html"
 LOGARITHMIC = ("loss", "residual", "residual_max", "lr")
@@ -51,7 +51,7 @@ def _table(record: Mapping[str, Any]) -> str:
         f"<tr><td>{escape(name)}</td><td colspan='{len(splits)}'>{_number(value)}</td></tr>"
         for name, value in _scalars(record)
     ]
-    return f"<table><tr><th></th>{head}</tr>{''.join(lines + others)}</table>"
+    return f"<table class='report'><tr><th></th>{head}</tr>{''.join(lines + others)}</table>"
 
 
 def _scalars(record: Mapping[str, Any]) -> list[tuple[str, float]]:

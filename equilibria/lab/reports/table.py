@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from equilibria.lab.experiments.definitions import MACHINE, Claim, Column, Figure, Row, Scale, Table
+from equilibria.lab.experiments.definitions import MACHINE, Claim, Column, Figure, Scale, Table, TableRow
 from equilibria.lab.training.durable import read_object
 from equilibria.lab.training.folder import Run
 from equilibria.lab.training.settings import to_plain
@@ -17,7 +17,7 @@ _FREE = {"training.seed", "training.checkpoint_minutes"}  # may differ between r
 
 
 @dataclass(frozen=True)
-class Results:
+class TableResults:
     """The finished runs of a table by row, and the folders of those that are not finished."""
 
     table: Table
@@ -57,7 +57,7 @@ class Verdict:
         return {True: "held", False: "did not hold", None: "undecided"}[self.held]
 
 
-def collect(table: Table, scale: Scale, folder: Path) -> Results:
+def collect(table: Table, scale: Scale, folder: Path) -> TableResults:
     """What lies in the table's folder of this scale."""
     runs: dict[str, tuple[Run, ...]] = {}
     unfinished: list[str] = []
@@ -65,7 +65,7 @@ def collect(table: Table, scale: Scale, folder: Path) -> Results:
         found = [Run.open(path.parent) for path in sorted((folder / row.name).glob("seed-*/config.json"))]
         runs[row.name] = tuple(run for run in found if run.summary is not None)
         unfinished += [f"{row.name}/{run.folder.name}" for run in found if run.summary is None]
-    return Results(table, scale, runs, tuple(unfinished))
+    return TableResults(table, scale, runs, tuple(unfinished))
 
 
 def value(run: Run, column: Column) -> float | None:
@@ -94,7 +94,7 @@ def look(record: Mapping[str, Any], key: str) -> float | None:
     return float(found) if isinstance(found, (int, float)) else None
 
 
-def judge(claim: Claim, results: Results) -> Verdict:
+def judge(claim: Claim, results: TableResults) -> Verdict:
     """Compare the means of the runs as the claim says."""
     column = results.table.column(claim.column)
     other, compared = _opposite(claim, results.table)
@@ -141,7 +141,7 @@ def _comparison(claim: Claim, left: Figure, right: Figure | None, digits: int) -
     return number, f"{first} - {second} = {number:+.4g}"
 
 
-def protocol(results: Results) -> list[str]:
+def protocol(results: TableResults) -> list[str]:
     """What was run, as the runs themselves say: seeds, epochs, data, machine, and what differs from the table's settings."""
     runs = [run for found in results.runs.values() for run in found]
     lines = list(results.table.protocol.get(results.scale, ()))
@@ -160,7 +160,7 @@ def protocol(results: Results) -> list[str]:
     return lines
 
 
-def deviations(row: Row, scale: Scale, run: Run) -> list[str]:
+def deviations(row: TableRow, scale: Scale, run: Run) -> list[str]:
     """Settings of a run that are not those of its row."""
     experiment = row.experiment(scale)
     meant = {"settings": to_plain(experiment.settings), "training": to_plain(experiment.training)}
@@ -169,7 +169,7 @@ def deviations(row: Row, scale: Scale, run: Run) -> list[str]:
     return [f"{key.removeprefix('settings.')}={found.get(key)} (not {flat.get(key)})" for key in differing]
 
 
-def plain(results: Results) -> dict[str, Any]:
+def plain(results: TableResults) -> dict[str, Any]:
     """All of it for table.json."""
     columns = (*results.table.columns, *results.table.hidden)
     return {
@@ -225,7 +225,7 @@ def _machine(run: Run) -> str:
     )
 
 
-def _seeds(results: Results) -> str:
+def _seeds(results: TableResults) -> str:
     found = sorted({run.training.seed for runs in results.runs.values() for run in runs})
     return _listed(found)
 

@@ -9,14 +9,14 @@ from equilibria.lab.experiments.definitions import SCALES, Scale, Table
 from equilibria.lab.reports.figures import pictures
 from equilibria.lab.reports.html import page as html_page
 from equilibria.lab.reports.markdown import page as markdown_page
-from equilibria.lab.reports.table import Results, collect, plain
+from equilibria.lab.reports.table import TableResults, collect, plain
 from equilibria.lab.training.durable import read_object, replace_file
 
 AGAIN = "Remove it, and write the report again with `equilibria reproduce`."
 PAGE, TEXT, NUMBERS = "report.html", "report.md", "table.json"
 
 
-def write_report(table: Table, scale: Scale, runs: Path, folder: Path | None = None) -> Results:
+def write_report(table: Table, scale: Scale, runs: Path, folder: Path | None = None) -> TableResults:
     """Read the runs below `runs` and write their report there, or to another folder, but for pictures of the data."""
     results = collect(table, scale, runs)
     drawn, folder = pictures(results, with_data=folder is None), runs if folder is None else folder

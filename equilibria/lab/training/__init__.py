@@ -6,7 +6,7 @@ summary = training.Trainer(task, training.Training(epochs=10), Path("runs/digits
 """
 
 from equilibria.lab.training.checkpoints import CorruptCheckpointError
-from equilibria.lab.training.folder import Run, Summary
+from equilibria.lab.training.folder import Run, RunSummary
 from equilibria.lab.training.listeners import Listener, PlainLog, Silent
 from equilibria.lab.training.settings import Optimizer, Schedule, Training, from_plain, one_of, to_plain
 from equilibria.lab.training.stepping import TrainingError
@@ -23,9 +23,9 @@ __all__ = [
     "Outcome",
     "PlainLog",
     "Run",
+    "RunSummary",
     "Schedule",
     "Silent",
-    "Summary",
     "Task",
     "Trainer",
     "Training",

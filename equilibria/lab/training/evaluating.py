@@ -9,8 +9,8 @@ from typing import Any
 from equilibria._core.compaction import set_verdicts, verdicts
 from equilibria._core.recording import record
 from equilibria.lab.training.processes import gather, gathered, other_rng
+from equilibria.lab.training.run_state import State
 from equilibria.lab.training.settings import Training
-from equilibria.lab.training.state import State
 from equilibria.lab.training.statistics import Meter, observe, radius
 from equilibria.lab.training.task import Loader
 from equilibria.solution import Solution

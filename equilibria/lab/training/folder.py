@@ -29,7 +29,7 @@ FREE = {"training.checkpoint_minutes"}  # may differ when a run is resumed: the 
 
 
 @dataclass(frozen=True)
-class Summary:
+class RunSummary:
     """How a finished run ended.
 
     final  the last line of metrics.jsonl
@@ -109,12 +109,12 @@ class Folder:
         except OSError as error:
             raise OSError(error.errno, f"cannot write {self.path / METRICS}: {error.strerror or error}") from error
 
-    def finish(self, summary: Summary) -> None:
+    def finish(self, summary: RunSummary) -> None:
         replace_file(self.path / SUMMARY, _json(asdict(summary)))
 
-    def summary(self) -> Summary | None:
+    def summary(self) -> RunSummary | None:
         found = read_summary(self.path)
-        return None if found is None else Summary(**found)
+        return None if found is None else RunSummary(**found)
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
         return None
     found = read_object(file, RESTORE)
     try:
-        summary = asdict(from_plain(Summary, found))
+        summary = asdict(from_plain(RunSummary, found))
     except (TypeError, ValueError) as error:
         raise _not_as_written(file, error) from error
     if not _is_record(summary["final"]):

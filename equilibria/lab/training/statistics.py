@@ -18,7 +18,7 @@ RADIUS_STEPS = 30  # enough for a curve over epochs; the growth over the later h
 
 
 @dataclass(frozen=True)
-class Solves:
+class BatchSolves:
     """All solves of one batch; sums run over samples and solves."""
 
     evaluations: int  # of the cell, in all solves
@@ -39,7 +39,7 @@ class Observed:
     loss: float
     metrics: dict[str, float]
     size: int
-    solves: Solves | None = None
+    solves: BatchSolves | None = None
 
 
 def observe(outcome: Outcome, solutions: Sequence[Solution]) -> Observed:
@@ -88,7 +88,7 @@ class Meter:
         if seen.solves is not None:
             self._add_solves(seen.solves)
 
-    def _add_solves(self, s: Solves) -> None:
+    def _add_solves(self, s: BatchSolves) -> None:
         self.add("evaluations", s.evaluations, 1)
         if s.adjoint_evaluations is not None:
             self.add("adjoint_evaluations", s.adjoint_evaluations, 1)
@@ -130,12 +130,12 @@ def _summed(stats: Stats, adjoint: Stats | None) -> Tensor:
     return torch.stack([part.to(known) for part in parts])
 
 
-def _solves(solutions: Sequence[Solution], read: Sequence[float]) -> Solves | None:
+def _solves(solutions: Sequence[Solution], read: Sequence[float]) -> BatchSolves | None:
     if not solutions:
         return None
     depth, finite, residual, largest, failed, failed_adjoint = (read[i::6] for i in range(6))
     adjoints = [s.adjoint for s in solutions if s.adjoint is not None]
-    return Solves(
+    return BatchSolves(
         evaluations=sum(s.stats.evaluations for s in solutions),
         adjoint_evaluations=sum(a.evaluations for a in adjoints) if adjoints else None,
         samples=sum(s.stats.status.numel() for s in solutions),

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from equilibria._core.recording import record
 from equilibria.lab.training.optimisers import lr_factor, set_lr
 from equilibria.lab.training.processes import agree
+from equilibria.lab.training.run_state import State
 from equilibria.lab.training.settings import Training
-from equilibria.lab.training.state import State
 from equilibria.lab.training.statistics import Observed, observe
 
 

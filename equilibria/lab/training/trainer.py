@@ -15,7 +15,7 @@ from lightning_fabric import Fabric
 
 from equilibria.lab.training.checkpoints import read
 from equilibria.lab.training.evaluating import Evaluator
-from equilibria.lab.training.folder import Folder, Summary, does_not_fit, whole_config
+from equilibria.lab.training.folder import Folder, RunSummary, does_not_fit, whole_config
 from equilibria.lab.training.listeners import Listener, PlainLog
 from equilibria.lab.training.optimisers import Average, make_optimizer
 from equilibria.lab.training.processes import (
@@ -28,8 +28,8 @@ from equilibria.lab.training.processes import (
     seed_all,
     step_clock,
 )
+from equilibria.lab.training.run_state import State, whole
 from equilibria.lab.training.settings import Training
-from equilibria.lab.training.state import State, whole
 from equilibria.lab.training.statistics import Meter
 from equilibria.lab.training.stepping import Stepped, Stepper, TrainingError
 from equilibria.lab.training.task import Task
@@ -82,13 +82,13 @@ class Trainer:
         self.sharded = strategy == "fsdp"
         self.fabric: Fabric = make_fabric(devices, strategy, accelerator, training.precision)
 
-    def fit(self) -> Summary:
+    def fit(self) -> RunSummary:
         """Start the run, or go on with it; a finished one is not trained again."""
         self.fabric.launch()
         with self.folder.held() if self.fabric.is_global_zero else nullcontext():
             return self._fit()
 
-    def _fit(self) -> Summary:
+    def _fit(self) -> RunSummary:
         if self.fabric.is_global_zero:
             self._open_folder()
         self.fabric.barrier()
@@ -102,7 +102,7 @@ class Trainer:
             with self._writer() as self._events, Interrupts() as self._interrupts:
                 return self._run()
 
-    def _run(self) -> Summary:
+    def _run(self) -> RunSummary:
         try:
             while self._state.progress.epoch <= self.training.epochs:
                 self._train_epoch()
@@ -296,10 +296,10 @@ class Trainer:
         self._written = time.monotonic()
         return path
 
-    def _summary(self) -> Summary:
+    def _summary(self) -> RunSummary:
         progress = self._state.progress
         parameters = sum(weight.numel() for weight in self._state.module.parameters())
-        return Summary(self.training.epochs, progress.last or {}, progress.best or {}, progress.seconds_train, parameters)
+        return RunSummary(self.training.epochs, progress.last or {}, progress.best or {}, progress.seconds_train, parameters)
 
     def _tell(self, text: str) -> None:
         if self.fabric.is_global_zero:

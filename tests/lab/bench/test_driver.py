@@ -14,7 +14,7 @@ from torch import Tensor
 from equilibria._core.packing import State
 from equilibria.lab.bench import command, report
 from equilibria.lab.bench.cases import contraction, two_scales
-from equilibria.lab.bench.driver import CaseResults, Outcome, Results, run
+from equilibria.lab.bench.driver import BenchResults, CaseResults, MethodResult, run
 from equilibria.lab.bench.methods import DEFAULT, TORCHDEQ, Method, Ours, ours
 from equilibria.lab.bench.rules import Judge, Work, tighten
 from equilibria.solvers.picard import Picard
@@ -58,11 +58,11 @@ class NotFinite(Standing):
 
 
 @pytest.fixture(scope="module")
-def results() -> Results:
+def results() -> BenchResults:
     return run([contraction(4, 0.9)], [Ours(), Standing(), Lazy(), Broken(), NotFinite()], rounds=2, budget=0.0)
 
 
-def test_everything_is_recorded(results: Results) -> None:
+def test_everything_is_recorded(results: BenchResults) -> None:
     (case,) = results.cases
     default = case.named(DEFAULT)
     assert default is not None and default.failure is None and len(default.times) == 2
@@ -73,7 +73,7 @@ def test_everything_is_recorded(results: Results) -> None:
     assert case.fastest(TORCHDEQ) is case.named(Standing.name)
 
 
-def test_who_fails_is_recorded_with_the_reason_and_not_timed(results: Results) -> None:
+def test_who_fails_is_recorded_with_the_reason_and_not_timed(results: BenchResults) -> None:
     (case,) = results.cases
     reasons = {outcome.method: outcome.failure for outcome in case.outcomes if outcome.failure}
     assert reasons == {
@@ -84,15 +84,15 @@ def test_who_fails_is_recorded_with_the_reason_and_not_timed(results: Results) -
     assert not any(outcome.times for outcome in case.outcomes if outcome.failure)
 
 
-def test_json_round_trips_and_tells_versions_but_no_places(results: Results) -> None:
+def test_json_round_trips_and_tells_versions_but_no_places(results: BenchResults) -> None:
     text = results.to_json()
-    assert Results.from_json(text) == results
+    assert BenchResults.from_json(text) == results
     setting = json.loads(text)["setting"]
     assert setting["torch"] == torch.__version__ and {"python", "machine", "processor", "cpus", "date"} <= set(setting)
     assert str(Path.home()) not in text and str(Path.cwd()) not in text
 
 
-def test_the_report_names_ratios_and_failures(results: Results) -> None:
+def test_the_report_names_ratios_and_failures(results: BenchResults) -> None:
     text = report.text(results)
     (case,) = results.cases
     ratio = report.ratio(case.named(DEFAULT), case)
@@ -102,11 +102,11 @@ def test_the_report_names_ratios_and_failures(results: Results) -> None:
     assert f"- {Broken.name}: RuntimeError: no gradient today" in text
 
 
-def outcome(method: str, library: str, *times: float) -> Outcome:
-    return Outcome(method, library, None, 1e-3, 5e-4, Work(8, 2, 10, 640), 0.99, 0.1, times)
+def outcome(method: str, library: str, *times: float) -> MethodResult:
+    return MethodResult(method, library, None, 1e-3, 5e-4, Work(8, 2, 10, 640), 0.99, 0.1, times)
 
 
-MADE = Results(
+MADE = BenchResults(
     {"torch": "2"},
     (
         CaseResults(
@@ -167,7 +167,7 @@ def test_the_command_prints_and_writes(
     arguments = ["--cases", "mlp-b32", "--only", DEFAULT, "Picard", "--budget", "0"]
     assert command.main([*arguments, "--json", str(found), "--plot", str(picture)]) == 0
     assert "| mlp-b32 | equilibria default |" in capsys.readouterr().out
-    assert Results.from_json(found.read_text()).cases[0].case == "mlp-b32"
+    assert BenchResults.from_json(found.read_text()).cases[0].case == "mlp-b32"
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from equilibria._core.packing import State
-from equilibria.lab.bench.cases import TanhCell, contraction, make, mixed, two_scales
+from equilibria.lab.bench.cases import AffineTanhCell, contraction, make, mixed, two_scales
 from equilibria.lab.bench.methods import Method, Ours, TorchDEQ, torchdeq
 from equilibria.lab.bench.rules import FACTORS, Judge, Sample, count, counting, race, tighten
 from equilibria.solvers.picard import Picard
@@ -93,7 +93,7 @@ class Backward(Function):
         return gradient, None
 
 
-class NotingCell(TanhCell):
+class NotingCell(AffineTanhCell):
     """Counts its own calls, in its own way."""
 
     def __init__(self, weight: Tensor) -> None:

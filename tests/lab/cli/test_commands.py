@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from equilibria.lab.cli.main import app
 from equilibria.lab.data.catalogue import info
 from equilibria.lab.experiments.catalogue import experiments
-from equilibria.lab.experiments.digits import digits
+from equilibria.lab.experiments.digits.table import digits
 from equilibria.lab.training.settings import to_plain
 
 ONE = ["--set", "training.epochs=1"]
@@ -97,6 +97,7 @@ def test_train_evaluate_and_diagnose_a_run(tmp_path: Path) -> None:
     folder = str(tmp_path / "mine")
     summary = parsed("train", "digits-deq", "--scale", "debug", "--folder", folder, "--seed", "3", "--set", "width=32", *ONE)
     final = summary[folder]["final"]["split"]["test"]
+    assert (tmp_path / "mine" / "report.html").is_file()
     config = json.loads((tmp_path / "mine" / "config.json").read_text())
     assert (config["experiment"], config["settings"]["width"], config["training"]["seed"]) == ("digits-deq", 32, 3)
     metrics = parsed("evaluate", folder)["metrics"]

@@ -11,7 +11,7 @@ pytest.importorskip("lightning_fabric")
 from equilibria.lab.experiments.assignments import SettingError
 from equilibria.lab.experiments.catalogue import UnknownName, experiment, experiments, table, tables
 from equilibria.lab.experiments.definitions import SCALES
-from equilibria.lab.experiments.runner import Place, command, plan, seed_number
+from equilibria.lab.experiments.runner import Resources, command, plan, seed_number
 from equilibria.lab.training.settings import to_plain
 
 
@@ -63,7 +63,7 @@ def test_a_plan_runs_the_first_seed_of_every_row_first(tmp_path: Path) -> None:
     assert len(jobs) == 18
     assert [job.seed for job in jobs[:7]] == [6171] * 6 + [3859]
     assert jobs[0].folder == tmp_path / "skipdeq-mnist-mlp" / "full" / "deq" / "seed-6171"
-    words = command(jobs[0], Place(tmp_path, 2, "fsdp"))
+    words = command(jobs[0], Resources(tmp_path, 2, "fsdp"))
     assert words[3:5] == ["train", "skipdeq-mnist-mlp-deq"]
     assert "--set" in words and "training.epochs=1" in words
     assert words[words.index("--strategy") + 1] == "fsdp"

@@ -15,7 +15,7 @@ pytest.importorskip("lightning_fabric")
 from equilibria._core.recording import record
 from equilibria.deq import DEQ
 from equilibria.lab.experiments.assignments import SettingError
-from equilibria.lab.experiments.deq_language.data import TOY_WORDS, Segment, Segments, TextData, toy_text
+from equilibria.lab.experiments.deq_language.data import TOY_WORDS, Segments, TextData, TextSegment, toy_text
 from equilibria.lab.experiments.deq_language.measurements import changes, peak_bytes, peak_over_depths, stopped, with_memory
 from equilibria.lab.experiments.deq_language.models import LanguageModel
 from equilibria.lab.experiments.deq_language.table import ptb
@@ -236,7 +236,7 @@ def test_the_softmax_is_left_out_of_the_layer_s_memory() -> None:
         task, net, loaders = begun(settings(data=dataclasses.replace(DATA, tokens=tokens)))
         segment = loaders.train.batch(0, 0)
 
-        def loss(twin: Any, task: Language = task, segment: Segment = segment) -> Tensor:
+        def loss(twin: Any, task: Language = task, segment: TextSegment = segment) -> Tensor:
             return task._judged(twin, segment, (), 0.0)[0]
 
         peaks[tokens] = [peak_bytes(net, segment, loss, headless=headless) for headless in (False, True)]
@@ -258,7 +258,7 @@ def test_memory_over_depth_is_constant_for_equilibria_and_grows_for_stacks() -> 
         task, net, loaders = begun(settings(model=model))
         segment = loaders.train.batch(0, 0)
 
-        def loss(twin: Any, task: Language = task, segment: Segment = segment) -> Tensor:
+        def loss(twin: Any, task: Language = task, segment: TextSegment = segment) -> Tensor:
             return task._judged(twin, segment, (), 0.0)[0]
 
         peaks[name] = peak_over_depths(net, segment, loss, (4, 12, 24))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 pytest.importorskip("lightning_fabric")
-from equilibria.lab.experiments.definitions import SCALES, Row, Table
+from equilibria.lab.experiments.definitions import SCALES, Table, TableRow
 from equilibria.lab.experiments.deq_language import memory_table, trellis_table, wikitext_table
 from equilibria.lab.experiments.deq_language import table as transformer_table
 from equilibria.lab.experiments.deq_language.task import network
@@ -28,12 +28,12 @@ TABLES = [
 ]
 
 
-def rows() -> list[tuple[Table, Row]]:
+def rows() -> list[tuple[Table, TableRow]]:
     return [(table, row) for table in TABLES for row in table.rows]
 
 
 @pytest.mark.parametrize(("table", "row"), rows(), ids=lambda part: part.name)
-def test_every_row_has_all_scales_and_survives_its_config(table: Table, row: Row) -> None:
+def test_every_row_has_all_scales_and_survives_its_config(table: Table, row: TableRow) -> None:
     for scale in SCALES:
         e = row.experiment(scale)
         assert (e.name, e.scale) == (f"{table.name}-{row.name}", scale)

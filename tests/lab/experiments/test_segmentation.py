@@ -15,7 +15,7 @@ from equilibria.lab.experiments.definitions import SCALES
 from equilibria.lab.experiments.mdeq.label_pictures import PALETTE, bars, coloured
 from equilibria.lab.experiments.mdeq.segmentation_table import experiment, tables
 from equilibria.lab.experiments.mdeq.segmentation_task import (
-    Segment,
+    Segmentation,
     SegmentSettings,
     class_weights,
     counts,
@@ -104,7 +104,7 @@ def test_scores_have_the_size_of_the_image() -> None:
 
 
 def test_classes_are_weighted_in_training_alone() -> None:
-    task = Segment(settings(balance=1.02))
+    task = Segmentation(settings(balance=1.02))
     loaders = task.batches(None, experiment("mdeq", "debug").training, 0, 1)
     torch.manual_seed(0)
     model, batch = task.model().eval(), next(iter(loaders.train))
@@ -143,7 +143,7 @@ def test_the_full_recipe_is_that_of_cityscapes() -> None:
 
 
 def test_the_gallery_shows_images_labels_and_predictions() -> None:
-    task, training = Segment(settings()), experiment("mdeq", "debug").training
+    task, training = Segmentation(settings()), experiment("mdeq", "debug").training
     model = task.model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     found = task.gallery(model, None, training)

@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("matplotlib")
 from equilibria.lab.experiments.catalogue import table
-from equilibria.lab.reports.gallery import write_gallery
 from equilibria.lab.reports.overview import write_overview
 from equilibria.lab.reports.run import write_run_report
 from equilibria.lab.reports.write import reported_scale, write_report
+from equilibria.lab.training.gallery import write_gallery
 from tests.lab.reports.runs import write_run
 from tests.lab.training.damages import DAMAGES
 

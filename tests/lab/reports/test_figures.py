@@ -11,9 +11,9 @@ pytest.importorskip("lightning_fabric")
 from equilibria.lab.experiments.catalogue import table
 from equilibria.lab.experiments.definitions import Claim, Column
 from equilibria.lab.reports.figures import pictures
-from equilibria.lab.reports.gallery import read_gallery, write_gallery
-from equilibria.lab.reports.table import Results, collect, judge, value
+from equilibria.lab.reports.table import TableResults, collect, judge, value
 from equilibria.lab.reports.write import write_report
+from equilibria.lab.training.gallery import read_gallery, write_gallery
 from tests.lab.reports.runs import write_run
 
 JR = table("jr-cifar10")
@@ -21,7 +21,7 @@ PNG = b"\x89PNG\r\n"
 
 
 @pytest.fixture
-def results(tmp_path: Path) -> Results:
+def results(tmp_path: Path) -> TableResults:
     for row, accuracies in {"mdeq": (0.3, 0.5, 0.8), "mdeq-jr": (0.6, 0.7, 0.75)}.items():
         test = {f"accuracy_at_{k}": a for k, a in zip((1, 2, 6), accuracies, strict=True)} | {"accuracy": 0.9}
         write_run(tmp_path, JR, row, 0, test)
@@ -29,14 +29,14 @@ def results(tmp_path: Path) -> Results:
     return collect(JR, "full", tmp_path)
 
 
-def test_a_profile_has_a_line_through_the_columns_there_are(results: Results) -> None:
+def test_a_profile_has_a_line_through_the_columns_there_are(results: TableResults) -> None:
     drawn = pictures(results)
     title, content = drawn["accuracy-nfe"]
     assert title == JR.profiles[0].title and content.startswith(PNG)
-    assert "accuracy-nfe" not in pictures(Results(JR, "full", {}))
+    assert "accuracy-nfe" not in pictures(TableResults(JR, "full", {}))
 
 
-def test_a_gallery_is_shown_under_the_name_of_its_row(results: Results, tmp_path: Path) -> None:
+def test_a_gallery_is_shown_under_the_name_of_its_row(results: TableResults, tmp_path: Path) -> None:
     assert pictures(results)["mdeq-looks"] == ("MDEQ: what it sees", PNG)
     write_report(JR, "full", tmp_path)
     assert (tmp_path / "mdeq-looks.png").read_bytes() == PNG
@@ -47,7 +47,7 @@ def test_a_gallery_is_shown_under_the_name_of_its_row(results: Results, tmp_path
 @pytest.mark.parametrize(
     ("right", "against", "seen"), [(None, "accuracy", "80.00 - 90.00 = -10"), ("mdeq-jr", "at_1", "80.00 - 60.00 = +20")]
 )
-def test_a_claim_may_compare_two_columns(results: Results, right: str | None, against: str, seen: str) -> None:
+def test_a_claim_may_compare_two_columns(results: TableResults, right: str | None, against: str, seen: str) -> None:
     claim = Claim(text="", column="at_6", left="mdeq", right=right, against=against, by="difference", at_least=0.0)
     verdict = judge(claim, results)
     assert verdict.held is (right is not None) and seen in verdict.seen
@@ -66,7 +66,7 @@ def test_a_column_takes_one_of_the_epochs_or_all(tmp_path: Path) -> None:
         assert value(run, Column("a", "", "test.accuracy", epochs=epochs)) == pytest.approx(expected)  # type: ignore[arg-type]
 
 
-def test_pictures_of_the_data_stay_beside_the_runs(results: Results, tmp_path: Path) -> None:
+def test_pictures_of_the_data_stay_beside_the_runs(results: TableResults, tmp_path: Path) -> None:
     run = results.runs["mdeq"][0].folder
     write_gallery(run, {"looks": ("what it sees", PNG), "segmentation": ("images", PNG)})
     runs, elsewhere = run.parent.parent, tmp_path / "elsewhere"

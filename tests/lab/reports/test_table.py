@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("lightning_fabric")
 from equilibria.lab.experiments.catalogue import table
 from equilibria.lab.experiments.definitions import Claim, Column
-from equilibria.lab.reports.table import Results, as_published, collect, deviations, figure_text, judge, plain, protocol
+from equilibria.lab.reports.table import TableResults, as_published, collect, deviations, figure_text, judge, plain, protocol
 from equilibria.lab.reports.write import write_report
 from tests.lab.reports.runs import write_run
 
@@ -24,18 +24,18 @@ GOOD = {
 
 
 @pytest.fixture
-def results(tmp_path: Path) -> Results:
+def results(tmp_path: Path) -> TableResults:
     for row, test in GOOD.items():
         for seed, shift in ((1, -0.001), (2, 0.0), (3, 0.001)):
             write_run(tmp_path, MNIST, row, seed, test | {"accuracy": test["accuracy"] + shift}, peak_bytes=1e8)
     return collect(MNIST, "full", tmp_path)
 
 
-def word(results: Results, text: str) -> str:
+def word(results: TableResults, text: str) -> str:
     return next(verdict.word for verdict in results.verdicts() if text in verdict.claim.text)
 
 
-def test_figures_are_means_with_the_deviation_over_seeds(results: Results) -> None:
+def test_figures_are_means_with_the_deviation_over_seeds(results: TableResults) -> None:
     column = MNIST.column("accuracy")
     figure = results.figure("deq", column)
     assert figure is not None and figure.std is not None
@@ -46,7 +46,7 @@ def test_figures_are_means_with_the_deviation_over_seeds(results: Results) -> No
     assert results.figure("deq-jr", column) is None
 
 
-def test_claims_are_judged_by_the_runs(results: Results) -> None:
+def test_claims_are_judged_by_the_runs(results: TableResults) -> None:
     assert word(results, "V2 needs at most half") == "held"
     assert word(results, "V2 loses less than 0.5") == "held"
     assert word(results, "Jacobian regularization at least halves") == "undecided"
@@ -81,7 +81,7 @@ def test_a_claim_that_fails_is_said_to_fail(tmp_path: Path) -> None:
         (Claim(text="", column="explicit", left="deq", at_most=1.0), None),
     ],
 )
-def test_every_kind_of_claim(results: Results, claim: Claim, held: bool | None) -> None:
+def test_every_kind_of_claim(results: TableResults, claim: Claim, held: bool | None) -> None:
     assert judge(claim, results).held is held
 
 
@@ -111,7 +111,7 @@ def test_a_reduction_is_against_the_row_it_names(tmp_path: Path) -> None:
     assert word(found, "Skip saves more than V2") == "held"
 
 
-def test_the_report_has_published_figures_ours_and_the_protocol(results: Results, tmp_path: Path) -> None:
+def test_the_report_has_published_figures_ours_and_the_protocol(results: TableResults, tmp_path: Path) -> None:
     write_report(MNIST, "full", tmp_path)
     text, page = (tmp_path / "report.md").read_text(), (tmp_path / "report.html").read_text()
     for document in (text, page):
@@ -142,7 +142,7 @@ def test_a_column_may_be_taken_at_the_epoch_that_validation_chose(tmp_path: Path
     assert found.figure("v2", chosen) is None
 
 
-def test_other_settings_and_unfinished_runs_are_told(results: Results, tmp_path: Path) -> None:
+def test_other_settings_and_unfinished_runs_are_told(results: TableResults, tmp_path: Path) -> None:
     folder = write_run(tmp_path, MNIST, "v2-jr", 1, {"nfe": 4.0})
     config = json.loads((folder / "config.json").read_text())
     config["training"]["epochs"], config["settings"]["solver"]["tolerance"] = 2, 0.1

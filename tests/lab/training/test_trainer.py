@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import equilibria as eq
-from equilibria.lab.training import Loaders, Optimizer, Outcome, Run, Schedule, Summary, Trainer, Training, TrainingError
+from equilibria.lab.training import Loaders, Optimizer, Outcome, Run, RunSummary, Schedule, Trainer, Training, TrainingError
 from equilibria.lab.training.processes import step_clock
 from tests.lab.training.tasks import Classifying, Noted, Pair, timeless, weights
 
@@ -21,7 +21,7 @@ TRAINING = Training(epochs=2, batch_size=8, optimizer=Optimizer(lr=0.05))
 STEPS = 5  # of an epoch: 40 samples
 
 
-def fit(folder: Path, task: Classifying | None = None, listener: Noted | None = None, **changes: Any) -> Summary:
+def fit(folder: Path, task: Classifying | None = None, listener: Noted | None = None, **changes: Any) -> RunSummary:
     training = dataclasses.replace(TRAINING, **changes)
     return Trainer(task or Classifying(), training, folder, accelerator="cpu", listener=listener or Noted()).fit()
 

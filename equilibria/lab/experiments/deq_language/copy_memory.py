@@ -14,7 +14,7 @@ from equilibria.lab.data.batches import Batches
 from equilibria.lab.data.catalogue import load
 from equilibria.lab.data.sets import Dataset, Split
 from equilibria.lab.data.synthetic import COPIED, SYMBOLS
-from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Figure, Row, Scale, Table
+from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Figure, Scale, Table, TableRow
 from equilibria.lab.experiments.deq_language.models import LanguageModel
 from equilibria.lab.training.settings import Optimizer, Schedule, Training
 from equilibria.lab.training.task import Loaders, Outcome, Task
@@ -26,7 +26,7 @@ GAIN = 5.0  # matrices begin with a deviation of 0.05; from 0.01 it takes many t
 Batch = tuple[Tensor, Tensor]
 
 
-class Place(TypedDict):
+class ProcessRank(TypedDict):
     """Of this process among all."""
 
     rank: int
@@ -57,7 +57,7 @@ class Copy(Task[Batch]):
         return self.settings.model.model(len(SYMBOLS))
 
     def batches(self, root: Path | None, training: Training, rank: int, world_size: int) -> Loaders[Batch]:
-        s, place = self.settings, Place(rank=rank, world_size=world_size)
+        s, place = self.settings, ProcessRank(rank=rank, world_size=world_size)
         found: Dataset[Split] = load("copy-memory", root, delay=s.delay, train=s.train, test=s.test)
         train = Batches(found.train, training.batch_size, seed=training.seed, drop_last=True, **place)
         return Loaders(train, None, Batches(found.test, training.eval_batch_size, shuffle=False, **place))
@@ -111,12 +111,12 @@ def copying(row: str, scale: Scale = "full") -> Experiment[CopySettings]:
     )
 
 
-def _row(name: str) -> Row:
+def _row(name: str) -> TableRow:
     def experiment(scale: Scale) -> Experiment[Any]:
         return copying(name, scale)
 
     title, _, loss = _ROWS[name]
-    return Row(name, title, experiment, {"loss": Figure(loss), "parameters": Figure(14e3)})
+    return TableRow(name, title, experiment, {"loss": Figure(loss), "parameters": Figure(14e3)})
 
 
 def tables() -> tuple[Table, ...]:

@@ -31,7 +31,7 @@ TOY_WORDS = (END, *_ARTICLES, *_ADJECTIVES, *_NOUNS, *_VERBS, UNKNOWN)
 TOY_LETTERS = (" ", END, *"etaoinshrdlucmfwygpbvkxqjz", UNKNOWN)
 
 
-class Segment(NamedTuple):
+class TextSegment(NamedTuple):
     """A piece of a text.
 
     x, y      (rows, length) tokens, and the one after each
@@ -47,7 +47,7 @@ class Segment(NamedTuple):
     look: bool
 
 
-class Segments(Ordered[Segment]):
+class Segments(Ordered[TextSegment]):
     """`TextBatches` that say where in which split they stand."""
 
     def __init__(
@@ -63,9 +63,9 @@ class Segments(Ordered[Segment]):
     def identity(self) -> dict[str, int]:
         return self.text.identity()
 
-    def batch(self, epoch: int, position: int) -> Segment:
+    def batch(self, epoch: int, position: int) -> TextSegment:
         x, y = self.text.batch(epoch, position)
-        return Segment(x, y, self.split, position, position == min(SETTLED, len(self) - 1))
+        return TextSegment(x, y, self.split, position, position == min(SETTLED, len(self) - 1))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from equilibria.deq import DEQ
 from equilibria.explicit import WeightTied
 from equilibria.gradients.implicit import Implicit
 from equilibria.gradients.unrolled import Unrolled
-from equilibria.lab.experiments.deq_language.data import Segment
+from equilibria.lab.experiments.deq_language.data import TextSegment
 from equilibria.lab.experiments.deq_language.models import NEVER
 from equilibria.models.language.deq_transformer import DEQTransformer, TransformerXL
 from equilibria.models.language.sequence import Memory, SequenceModel
@@ -50,7 +50,7 @@ def inner_parameters(model: SequenceModel) -> int:
     return sum(weight.numel() for weight in model.parameters()) - outer
 
 
-def peak_bytes(model: SequenceModel, batch: Segment, loss: Loss, *, headless: bool = False) -> float:
+def peak_bytes(model: SequenceModel, batch: TextSegment, loss: Loss, *, headless: bool = False) -> float:
     """Bytes that loss and gradients of a training step hold at their peak, beside the weights.
 
     Taken on a copy of the model, so that neither weights nor records of its solves see anything of it.
@@ -70,7 +70,7 @@ def peak_bytes(model: SequenceModel, batch: Segment, loss: Loss, *, headless: bo
         return float(peak_memory(step, batch.x.device))
 
 
-def peak_over_depths(model: SequenceModel, batch: Segment, loss: Loss, depths: Sequence[int]) -> dict[int, float]:
+def peak_over_depths(model: SequenceModel, batch: TextSegment, loss: Loss, depths: Sequence[int]) -> dict[int, float]:
     """`peak_bytes` of the layer with each of these depths: of an explicit stack its layers, of an equilibrium the steps of
     both solves, which never meet their tolerance."""
     return {depth: peak_bytes(deepened(model, depth), batch, loss, headless=True) for depth in depths}
@@ -120,7 +120,7 @@ def with_memory(model: SequenceModel, length: int) -> SequenceModel | None:
 
 
 @torch.no_grad()
-def changes(model: SequenceModel, batch: Segment, memory: Memory, depths: Sequence[int]) -> dict[int, float]:
+def changes(model: SequenceModel, batch: TextSegment, memory: Memory, depths: Sequence[int]) -> dict[int, float]:
     """|z_d - z_{d-1}| / |z_d| of plain iteration of the cell from zero, d each of the depths, as a mean over samples."""
     layer: Any = getattr(model, "layer", None)
     if layer is None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from equilibria.lab.data.text import Level
-from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Figure, Profile, Row, Scale
+from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Figure, Profile, Scale, TableRow
 from equilibria.lab.experiments.deq_language.data import TextData, TextName
 from equilibria.lab.experiments.deq_language.models import LanguageModel
 from equilibria.lab.experiments.deq_language.task import Language, LanguageSettings
@@ -121,11 +121,11 @@ def made(name: str, summary: str, settings: LanguageSettings, training: Training
 
 def row(
     name: str, title: str, find: Callable[[str, Scale], Experiment[Any]], published: Mapping[str, float] | None = None
-) -> Row:
+) -> TableRow:
     def experiment(scale: Scale) -> Experiment[Any]:
         return find(name, scale)
 
-    return Row(name, title, experiment, {column: Figure(value) for column, value in (published or {}).items()})
+    return TableRow(name, title, experiment, {column: Figure(value) for column, value in (published or {}).items()})
 
 
 def as_good(better: str, other: str, text: str, most: float = 1.0) -> Claim:

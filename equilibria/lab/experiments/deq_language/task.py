@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from equilibria._core.frozen_cell import is_sharded
 from equilibria._core.recording import record
 from equilibria.deq import DEQ
-from equilibria.lab.experiments.deq_language.data import Segment, Segments, SplitName, TextData
+from equilibria.lab.experiments.deq_language.data import Segments, SplitName, TextData, TextSegment
 from equilibria.lab.experiments.deq_language.measurements import (
     changes,
     inner_parameters,
@@ -81,7 +81,7 @@ def may_be_copied(model: nn.Module) -> bool:
     return not is_sharded(list(model.modules()))
 
 
-class Language(Task[Segment]):
+class Language(Task[TextSegment]):
     """Trains a sequence model on a text, row by row from beginning to end.
 
     Every split has a memory of its own, which begins with nothing at its first segment. That of training is part of the
@@ -103,7 +103,7 @@ class Language(Task[Segment]):
     def model(self) -> nn.Module:
         return self.settings.model.model(self.settings.data.vocabulary)
 
-    def batches(self, root: Path | None, training: Training, rank: int, world_size: int) -> Loaders[Segment]:
+    def batches(self, root: Path | None, training: Training, rank: int, world_size: int) -> Loaders[TextSegment]:
         data = self.settings.data
         whole = data.load(root)
         found, self.units = data.cut(whole), tuple(whole.classes)
@@ -119,7 +119,7 @@ class Language(Task[Segment]):
         assert train is not None
         return Loaders(train, segments("valid"), segments("test"))
 
-    def loss(self, model: nn.Module, batch: Segment, step: int) -> Outcome:
+    def loss(self, model: nn.Module, batch: TextSegment, step: int) -> Outcome:
         memory = self._recall(batch.split, batch)
         self._vary_steps(model, step)
         weight = 0.0 if self.unrolled else self._jacobian(step)
@@ -129,7 +129,7 @@ class Language(Task[Segment]):
             metrics |= self._memory_metrics(network(model), batch, memory)
         return Outcome(loss, metrics, batch.y.numel())
 
-    def evaluate(self, model: nn.Module, batch: Segment) -> Outcome:
+    def evaluate(self, model: nn.Module, batch: TextSegment) -> Outcome:
         memory = self._recall(batch.split, batch)
         with torch.no_grad():
             before = now(batch.x)
@@ -165,7 +165,7 @@ class Language(Task[Segment]):
 
     # memory
 
-    def _recall(self, name: str, batch: Segment) -> Memory:
+    def _recall(self, name: str, batch: TextSegment) -> Memory:
         if batch.position == 0:
             self._memories[name] = ()
         return tuple(part.to(batch.x.device) for part in self._memories.get(name, ()))
@@ -177,7 +177,7 @@ class Language(Task[Segment]):
 
     # the loss
 
-    def _judged(self, model: nn.Module, batch: Segment, memory: Memory, weight: float) -> tuple[Tensor, Metrics, Memory]:
+    def _judged(self, model: nn.Module, batch: TextSegment, memory: Memory, weight: float) -> tuple[Tensor, Metrics, Memory]:
         """Loss, metrics and memory of a training step; `weight` is that of the Jacobian penalty."""
         with record(model) as solutions:
             loss, nll, after = self._read(model, batch, memory)
@@ -188,7 +188,7 @@ class Language(Task[Segment]):
             loss = loss + weight * penalty
         return loss, metrics, after
 
-    def _read(self, model: nn.Module, batch: Segment, memory: Memory) -> tuple[Tensor, Tensor, Memory]:
+    def _read(self, model: nn.Module, batch: TextSegment, memory: Memory) -> tuple[Tensor, Tensor, Memory]:
         """The loss, with what TrellisNet's recipe adds to it, and -log p alone."""
         net, (alpha, beta) = network(model), self.settings.activation
         if not isinstance(net, TrellisNet) or (net.config.auxiliary_every is None and not alpha and not beta):
@@ -216,7 +216,7 @@ class Language(Task[Segment]):
 
     # more to measure
 
-    def _variants(self, model: SequenceModel, batch: Segment) -> Metrics:
+    def _variants(self, model: SequenceModel, batch: TextSegment) -> Metrics:
         """The loss of the same weights with other limits, each with a memory of its own."""
         s = self.settings
         twins = {f"at_{k}": stopped(model, k) for k in s.at} | {f"memory_{m}": with_memory(model, m) for m in s.memories}
@@ -229,7 +229,7 @@ class Language(Task[Segment]):
             self._keep(place, after)
         return found
 
-    def _memory_metrics(self, model: SequenceModel, batch: Segment, memory: Memory) -> Metrics:
+    def _memory_metrics(self, model: SequenceModel, batch: TextSegment, memory: Memory) -> Metrics:
         """Peak memory of steps on copies of the model, which leave nothing behind."""
         weight = self.settings.jacobian_weight  # the steps with the penalty are the ones that count for the peak
 

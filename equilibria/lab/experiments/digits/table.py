@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Row, Scale, Table
+from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Scale, Table, TableRow
 from equilibria.lab.experiments.skip_deq.task import Classify, MLPSettings
 from equilibria.lab.training.settings import Optimizer, Schedule, Training
 from equilibria.models.images.skip_mlp import SkipSolver
@@ -46,7 +46,7 @@ def tables() -> tuple[Table, ...]:
             name=DIGITS,
             title="An equilibrium layer beside its explicit twin",
             source="the demo; nothing was published of it",
-            rows=tuple(Row(name, title, partial(digits, name)) for name, (title, _) in _ROWS.items()),
+            rows=tuple(TableRow(name, title, partial(digits, name)) for name, (title, _) in _ROWS.items()),
             columns=(
                 Column("parameters", "parameters", "summary.parameters", digits=0),
                 Column("accuracy", "test accuracy, %", "test.accuracy", factor=100),

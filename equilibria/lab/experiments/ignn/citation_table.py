@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Figure, Row, Scale, Table
+from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Figure, Scale, Table, TableRow
 from equilibria.lab.experiments.ignn.node_table import EVALUATIONS, GU, PARAMETERS, PRODUCTS, STEP, upg
 from equilibria.lab.experiments.ignn.node_task import Nodes, NodeSet, NodeSettings
 from equilibria.lab.experiments.ignn.task import LayerOptions, SolverName
@@ -81,7 +81,7 @@ def _planetoid_table() -> Table:
         name=PLANETOID,
         title="Citation graphs: implicit networks and graph convolutions",
         source=f"{GU}; Kipf and Welling 2017, arXiv:1609.02907, Table 2",
-        rows=tuple(Row(name, title, partial(planetoid, name), _gcn_published(name)) for name, title in rows.items()),
+        rows=tuple(TableRow(name, title, partial(planetoid, name), _gcn_published(name)) for name, title in rows.items()),
         columns=(
             PARAMETERS,
             Column("accuracy", "test accuracy, %", "test.accuracy", digits=1, factor=100, epochs="selected"),
@@ -135,7 +135,7 @@ def _solver_table() -> Table:
         name=SOLVERS,
         title="Solvers on a graph",
         source=GU,
-        rows=tuple(Row(name, f"{title}'s method", partial(solving, name)) for name, title in _SOLVERS.items()),
+        rows=tuple(TableRow(name, f"{title}'s method", partial(solving, name)) for name, title in _SOLVERS.items()),
         columns=(
             Column("evaluations", "evaluations, last epoch", "train.evaluations", digits=1),
             Column("products", "products with the Jacobian, last epoch", "train.adjoint_evaluations", digits=1),

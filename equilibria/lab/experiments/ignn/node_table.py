@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Figure, Profile, Row, Scale, Table
+from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Figure, Profile, Scale, Table, TableRow
 from equilibria.lab.experiments.ignn.node_task import Chains, ChainSettings, Labels, LabelSettings
 from equilibria.lab.experiments.ignn.task import LayerOptions
 from equilibria.lab.training.settings import Optimizer, Training
@@ -85,7 +85,7 @@ def _ppi_table() -> Table:
         title="Implicit graph networks on PPI",
         source=GENG,
         rows=tuple(
-            Row(
+            TableRow(
                 name,
                 f"IGNN, {name.replace('upg-', 'UPG, 5 steps, damping ')}",
                 partial(ppi, name),
@@ -189,7 +189,7 @@ def _chain_table() -> Table:
         name=CHAINS,
         title="Chains: what a distant node tells",
         source=GU,
-        rows=tuple(Row(name, title, partial(chain, name)) for name, title in _CHAINS.items()),
+        rows=tuple(TableRow(name, title, partial(chain, name)) for name, title in _CHAINS.items()),
         columns=(*accuracies, STEP, EVALUATIONS, PRODUCTS),
         hidden=costs,
         claims=_chain_claims(),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal, get_args
 
-from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Figure, Row, Scale, Table
+from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Figure, Scale, Table, TableRow
 from equilibria.lab.experiments.ignn.citation_table import tables as citation_tables
 from equilibria.lab.experiments.ignn.node_table import EVALUATIONS, GENG, PARAMETERS, PRODUCTS, STEP, upg
 from equilibria.lab.experiments.ignn.node_table import tables as node_tables
@@ -86,9 +86,9 @@ def _name(data: Data, honest: bool) -> str:
     return f"ignn-{data}-honest" if honest else f"ignn-{data}"
 
 
-def _row(data: Data, name: str, honest: bool) -> Row:
+def _row(data: Data, name: str, honest: bool) -> TableRow:
     published = {} if honest or name == "gcn" else {"best": _PUBLISHED[data][name]}
-    return Row(name, TITLES[name], partial(experiment, data, name, honest=honest), published)
+    return TableRow(name, TITLES[name], partial(experiment, data, name, honest=honest), published)
 
 
 def _as_published(data: Data) -> list[Claim]:

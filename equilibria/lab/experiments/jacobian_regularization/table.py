@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Figure, Profile, Row, Scale, Table
+from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Figure, Profile, Scale, Table, TableRow
 from equilibria.lab.experiments.jfb.task import Plain, PlainSettings
 from equilibria.lab.experiments.mdeq.cifar import COLUMNS, COSINE, experiment, images
 from equilibria.lab.experiments.mdeq.task import MDEQOptions, MDEQSettings, Multiscale
@@ -134,7 +134,9 @@ def tables() -> tuple[Table, ...]:
         name=JR,
         title="Jacobian regularization: MDEQ on CIFAR-10",
         source=SOURCE,
-        rows=tuple(Row(name, title, partial(regularized, name), _PUBLISHED.get(name, {})) for name, title in _ROWS.items()),
+        rows=tuple(
+            TableRow(name, title, partial(regularized, name), _PUBLISHED.get(name, {})) for name, title in _ROWS.items()
+        ),
         columns=(*COLUMNS, *columns),
         claims=_claims(),
         profiles=(

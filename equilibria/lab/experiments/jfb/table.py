@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal, get_args
 
-from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Figure, Row, Scale, Table
+from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Figure, Scale, Table, TableRow
 from equilibria.lab.experiments.image_task import ImageData
 from equilibria.lab.experiments.jfb.task import (
     Flowing,
@@ -156,9 +156,9 @@ def _training(data: Data, row: str, scale: Scale) -> Training:
     return Training(epochs=epochs, batch_size=100, eval_batch_size=250, optimizer=optimizer, schedule=schedule)
 
 
-def _row(data: Data, name: str, published: Mapping[str, float]) -> Row:
+def _row(data: Data, name: str, published: Mapping[str, float]) -> TableRow:
     figures = {column: Figure(value) for column, value in published.items()}
-    return Row(name, TITLES[name], partial(experiment, data, name), figures)
+    return TableRow(name, TITLES[name], partial(experiment, data, name), figures)
 
 
 def _claims(data: str) -> tuple[Claim, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Row, Scale, Table
+from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Scale, Table, TableRow
 from equilibria.lab.experiments.lion.backbones import Tuning
 from equilibria.lab.experiments.lion.task import Prompt, PromptSettings
 from equilibria.lab.training.settings import Optimizer, Schedule, Training
@@ -115,7 +115,7 @@ def tables() -> tuple[Table, ...]:
             name=LION,
             title="LION: prompts that are equilibria, around a frozen backbone",
             source=SOURCE,
-            rows=tuple(Row(name, title, partial(experiment, name)) for name, title in _TITLES.items()),
+            rows=tuple(TableRow(name, title, partial(experiment, name)) for name, title in _TITLES.items()),
             columns=(
                 Column("accuracy", "test accuracy, %", "test.accuracy", factor=100),
                 Column("loss", "test loss", "test.loss", digits=4),

@@ -16,7 +16,7 @@ from equilibria.gradients.base import Gradient
 from equilibria.gradients.implicit import Implicit
 from equilibria.gradients.phantom import UnrolledPhantom
 from equilibria.gradients.unrolled import Unrolled
-from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Profile, Row, Scale, Table
+from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Profile, Scale, Table, TableRow
 from equilibria.lab.experiments.image_task import Batch, ImageData, ImageSettings, ImageTask, judged, now
 from equilibria.lab.experiments.mdeq.task import MDEQOptions
 from equilibria.lab.training.settings import Training
@@ -47,7 +47,7 @@ class MemorySettings(ImageSettings):
     depths: tuple[int, ...] = DEPTHS
 
 
-class Memory(ImageTask):
+class MemoryTask(ImageTask):
     """Measures training steps of models of several depths; nothing is learnt but by the shallowest."""
 
     def __init__(self, settings: MemorySettings) -> None:
@@ -115,7 +115,7 @@ def experiment(kind: Kind, scale: Scale = "full") -> Experiment[Any]:
             depths=DEPTHS[:2] if scale == "debug" else DEPTHS,
         ),
         training=Training(epochs=1, batch_size=32, eval_batch_size=32),
-        make=Memory,
+        make=MemoryTask,
         scale=scale,
         seeds=(0,),
     )
@@ -187,7 +187,7 @@ def tables() -> tuple[Table, ...]:
             name=MEMORY,
             title="Memory of a training step of MDEQ over the steps of its solver",
             source="Bai, Kolter and Koltun 2019, Deep Equilibrium Models: constant memory is claimed, no figure shown",
-            rows=tuple(Row(kind, title, partial(experiment, kind)) for kind, title in _TITLES.items()),
+            rows=tuple(TableRow(kind, title, partial(experiment, kind)) for kind, title in _TITLES.items()),
             columns=(*peaks, *times),
             claims=_claims(),
             profiles=(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Row, Scale, Table
-from equilibria.lab.experiments.mdeq.segmentation_task import Segment, SegmentSettings
+from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Scale, Table, TableRow
+from equilibria.lab.experiments.mdeq.segmentation_task import Segmentation, SegmentSettings
 from equilibria.lab.experiments.mdeq.task import MDEQOptions
 from equilibria.lab.training.settings import Optimizer, Schedule, Training
 
@@ -36,7 +36,7 @@ def experiment(row: str, scale: Scale = "full") -> Experiment[SegmentSettings]:
         summary=f"{_TITLES[row]}, segmentation of {'synthetic shapes' if scale == 'debug' else 'road scenes'}",
         settings=_settings(row, scale),
         training=_training(row, scale),
-        make=Segment,
+        make=Segmentation,
         scale=scale,
     )
 
@@ -112,7 +112,7 @@ def tables() -> tuple[Table, ...]:
             name=CAMVID,
             title="Segmentation of road scenes: an equilibrium beside its explicit twins",
             source=SOURCE,
-            rows=tuple(Row(name, title, partial(experiment, name)) for name, title in _TITLES.items()),
+            rows=tuple(TableRow(name, title, partial(experiment, name)) for name, title in _TITLES.items()),
             columns=(
                 Column("parameters", "parameters", "summary.parameters", digits=0),
                 Column("iou", "mean IoU, test, %", "test.mean_iou", factor=100),

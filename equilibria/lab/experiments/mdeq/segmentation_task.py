@@ -71,7 +71,7 @@ class SegmentSettings:
         return Dataset(whole.name, train, test, valid, whole.classes, whole.mean, whole.std)
 
 
-class Segment(Task[Batch]):
+class Segmentation(Task[Batch]):
     """Cross entropy over the labelled pixels; accuracy and mean IoU over a whole split.
 
     The scores of the model are interpolated to the size of the images. Classes are weighted in training alone, so that the

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Figure, Row, Scale, Table
+from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Figure, Scale, Table, TableRow
 from equilibria.lab.experiments.image_task import ImageData, ImageSet
 from equilibria.lab.experiments.monotone.task import Monotone, MonotoneSettings
 from equilibria.lab.training.settings import Optimizer, Schedule, Training
@@ -50,10 +50,10 @@ def experiment(row: str, scale: Scale = "full") -> Experiment[Any]:
     )
 
 
-def _row(name: str) -> Row:
+def _row(name: str) -> TableRow:
     data, kind, _, method, published = _ROWS[name]
     title = f"{_KINDS[kind]}, {data}{', forward-backward' if method == 'forward-backward' else ''}"
-    return Row(name, title, partial(experiment, name), {} if published is None else {"error": Figure(published)})
+    return TableRow(name, title, partial(experiment, name), {} if published is None else {"error": Figure(published)})
 
 
 def _claims() -> tuple[Claim, ...]:

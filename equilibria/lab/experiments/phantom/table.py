@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Figure, Profile, Row, Scale, Table
+from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Figure, Profile, Scale, Table, TableRow
 from equilibria.lab.experiments.image_task import ImageData
 from equilibria.lab.experiments.mdeq.cifar import COLUMNS, COSINE, experiment, images
 from equilibria.lab.experiments.mdeq.task import Differentiating, MDEQOptions, MDEQSettings, Multiscale
@@ -177,7 +177,9 @@ def _phantom_table() -> Table:
         title="Phantom gradients: MDEQ on CIFAR-10",
         source=f"{SOURCE}, Table 1",
         rows=tuple(
-            Row(name, recipe.title, partial(phantom, name), {} if recipe.accuracy is None else {"accuracy": recipe.accuracy})
+            TableRow(
+                name, recipe.title, partial(phantom, name), {} if recipe.accuracy is None else {"accuracy": recipe.accuracy}
+            )
             for name, recipe in _RECIPES.items()
         ),
         columns=(*COLUMNS, Column("known", "gradients compared, %", "train.cosines_known", factor=100, epochs="mean")),
@@ -236,7 +238,7 @@ def _large_table() -> Table:
         title="Phantom gradients: MDEQ of 10M parameters on CIFAR-10",
         source=f"{SOURCE}, Table 3",
         rows=tuple(
-            Row(name, title, partial(large, name), {"accuracy": accuracy}) for name, (title, accuracy) in rows.items()
+            TableRow(name, title, partial(large, name), {"accuracy": accuracy}) for name, (title, accuracy) in rows.items()
         ),
         columns=(*COLUMNS, Column("speed", "speed over implicit", "seconds_step", over="implicit")),
         claims=(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal, get_args
 
-from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Figure, Row, Scale, Table
+from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Figure, Scale, Table, TableRow
 from equilibria.lab.experiments.image_task import ImageData
 from equilibria.lab.experiments.mdeq.task import MDEQOptions, MDEQSettings, Multiscale
 from equilibria.lab.training.settings import Optimizer, Schedule, Training
@@ -106,10 +106,10 @@ def _training(data: Data, system: str, scale: Scale) -> Training:
     )
 
 
-def _row(data: Data, name: str, figures: tuple[tuple[float, float], ...]) -> Row:
+def _row(data: Data, name: str, figures: tuple[tuple[float, float], ...]) -> TableRow:
     variant, _, system = name.partition("-")
     published = dict(zip(("accuracy", "nfe", "hours", "predict"), (Figure(*pair) for pair in figures), strict=True))
-    return Row(name, f"{_VARIANTS[variant][0]}, {system}", partial(experiment, data, name), published)
+    return TableRow(name, f"{_VARIANTS[variant][0]}, {system}", partial(experiment, data, name), published)
 
 
 def _claims(data: Data) -> tuple[Claim, ...]:

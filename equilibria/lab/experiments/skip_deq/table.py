@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from equilibria.lab.experiments.definitions import Claim, Column, Figure, Row, Scale, Table
+from equilibria.lab.experiments.definitions import Claim, Column, Figure, Scale, Table, TableRow
 from equilibria.lab.experiments.skip_deq.experiments import (
     MNIST,
     MNIST_TSIT5,
@@ -176,16 +176,18 @@ def _mnist_table(name: str, title: str, method: Method, note: str, claims: tuple
         name=name,
         title=title,
         source=f"{SOURCE}, Table 1",
-        rows=tuple(Row(row, TITLES[row], partial(mnist_mlp, row, method=method), _mnist_published(row)) for row in VARIANTS),
+        rows=tuple(
+            TableRow(row, TITLES[row], partial(mnist_mlp, row, method=method), _mnist_published(row)) for row in VARIANTS
+        ),
         columns=_MNIST_COLUMNS,
         claims=(*_MNIST_CLAIMS, *claims),
         protocol=_mnist_protocol(note),
     )
 
 
-def _polynomial_row(row: str) -> Row:
+def _polynomial_row(row: str) -> TableRow:
     published = {"skip": {"reduction": Figure(2.8)}, "v2": {"reduction": Figure(1.5)}}
-    return Row(row, TITLES[row], partial(polynomial, row), published.get(row, {}))
+    return TableRow(row, TITLES[row], partial(polynomial, row), published.get(row, {}))
 
 
 _POLYNOMIAL_NOTES = (

@@ -1,4 +1,4 @@
-"""One HTML page that needs nothing but itself, for light and dark screens."""
+"""Self-contained HTML pages with light and dark colours, for the diagnosis and for the reports of runs."""
 
 from __future__ import annotations
 
@@ -7,18 +7,12 @@ from collections.abc import Mapping
 from html import escape
 from importlib.resources import files
 
-STYLE = """
-td.published { opacity: .75; }
-td { font-variant-numeric: tabular-nums; white-space: nowrap; }
-.scale { border: 1px solid var(--line); border-radius: .4rem; padding: .1rem .5rem; font-size: .9rem; }
-"""
-
 Pictures = Mapping[str, tuple[str, bytes]]  # (title, PNG) by name
 
 
 def document(title: str, body: str) -> str:
-    """`body` is HTML, `title` is not."""
-    style = files("equilibria.analysis.diagnosis").joinpath("style.css").read_text() + STYLE
+    """A page whose stylesheet is inline. `title` is text and is escaped; `body` is HTML."""
+    style = files("equilibria.analysis").joinpath("style.css").read_text()
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -27,6 +21,7 @@ def document(title: str, body: str) -> str:
 
 
 def plots(pictures: Pictures) -> str:
+    """The pictures side by side, each with its title as the caption."""
     return '<div class="plots">' + "".join(_figure(title, content) for title, content in pictures.values()) + "</div>"
 
 
