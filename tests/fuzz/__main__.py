@@ -8,6 +8,7 @@ import dataclasses
 import json
 import platform
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from tests.fuzz.strategies import CHOICES, Case, numbered
 
 EXAMPLES = 8  # cases kept of every category
 SAVE_EVERY = 200  # cases between two writings of the file
+ENDLESS = 120  # seconds after which a case counts as one that does not end; most take hundredths of one
 SHRINKING = 200  # cases run at most to make one smaller
 
 
@@ -137,13 +139,20 @@ def _one(case: Case) -> int:
     return int(bool(verdict.findings))
 
 
+def _interrupt(number: int, frame: Any) -> None:
+    raise TimeoutError(f"no end after {ENDLESS} seconds")
+
+
 def _run(tally: Tally, samples: int, file: Path | None) -> None:
     torch.set_num_threads(1)
+    signal.signal(signal.SIGALRM, _interrupt)
     began, before = time.monotonic(), tally.counts["seconds"]
     while tally.counts["samples"] < samples:
         number = tally.counts["next"]
         case = numbered(tally.counts["seed"], number)
+        signal.alarm(ENDLESS)
         tally.enter(number, case, judge(case))
+        signal.alarm(0)
         tally.counts["seconds"] = round(before + time.monotonic() - began, 1)
         if tally.counts["cases"] % SAVE_EVERY == 0:
             _save(tally, file)

@@ -93,3 +93,19 @@ def test_inference_mode_has_no_derivatives_and_says_so() -> None:
         for look in (eq.spectral_radius, eq.jacobian_penalty):
             with pytest.raises(RuntimeError, match=r"torch.inference_mode\(\) forbids: take torch.no_grad"):
                 look(s)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e20])
+def test_a_set_aside_sample_that_others_depend_on_does_not_stop_the_backward(factor: float) -> None:
+    """Its own residual means nothing; with neighbours of any size it must not be waited for."""
+
+    def cell(z: Tensor, x: Tensor) -> Tensor:
+        return 0.5 * z + x + 1e-3 * z.mean(dim=0)
+
+    x = torch.ones(4, 2)
+    x[0] = float("nan")
+    x.requires_grad_()
+    stop = eq.Stop(rtol=1e-4, on_failure="ignore", compact=False)
+    z = eq.fixed_point(cell, torch.zeros(4, 2), x, solver=eq.Picard(), stop=stop).z
+    (grad,) = torch.autograd.grad(z, x, torch.full_like(z, factor))
+    assert bool(torch.isfinite(grad).all())
