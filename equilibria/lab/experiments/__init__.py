@@ -2,7 +2,8 @@
 
 from equilibria.lab.experiments.assignments import SettingError
 from equilibria.lab.experiments.catalogue import UnknownName, experiment, experiments, table, tables
-from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Figure, Profile, Scale, Table, TableRow
+from equilibria.lab.experiments.claims import Claim
+from equilibria.lab.experiments.definitions import Column, Experiment, Figure, Profile, Scale, Table, TableRow
 
 __all__ = [
     "Claim",

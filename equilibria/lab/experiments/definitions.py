@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 from equilibria.lab.experiments.assignments import SettingError, assign
+from equilibria.lab.experiments.claims import Claim
 from equilibria.lab.training.settings import Training, from_plain, to_plain
 from equilibria.lab.training.task import Task
 
@@ -115,26 +116,6 @@ class TableRow:
     title: str
     experiment: Callable[[Scale], Experiment[Any]]
     published: Mapping[str, Figure] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Claim:
-    """What a paper says, as a comparison of means: at_least <= left / right (or left - right) <= at_most.
-
-    right    another row; None: the value of `left` itself is compared
-    against  another column, of `right` or of `left` itself
-    id       under which claims of many tables are collected
-    """
-
-    text: str
-    column: str
-    left: str
-    right: str | None = None
-    by: Literal["ratio", "difference"] = "ratio"
-    at_least: float | None = None
-    at_most: float | None = None
-    against: str | None = None
-    id: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,9 +6,10 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from equilibria.lab.experiments.definitions import MACHINE, Claim, Column, Figure, Scale, Table, TableRow
+from equilibria.lab.experiments.claims import Claim
+from equilibria.lab.experiments.definitions import MACHINE, Column, Figure, Scale, Table, TableRow
 from equilibria.lab.training.durable import read_object
 from equilibria.lab.training.folder import Run
 from equilibria.lab.training.settings import to_plain
@@ -94,7 +95,16 @@ def look(record: Mapping[str, Any], key: str) -> float | None:
     return float(found) if isinstance(found, (int, float)) else None
 
 
-def judge(claim: Claim, results: TableResults) -> Verdict:
+class Figures(Protocol):
+    """The figures of a table's rows, from runs or from a stored report."""
+
+    @property
+    def table(self) -> Table: ...
+
+    def figure(self, row: str, column: Column) -> Figure | None: ...
+
+
+def judge(claim: Claim, results: Figures) -> Verdict:
     """Compare the means of the runs as the claim says."""
     column = results.table.column(claim.column)
     other, compared = _opposite(claim, results.table)

@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("lightning_fabric")
 from equilibria.lab.experiments.catalogue import table
-from equilibria.lab.experiments.definitions import Claim, Column
+from equilibria.lab.experiments.claims import Claim
+from equilibria.lab.experiments.definitions import Column
 from equilibria.lab.reports.figures import pictures
 from equilibria.lab.reports.table import TableResults, collect, judge, value
 from equilibria.lab.reports.write import write_report

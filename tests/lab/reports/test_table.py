@@ -10,7 +10,8 @@ import pytest
 
 pytest.importorskip("lightning_fabric")
 from equilibria.lab.experiments.catalogue import table
-from equilibria.lab.experiments.definitions import Claim, Column
+from equilibria.lab.experiments.claims import Claim
+from equilibria.lab.experiments.definitions import Column
 from equilibria.lab.reports.table import TableResults, as_published, collect, deviations, figure_text, judge, plain, protocol
 from equilibria.lab.reports.write import write_report
 from tests.lab.reports.runs import write_run

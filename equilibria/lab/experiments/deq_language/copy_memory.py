@@ -14,7 +14,8 @@ from equilibria.lab.data.batches import Batches
 from equilibria.lab.data.catalogue import load
 from equilibria.lab.data.sets import Dataset, Split
 from equilibria.lab.data.synthetic import COPIED, SYMBOLS
-from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Figure, Scale, Table, TableRow
+from equilibria.lab.experiments.claims import at_least
+from equilibria.lab.experiments.definitions import Column, Experiment, Figure, Scale, Table, TableRow
 from equilibria.lab.experiments.deq_language.models import LanguageModel
 from equilibria.lab.training.settings import Optimizer, Schedule, Training
 from equilibria.lab.training.task import Loaders, Outcome, Task
@@ -140,12 +141,12 @@ def tables() -> tuple[Table, ...]:
                 Column("residual", "residual, test", "test.residual", digits=4),
             ),
             claims=(
-                Claim(
-                    text="the equilibrium's loss is at least 100 times below that of a GRU of its size (published: 14,000)",
-                    column="loss",
-                    left="gru",
-                    right="deq",
-                    at_least=100.0,
+                at_least(
+                    "loss",
+                    "gru",
+                    "deq",
+                    100.0,
+                    "the equilibrium's loss is at least 100 times below that of a GRU of its size (published: 14,000)",
                 ),
             ),
             protocol={

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, get_args
 
-from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Profile, Scale, Table
+from equilibria.lab.experiments.claims import at_least, column_at_least, column_at_most
+from equilibria.lab.experiments.definitions import Column, Experiment, Profile, Scale, Table
 from equilibria.lab.experiments.deq_language.models import Checkpointing, LanguageModel
 from equilibria.lab.experiments.deq_language.recipes import (
     CUTOFFS,
@@ -63,9 +64,6 @@ def _memory_table() -> Table:
     times = MEMORY_DEPTHS[-1] / MEMORY_DEPTHS[0]
     kept = f"GMRES keeps {DIRECTIONS} directions, whatever the number of its steps."
 
-    def c10(text: str, column: str, left: str, **bounds: Any) -> Claim:
-        return Claim(id="C10", text=text, column=column, left=left, **bounds)
-
     return Table(
         name=MEMORY,
         title="Memory of a training step of DEQ-Transformer",
@@ -75,35 +73,34 @@ def _memory_table() -> Table:
             Column(f"bytes_{k}", f"MB with {k} steps", f"train.peak_bytes_{k}", digits=1, factor=1e-6) for k in MEMORY_DEPTHS
         ),
         claims=(
-            c10(
-                "implicit training takes no more memory with 80 steps than with 5, to 5 %",
+            column_at_most(
                 most,
+                least,
                 "deq",
-                against=least,
-                at_most=1.05,
+                1.05,
+                "implicit training takes no more memory with 80 steps than with 5, to 5 %",
+                id="C10",
             ),
-            c10("neither does UPG", most, "upg", against=least, at_most=1.05),
-            c10("the stack's memory grows with its layers", most, "tied", against=least, at_least=times / 2),
-            c10(
+            column_at_most(most, least, "upg", 1.05, "neither does UPG", id="C10"),
+            column_at_least(most, least, "tied", times / 2, "the stack's memory grows with its layers", id="C10"),
+            column_at_most(
+                most,
+                "bytes_20",
+                "sqrt",
+                2.5,
                 "checkpointed, with their root: from 20 to 80 to less than 2.5 times",
-                most,
-                "sqrt",
-                against="bytes_20",
-                at_most=2.5,
+                id="C10",
             ),
-            c10(
-                "recursively, with their logarithm: from 20 to 80 to less than 1.6 times",
+            column_at_most(
                 most,
+                "bytes_20",
                 "recursive",
-                against="bytes_20",
-                at_most=1.6,
+                1.6,
+                "recursively, with their logarithm: from 20 to 80 to less than 1.6 times",
+                id="C10",
             ),
-            c10(
-                "with 80 steps the checkpointed stack takes more than the equilibrium",
-                most,
-                "sqrt",
-                right="deq",
-                at_least=1.0,
+            at_least(
+                most, "sqrt", "deq", 1.0, "with 80 steps the checkpointed stack takes more than the equilibrium", id="C10"
             ),
         ),
         profiles=(

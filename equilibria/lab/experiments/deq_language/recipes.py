@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from equilibria.lab.data.text import Level
-from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Figure, Profile, Scale, TableRow
+from equilibria.lab.experiments.claims import Claim, at_most, column_at_most
+from equilibria.lab.experiments.definitions import Column, Experiment, Figure, Profile, Scale, TableRow
 from equilibria.lab.experiments.deq_language.data import TextData, TextName
 from equilibria.lab.experiments.deq_language.models import LanguageModel
 from equilibria.lab.experiments.deq_language.task import Language, LanguageSettings
@@ -129,40 +130,40 @@ def row(
 
 
 def as_good(better: str, other: str, text: str, most: float = 1.0) -> Claim:
-    return Claim(id="C11", text=text, column="valid", left=better, right=other, at_most=most)
+    return at_most("valid", better, other, most, text, id="C11")
 
 
 def slower(other: str, name: str, training: str, prediction: str) -> tuple[Claim, Claim]:
     """The equilibrium's time beside that of the row `other`; `training` and `prediction` are what was published of it."""
     return (
-        Claim(
+        at_most(
+            "step",
+            "deq",
+            other,
+            3.0,
+            f"a training step takes at most 3 times that of {name} (published: {training})",
             id="C11",
-            text=f"a training step takes at most 3 times that of {name} (published: {training})",
-            column="step",
-            left="deq",
-            right=other,
-            at_most=3.0,
         ),
-        Claim(
+        at_most(
+            "predict",
+            "deq",
+            other,
+            2.0,
+            f"prediction takes at most 2 times that of {name} (published: {prediction})",
             id="C11",
-            text=f"prediction takes at most 2 times that of {name} (published: {prediction})",
-            column="predict",
-            left="deq",
-            right=other,
-            at_most=2.0,
         ),
     )
 
 
 def settles(row: str) -> Claim:
-    return Claim(
-        id="C12",
-        text=f"plain iteration of the {'stack' if row != 'deq' else 'equilibrium'}'s layer approaches a fixed point: the "
+    return column_at_most(
+        f"change_{DEPTHS[-1]}",
+        "change_2",
+        row,
+        0.1,
+        f"plain iteration of the {'stack' if row != 'deq' else 'equilibrium'}'s layer approaches a fixed point: the "
         f"state moves ten times less at depth {DEPTHS[-1]} than at depth 2",
-        column=f"change_{DEPTHS[-1]}",
-        left=row,
-        against="change_2",
-        at_most=0.1,
+        id="C12",
     )
 
 

@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any
 
 from equilibria.lab.data.text import Level
-from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Scale, Table
+from equilibria.lab.experiments.claims import Claim, at_most
+from equilibria.lab.experiments.definitions import Column, Experiment, Scale, Table
 from equilibria.lab.experiments.deq_language.models import LanguageModel
 from equilibria.lab.experiments.deq_language.recipes import (
     BASIC,
@@ -102,21 +103,21 @@ def _stack_claims() -> tuple[Claim, ...]:
     return (
         as_good("deq", "tied", f"the equilibrium's validation perplexity is at most that of the {LAYERS}-layer stack"),
         _untied_claim(),
-        Claim(
+        at_most(
+            "memory_step",
+            "deq",
+            "tied",
+            1 / 3,
+            f"a training step of the equilibrium takes at most a third of the memory of the {LAYERS}-layer stack's",
             id="C10",
-            text=f"a training step of the equilibrium takes at most a third of the memory of the {LAYERS}-layer stack's",
-            column="memory_step",
-            left="deq",
-            right="tied",
-            at_most=1 / 3,
         ),
-        Claim(
+        at_most(
+            "memory_step",
+            "deq",
+            "tied-checkpointed",
+            1.0,
+            "checkpointing saves memory, but less than the equilibrium does",
             id="C10",
-            text="checkpointing saves memory, but less than the equilibrium does",
-            column="memory_step",
-            left="deq",
-            right="tied-checkpointed",
-            at_most=1.0,
         ),
         *slower("untied", "the untied stack", "2.82, 18 layers", "1.76, 18 layers"),
         settles("tied"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Literal
 
-from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Scale, Table
+from equilibria.lab.experiments.claims import Claim, at_most
+from equilibria.lab.experiments.definitions import Column, Experiment, Scale, Table
 from equilibria.lab.experiments.deq_language.data import TextName
 from equilibria.lab.experiments.deq_language.models import LanguageModel
 from equilibria.lab.experiments.deq_language.recipes import (
@@ -150,23 +151,23 @@ def _claims() -> tuple[Claim, ...]:
     for deq, explicit, published, most in _PAIRS:
         names = f"{_ROWS[deq][0]} beside {_ROWS[explicit][0]}"
         found.append(
-            Claim(
+            at_most(
+                "valid",
+                deq,
+                explicit,
+                1.02,
+                f"{names}: validation perplexity at most 2 % above (published, test: {published})",
                 id="C11",
-                text=f"{names}: validation perplexity at most 2 % above (published, test: {published})",
-                column="valid",
-                left=deq,
-                right=explicit,
-                at_most=1.02,
             )
         )
         found.append(
-            Claim(
+            at_most(
+                "memory",
+                deq,
+                explicit,
+                most,
+                f"{names}: at most {'half of ' * (most < 1)}the memory of a training step",
                 id="C10",
-                text=f"{names}: at most {'half of ' * (most < 1)}the memory of a training step",
-                column="memory",
-                left=deq,
-                right=explicit,
-                at_most=most,
             )
         )
     for deq, explicit, train, predict in (
@@ -176,13 +177,13 @@ def _claims() -> tuple[Claim, ...]:
         names = f"{_ROWS[deq][0]} beside {_ROWS[explicit][0]}"
         for column, what, ratio in (("step", "training step", train), ("predict", "prediction", predict)):
             found.append(
-                Claim(
+                at_most(
+                    column,
+                    deq,
+                    explicit,
+                    1.5 * ratio,
+                    f"{names}: a {what} takes at most 1.5 times as long as published ({ratio})",
                     id="C11",
-                    text=f"{names}: a {what} takes at most 1.5 times as long as published ({ratio})",
-                    column=column,
-                    left=deq,
-                    right=explicit,
-                    at_most=1.5 * ratio,
                 )
             )
     return tuple(found)

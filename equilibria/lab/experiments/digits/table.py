@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Scale, Table, TableRow
+from equilibria.lab.experiments.claims import at_most, higher
+from equilibria.lab.experiments.definitions import Column, Experiment, Scale, Table, TableRow
 from equilibria.lab.experiments.skip_deq.task import Classify, MLPSettings
 from equilibria.lab.training.settings import Optimizer, Schedule, Training
 from equilibria.models.images.skip_mlp import SkipSolver
@@ -56,15 +57,14 @@ def tables() -> tuple[Table, ...]:
                 Column("radius", "spectral radius", "test.spectral_radius", digits=3),
             ),
             claims=(
-                Claim(
-                    text="the equilibrium is as accurate as the explicit network, to 1 point",
-                    column="accuracy",
-                    left="deq",
-                    right="explicit",
-                    by="difference",
-                    at_least=-1.0,
+                higher(
+                    "accuracy",
+                    "deq",
+                    "explicit",
+                    "the equilibrium is as accurate as the explicit network, to 1 point",
+                    by=-1.0,
                 ),
-                Claim(text="V2 needs fewer evaluations than DEQ", column="nfe", left="v2", right="deq", at_most=0.999),
+                at_most("nfe", "v2", "deq", 0.999, "V2 needs fewer evaluations than DEQ"),
             ),
             protocol={
                 "debug": ("Debug scale: 2 epochs.", *notes),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Figure, Scale, Table, TableRow
+from equilibria.lab.experiments.claims import Claim, alike, at_least, at_most
+from equilibria.lab.experiments.definitions import Column, Experiment, Figure, Scale, Table, TableRow
 from equilibria.lab.experiments.ignn.node_table import EVALUATIONS, GU, PARAMETERS, PRODUCTS, STEP, upg
 from equilibria.lab.experiments.ignn.node_task import Nodes, NodeSet, NodeSettings
 from equilibria.lab.experiments.ignn.task import LayerOptions, SolverName
@@ -43,31 +44,29 @@ def _parts(row: str) -> tuple[NodeSet, str]:
 
 
 def _planetoid_claims() -> tuple[Claim, ...]:
-    alike = [
-        Claim(
+    close = [
+        alike(
+            "accuracy",
+            f"{data}-upg",
+            f"{data}-implicit",
+            1.0,
+            f"on {data.capitalize()} UPG is as accurate as implicit training, to 1 point",
             id="C13",
-            text=f"on {data.capitalize()} UPG is as accurate as implicit training, to 1 point",
-            column="accuracy",
-            left=f"{data}-upg",
-            right=f"{data}-implicit",
-            by="difference",
-            at_least=-1.0,
-            at_most=1.0,
         )
         for data in _GCN
     ]
     faster = [
-        Claim(
+        at_least(
+            "epoch",
+            f"{data}-implicit",
+            f"{data}-upg",
+            1.4,
+            f"on {data.capitalize()} an epoch with UPG is at least 1.4 times faster than an implicit one",
             id="C7",
-            text=f"on {data.capitalize()} an epoch with UPG is at least 1.4 times faster than an implicit one",
-            column="epoch",
-            left=f"{data}-implicit",
-            right=f"{data}-upg",
-            at_least=1.4,
         )
         for data in _GCN
     ]
-    return (*alike, *faster)
+    return (*close, *faster)
 
 
 def _planetoid_table() -> Table:
@@ -147,12 +146,8 @@ def _solver_table() -> Table:
             Column("accuracy", "test accuracy, %", "test.accuracy", digits=1, factor=100, epochs="selected"),
         ),
         claims=tuple(
-            Claim(
-                text=f"Anderson's method needs at most half of Picard's {what} at kappa 0.98",
-                column=column,
-                left="anderson",
-                right="picard",
-                at_most=0.5,
+            at_most(
+                column, "anderson", "picard", 0.5, f"Anderson's method needs at most half of Picard's {what} at kappa 0.98"
             )
             for column, what in (("evaluations", "evaluations"), ("products", "products with the Jacobian"))
         ),

@@ -6,7 +6,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Figure, Profile, Scale, Table, TableRow
+from equilibria.lab.experiments.claims import Claim, alike, higher, value_at_least, value_at_most
+from equilibria.lab.experiments.definitions import Column, Experiment, Figure, Profile, Scale, Table, TableRow
 from equilibria.lab.experiments.ignn.node_task import Chains, ChainSettings, Labels, LabelSettings
 from equilibria.lab.experiments.ignn.task import LayerOptions
 from equilibria.lab.training.settings import Optimizer, Training
@@ -63,14 +64,13 @@ def ppi(row: str, scale: Scale = "full") -> Experiment[LabelSettings]:
 def _ppi_table() -> Table:
     key = "test.micro_f1"
     alike = [
-        Claim(
+        higher(
+            "best",
+            row,
+            "implicit",
+            f"IGNN with UPG, damping {damping}, is within 1.5 points of implicit training, as published",
+            by=-1.5,
             id="C13",
-            text=f"IGNN with UPG, damping {damping}, is within 1.5 points of implicit training, as published",
-            column="best",
-            left=row,
-            right="implicit",
-            by="difference",
-            at_least=-1.5,
         )
         for row, (damping, _) in _PPI.items()
         if damping is not None
@@ -150,22 +150,15 @@ def _chain_claims() -> tuple[Claim, ...]:
     found = []
     for length in LENGTHS[1:]:
         found += [
-            Claim(text=f"IGNN tells the class over {length} nodes", column=f"at_{length}", left="implicit", at_least=95.0),
-            Claim(
-                text=f"two graph convolutions stay near chance over {length} nodes",
-                column=f"at_{length}",
-                left="gcn",
-                at_most=65.0,
-            ),
-            Claim(
+            value_at_least(f"at_{length}", "implicit", 95.0, f"IGNN tells the class over {length} nodes"),
+            value_at_most(f"at_{length}", "gcn", 65.0, f"two graph convolutions stay near chance over {length} nodes"),
+            alike(
+                f"at_{length}",
+                "upg",
+                "implicit",
+                5.0,
+                f"over {length} nodes UPG is as accurate as implicit training, to 5 points",
                 id="C13",
-                text=f"over {length} nodes UPG is as accurate as implicit training, to 5 points",
-                column=f"at_{length}",
-                left="upg",
-                right="implicit",
-                by="difference",
-                at_least=-5.0,
-                at_most=5.0,
             ),
         ]
     return tuple(found)

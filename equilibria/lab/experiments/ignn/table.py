@@ -9,7 +9,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Literal, get_args
 
-from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Figure, Scale, Table, TableRow
+from equilibria.lab.experiments.claims import Claim, alike, value_at_least
+from equilibria.lab.experiments.definitions import Column, Experiment, Figure, Scale, Table, TableRow
 from equilibria.lab.experiments.ignn.citation_table import tables as citation_tables
 from equilibria.lab.experiments.ignn.node_table import EVALUATIONS, GENG, PARAMETERS, PRODUCTS, STEP, upg
 from equilibria.lab.experiments.ignn.node_table import tables as node_tables
@@ -111,30 +112,28 @@ def _as_published(data: Data) -> list[Claim]:
 def _claims(data: Data, honest: bool) -> tuple[Claim, ...]:
     std = _PUBLISHED[data]["implicit"].std
     assert std is not None
-    alike = [
-        Claim(
+    close = [
+        alike(
+            "selected" if honest else "best",
+            row,
+            "implicit",
+            std,
+            f"{TITLES[row]}, is as accurate as implicit training, to the published deviation of {std} points",
             id="C13",
-            text=f"{TITLES[row]}, is as accurate as implicit training, to the published deviation of {std} points",
-            column="selected" if honest else "best",
-            left=row,
-            right="implicit",
-            by="difference",
-            at_least=-std,
-            at_most=std,
         )
         for row in PHANTOM
     ]
     faster = [
-        Claim(
+        value_at_least(
+            "speed",
+            row,
+            1.4,
+            f"a training step of {TITLES[row]}, is at least 1.4 times faster than an implicit one",
             id="C7",
-            text=f"a training step of {TITLES[row]}, is at least 1.4 times faster than an implicit one",
-            column="speed",
-            left=row,
-            at_least=1.4,
         )
         for row in PHANTOM
     ]
-    return (*alike, *faster) if honest else (*_as_published(data), *alike, *faster)
+    return (*close, *faster) if honest else (*_as_published(data), *close, *faster)
 
 
 def _notes(data: Data, honest: bool) -> tuple[str, ...]:

@@ -6,7 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Profile, Scale, Table
+from equilibria.lab.experiments.claims import Claim, at_most, column_at_least, value_at_least
+from equilibria.lab.experiments.definitions import Column, Experiment, Profile, Scale, Table
 from equilibria.lab.experiments.deq_language.data import TextName
 from equilibria.lab.experiments.deq_language.models import Adjoint, Differentiating, LanguageModel
 from equilibria.lab.experiments.deq_language.recipes import (
@@ -156,31 +157,33 @@ def _untied(scale: Scale) -> LanguageSettings:
 
 
 def _jr_claims() -> tuple[Claim, ...]:
-    def c3(text: str, column: str, left: str, right: str | None = None, **bounds: Any) -> Claim:
-        return Claim(id="C3", text=text, column=column, left=left, right=right, **bounds)
-
     return (
-        c3("post-LN, Jacobian regularization halves the evaluations", "nfe", "post-jr", "post", at_most=0.5),
-        c3("at a validation perplexity within 2 %", "valid", "post-jr", "post", at_most=1.02),
-        c3("and lowers the spectral radius", "radius", "post-jr", "post", at_most=1.0),
-        c3("trained with as few steps, the model without it is no better", "valid", "post-jr", "post-12", at_most=1.0),
-        c3(
-            "stopping the unregularized model after 6 steps costs perplexity (published: 24.0 to 29.2, after 12)",
+        at_most("nfe", "post-jr", "post", 0.5, "post-LN, Jacobian regularization halves the evaluations", id="C3"),
+        at_most("valid", "post-jr", "post", 1.02, "at a validation perplexity within 2 %", id="C3"),
+        at_most("radius", "post-jr", "post", 1.0, "and lowers the spectral radius", id="C3"),
+        at_most("valid", "post-jr", "post-12", 1.0, "trained with as few steps, the model without it is no better", id="C3"),
+        column_at_least(
             "at_6",
+            "perplexity",
             "post",
-            against="perplexity",
-            at_least=1.01,
+            1.01,
+            "stopping the unregularized model after 6 steps costs perplexity (published: 24.0 to 29.2, after 12)",
+            id="C3",
         ),
         *(
-            c3(f"stopped after {k}, the regularized model is the better one", f"at_{k}", "post-jr", "post", at_most=1.0)
+            at_most(
+                f"at_{k}", "post-jr", "post", 1.0, f"stopped after {k}, the regularized model is the better one", id="C3"
+            )
             for k in AT[:3]
         ),
-        c3("pre-LN, it halves the evaluations", "nfe", "pre-jr", "pre", at_most=0.5),
-        c3("at a validation perplexity within 2 % of the unregularized one's", "valid", "pre-jr", "pre", at_most=1.02),
-        c3("pre-LN without it, at least half of the solves fail (published: diverged)", "failed", "pre", at_least=50.0),
-        c3("the same with plain sums", "failed", "pre-plain", at_least=50.0),
-        c3("pre-LN with it, the residual is at most a tenth", "residual", "pre-jr", "pre", at_most=0.1),
-        c3("and the perplexity within 2 % of post-LN's", "valid", "pre-jr", "post", at_most=1.02),
+        at_most("nfe", "pre-jr", "pre", 0.5, "pre-LN, it halves the evaluations", id="C3"),
+        at_most("valid", "pre-jr", "pre", 1.02, "at a validation perplexity within 2 % of the unregularized one's", id="C3"),
+        value_at_least(
+            "failed", "pre", 50.0, "pre-LN without it, at least half of the solves fail (published: diverged)", id="C3"
+        ),
+        value_at_least("failed", "pre-plain", 50.0, "the same with plain sums", id="C3"),
+        at_most("residual", "pre-jr", "pre", 0.1, "pre-LN with it, the residual is at most a tenth", id="C3"),
+        at_most("valid", "pre-jr", "post", 1.02, "and the perplexity within 2 % of post-LN's", id="C3"),
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Figure, Profile, Scale, Table, TableRow
+from equilibria.lab.experiments.claims import Claim, at_most, column_lower, higher
+from equilibria.lab.experiments.definitions import Column, Experiment, Figure, Profile, Scale, Table, TableRow
 from equilibria.lab.experiments.jfb.task import Plain, PlainSettings
 from equilibria.lab.experiments.mdeq.cifar import COLUMNS, COSINE, experiment, images
 from equilibria.lab.experiments.mdeq.task import MDEQOptions, MDEQSettings, Multiscale
@@ -74,51 +75,40 @@ def _training(scale: Scale, pretraining: int) -> Training:
 
 def _claims() -> tuple[Claim, ...]:
     better = [
-        Claim(
+        higher(
+            f"at_{k}",
+            "mdeq-jr",
+            "mdeq",
+            f"stopped after {k} step{'s' * (k > 1)}, the regularized model is the more accurate one",
             id="C3",
-            text=f"stopped after {k} step{'s' * (k > 1)}, the regularized model is the more accurate one",
-            column=f"at_{k}",
-            left="mdeq-jr",
-            right="mdeq",
-            by="difference",
-            at_least=0.0,
         )
         for k in AT
     ]
     return (
-        Claim(
+        at_most(
+            "nfe",
+            "mdeq-jr",
+            "mdeq",
+            0.5,
+            "Jacobian regularization halves the evaluations (published: 6 in place of 17)",
             id="C3",
-            text="Jacobian regularization halves the evaluations (published: 6 in place of 17)",
-            column="nfe",
-            left="mdeq-jr",
-            right="mdeq",
-            at_most=0.5,
         ),
-        Claim(
+        higher(
+            "accuracy",
+            "mdeq-jr",
+            "mdeq",
+            "Jacobian regularization costs at most a point of accuracy (published: 0.5)",
+            by=-1.0,
             id="C3",
-            text="Jacobian regularization costs at most a point of accuracy (published: 0.5)",
-            column="accuracy",
-            left="mdeq-jr",
-            right="mdeq",
-            by="difference",
-            at_least=-1.0,
         ),
-        Claim(
+        at_most("radius", "mdeq-jr", "mdeq", 1.0, "Jacobian regularization lowers the spectral radius", id="C3"),
+        column_lower(
+            "at_6",
+            "accuracy",
+            "mdeq",
+            "stopping the unregularized model after 6 steps costs accuracy (published: 4.5 points)",
+            by=0.5,
             id="C3",
-            text="Jacobian regularization lowers the spectral radius",
-            column="radius",
-            left="mdeq-jr",
-            right="mdeq",
-            at_most=1.0,
-        ),
-        Claim(
-            id="C3",
-            text="stopping the unregularized model after 6 steps costs accuracy (published: 4.5 points)",
-            column="at_6",
-            left="mdeq",
-            against="accuracy",
-            by="difference",
-            at_most=-0.5,
         ),
         *better,
     )

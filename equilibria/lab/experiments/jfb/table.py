@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal, get_args
 
-from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Figure, Scale, Table, TableRow
+from equilibria.lab.experiments.claims import Claim, at_least, higher
+from equilibria.lab.experiments.definitions import Column, Experiment, Figure, Scale, Table, TableRow
 from equilibria.lab.experiments.image_task import ImageData
 from equilibria.lab.experiments.jfb.task import (
     Flowing,
@@ -163,39 +164,23 @@ def _row(data: Data, name: str, published: Mapping[str, float]) -> TableRow:
 
 def _claims(data: str) -> tuple[Claim, ...]:
     return (
-        Claim(
+        at_least(
+            "epoch",
+            "jacobian",
+            "jfb",
+            _FASTER[data],
+            f"JFB trains an epoch at least {_FASTER[data]} times faster than the exact gradient, as published",
             id="C5",
-            text=f"JFB trains an epoch at least {_FASTER[data]} times faster than the exact gradient, as published",
-            column="epoch",
-            left="jacobian",
-            right="jfb",
-            at_least=_FASTER[data],
         ),
-        Claim(
-            id="C5",
-            text="JFB is at least as accurate as the exact gradient",
-            column="accuracy",
-            left="jfb",
-            right="jacobian",
-            by="difference",
-            at_least=0.0,
-        ),
-        Claim(
-            id="C6",
-            text="the implicit network is at least as accurate as its explicit twin",
-            column="accuracy",
-            left="jfb",
-            right="explicit",
-            by="difference",
-            at_least=0.0,
-        ),
-        Claim(
+        higher("accuracy", "jfb", "jacobian", "JFB is at least as accurate as the exact gradient", id="C5"),
+        higher("accuracy", "jfb", "explicit", "the implicit network is at least as accurate as its explicit twin", id="C6"),
+        at_least(
+            "step",
+            "jfb",
+            "explicit",
+            1.0,
+            "a step of the implicit network takes longer than one of the explicit network",
             id="C11",
-            text="a step of the implicit network takes longer than one of the explicit network",
-            column="step",
-            left="jfb",
-            right="explicit",
-            at_least=1.0,
         ),
     )
 

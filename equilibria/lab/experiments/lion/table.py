@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Scale, Table, TableRow
+from equilibria.lab.experiments.claims import Claim, at_most, higher, value_at_most
+from equilibria.lab.experiments.definitions import Column, Experiment, Scale, Table, TableRow
 from equilibria.lab.experiments.lion.backbones import Tuning
 from equilibria.lab.experiments.lion.task import Prompt, PromptSettings
 from equilibria.lab.training.settings import Optimizer, Schedule, Training
@@ -57,31 +58,11 @@ def _training(row: str, scale: Scale) -> Training:
 
 def _claims() -> tuple[Claim, ...]:
     return (
-        Claim(
-            text="LION is more accurate than a linear probe",
-            column="accuracy",
-            left="lion",
-            right="probe",
-            by="difference",
-            at_least=0.0,
-        ),
-        Claim(
-            text="LION trains at most a quarter of the weights of full fine-tuning",
-            column="trained",
-            left="lion",
-            right="finetune",
-            at_most=0.25,
-        ),
-        Claim(
-            text="pruned LION is as accurate as LION, to 1 point",
-            column="accuracy",
-            left="lion-pruned",
-            right="lion",
-            by="difference",
-            at_least=-1.0,
-        ),
+        higher("accuracy", "lion", "probe", "LION is more accurate than a linear probe"),
+        at_most("trained", "lion", "finetune", 0.25, "LION trains at most a quarter of the weights of full fine-tuning"),
+        higher("accuracy", "lion-pruned", "lion", "pruned LION is as accurate as LION, to 1 point", by=-1.0),
         *(
-            Claim(text=f"{_TITLES[row]} leaves the backbone as it was", column="moved", left=row, at_most=0.0)
+            value_at_most("moved", row, 0.0, f"{_TITLES[row]} leaves the backbone as it was")
             for row in ("probe", "lion", "lion-pruned")
         ),
     )

@@ -16,7 +16,8 @@ from equilibria.gradients.base import Gradient
 from equilibria.gradients.implicit import Implicit
 from equilibria.gradients.phantom import UnrolledPhantom
 from equilibria.gradients.unrolled import Unrolled
-from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Profile, Scale, Table, TableRow
+from equilibria.lab.experiments.claims import Claim, at_least, at_most, column_at_least, column_at_most
+from equilibria.lab.experiments.definitions import Column, Experiment, Profile, Scale, Table, TableRow
 from equilibria.lab.experiments.image_task import Batch, ImageData, ImageSettings, ImageTask, judged, now
 from equilibria.lab.experiments.mdeq.task import MDEQOptions
 from equilibria.lab.training.settings import Training
@@ -124,53 +125,53 @@ def experiment(kind: Kind, scale: Scale = "full") -> Experiment[Any]:
 def _claims() -> tuple[Claim, ...]:
     most, least = DEPTHS[-1], DEPTHS[0]
     return (
-        Claim(
+        column_at_most(
+            f"bytes_{most}",
+            f"bytes_{least}",
+            "implicit",
+            1.05,
+            f"implicit training takes no more memory with {most} steps than with {least}, to 5 %",
             id="C10",
-            text=f"implicit training takes no more memory with {most} steps than with {least}, to 5 %",
-            column=f"bytes_{most}",
-            left="implicit",
-            against=f"bytes_{least}",
-            at_most=1.05,
         ),
-        Claim(
+        column_at_most(
+            f"bytes_{most}",
+            f"bytes_{least}",
+            "implicit-default",
+            2.0,
+            "with the default, which keeps more directions where a step gains little, it is at most twice as much",
             id="C10",
-            text="with the default, which keeps more directions where a step gains little, it is at most twice as much",
-            column=f"bytes_{most}",
-            left="implicit-default",
-            against=f"bytes_{least}",
-            at_most=2.0,
         ),
-        Claim(
+        column_at_least(
+            f"bytes_{most}",
+            f"bytes_{least}",
+            "bptt",
+            most / least / 2,
+            f"the unrolled network takes at least {most // least // 2} times the memory with {most} steps",
             id="C10",
-            text=f"the unrolled network takes at least {most // least // 2} times the memory with {most} steps",
-            column=f"bytes_{most}",
-            left="bptt",
-            against=f"bytes_{least}",
-            at_least=most / least / 2,
         ),
-        Claim(
+        column_at_most(
+            "bytes_80",
+            "bytes_20",
+            "checkpointed",
+            2.5,
+            "checkpointing grows with the root of the steps: from 20 to 80 to less than 2.5 times",
             id="C10",
-            text="checkpointing grows with the root of the steps: from 20 to 80 to less than 2.5 times",
-            column="bytes_80",
-            left="checkpointed",
-            against="bytes_20",
-            at_most=2.5,
         ),
-        Claim(
+        at_most(
+            "bytes_80",
+            "implicit",
+            "bptt",
+            0.1,
+            "with 80 steps, implicit training takes less than a tenth of the unrolled network's memory",
             id="C10",
-            text="with 80 steps, implicit training takes less than a tenth of the unrolled network's memory",
-            column="bytes_80",
-            left="implicit",
-            right="bptt",
-            at_most=0.1,
         ),
-        Claim(
+        at_least(
+            "seconds_20",
+            "implicit",
+            "bptt",
+            1.0,
+            "at equal steps, implicit training takes longer than the unrolled network (published: 2 to 3 times)",
             id="C11",
-            text="at equal steps, implicit training takes longer than the unrolled network (published: 2 to 3 times)",
-            column="seconds_20",
-            left="implicit",
-            right="bptt",
-            at_least=1.0,
         ),
     )
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Scale, Table, TableRow
+from equilibria.lab.experiments.claims import Claim, higher
+from equilibria.lab.experiments.definitions import Column, Experiment, Scale, Table, TableRow
 from equilibria.lab.experiments.mdeq.segmentation_task import Segmentation, SegmentSettings
 from equilibria.lab.experiments.mdeq.task import MDEQOptions
 from equilibria.lab.training.settings import Optimizer, Schedule, Training
@@ -74,13 +75,8 @@ def _training(row: str, scale: Scale) -> Training:
 
 def _claims() -> tuple[Claim, ...]:
     return tuple(
-        Claim(
-            text=f"at the same training time the mean IoU of MDEQ is above that of its twin, {_TITLES[row]}",
-            column="iou",
-            left="mdeq",
-            right=row,
-            by="difference",
-            at_least=0.0,
+        higher(
+            "iou", "mdeq", row, f"at the same training time the mean IoU of MDEQ is above that of its twin, {_TITLES[row]}"
         )
         for row in ("explicit", "explicit-1")
     )

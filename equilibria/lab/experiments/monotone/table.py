@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Figure, Scale, Table, TableRow
+from equilibria.lab.experiments.claims import Claim, value_at_most
+from equilibria.lab.experiments.definitions import Column, Experiment, Figure, Scale, Table, TableRow
 from equilibria.lab.experiments.image_task import ImageData, ImageSet
 from equilibria.lab.experiments.monotone.task import Monotone, MonotoneSettings
 from equilibria.lab.training.settings import Optimizer, Schedule, Training
@@ -61,20 +62,20 @@ def _claims() -> tuple[Claim, ...]:
     for name, (data, *_, published) in _ROWS.items():
         if published is not None and data != "svhn":
             found.append(
-                Claim(
-                    text=f"{_row(name).title}: the error after one epoch is at most a point above the published one",
-                    column="error",
-                    left=name,
-                    at_most=published + 1.0,
+                value_at_most(
+                    "error",
+                    name,
+                    published + 1.0,
+                    f"{_row(name).title}: the error after one epoch is at most a point above the published one",
                 )
             )
         if name.endswith("mnist"):
             found.append(
-                Claim(
-                    text=f"{_row(name).title}: Peaceman-Rachford splitting takes at most 9 steps, as published",
-                    column="steps",
-                    left=name,
-                    at_most=9.0,
+                value_at_most(
+                    "steps",
+                    name,
+                    9.0,
+                    f"{_row(name).title}: Peaceman-Rachford splitting takes at most 9 steps, as published",
                 )
             )
     return tuple(found)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Scale, Table
+from equilibria.lab.experiments.claims import at_least, at_most, value_at_least
+from equilibria.lab.experiments.definitions import Column, Experiment, Scale, Table
 from equilibria.lab.experiments.deq_language.recipes import BASIC, DEBUG, MEMORY_NOTE, made, reduced_note, row
 from equilibria.lab.experiments.jacobian_regularization.language_table import JR_PRE, POST, WORDS, methods_training
 
@@ -55,36 +56,36 @@ def _phantom_table() -> Table:
         rows=tuple(row(name, r.title, phantom, _PHANTOM_PUBLISHED.get(name)) for name, r in _PHANTOM_ROWS.items()),
         columns=(*BASIC, Column("speed", "speed over Broyden's method, post-LN", "seconds_step", over="post-implicit")),
         claims=(
-            Claim(
+            value_at_least(
+                "speed",
+                "post-upg",
+                1.4,
+                "post-LN, a training step with UPG is at least 1.4 times faster than the published implicit one (1.7)",
                 id="C7",
-                text="post-LN, a training step with UPG is at least 1.4 times faster than the published implicit one (1.7)",
-                column="speed",
-                left="post-upg",
-                at_least=1.4,
             ),
-            Claim(
+            at_most(
+                "valid",
+                "post-upg",
+                "post-implicit",
+                1.07,
+                "post-LN, UPG's perplexity is at most 7 % above the implicit one's, as published",
                 id="C7",
-                text="post-LN, UPG's perplexity is at most 7 % above the implicit one's, as published",
-                column="valid",
-                left="post-upg",
-                right="post-implicit",
-                at_most=1.07,
             ),
-            Claim(
+            at_most(
+                "valid",
+                "pre-jr-upg",
+                "pre-jr-implicit",
+                1.02,
+                "pre-LN with the penalty, UPG's perplexity is within 2 % of the implicit one's (published: -0.4 %)",
                 id="C7",
-                text="pre-LN with the penalty, UPG's perplexity is within 2 % of the implicit one's (published: -0.4 %)",
-                column="valid",
-                left="pre-jr-upg",
-                right="pre-jr-implicit",
-                at_most=1.02,
             ),
-            Claim(
+            at_least(
+                "step",
+                "pre-jr-implicit",
+                "pre-jr-upg",
+                1.0,
+                "pre-LN with the penalty, a step with UPG is faster than an implicit one (published: 2.2 to 1.7)",
                 id="C7",
-                text="pre-LN with the penalty, a step with UPG is faster than an implicit one (published: 2.2 to 1.7)",
-                column="step",
-                left="pre-jr-implicit",
-                right="pre-jr-upg",
-                at_least=1.0,
             ),
         ),
         protocol={

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Figure, Profile, Scale, Table, TableRow
+from equilibria.lab.experiments.claims import Claim, at_least, column_higher, column_lower, higher, lower, value_at_least
+from equilibria.lab.experiments.definitions import Column, Experiment, Figure, Profile, Scale, Table, TableRow
 from equilibria.lab.experiments.image_task import ImageData
 from equilibria.lab.experiments.mdeq.cifar import COLUMNS, COSINE, experiment, images
 from equilibria.lab.experiments.mdeq.task import Differentiating, MDEQOptions, MDEQSettings, Multiscale
@@ -100,25 +101,21 @@ def phantom(name: str, scale: Scale = "full") -> Experiment[Any]:
     return experiment(f"{PHANTOM}-{name}", f"MDEQ on CIFAR-10, {recipe.title}", settings, training, Multiscale, scale)
 
 
-def _difference(id: str, text: str, column: str, left: str, *, right: str | None = None, **more: Any) -> Claim:
-    return Claim(id=id, text=text, column=column, left=left, right=right, by="difference", **more)
-
-
 def _cost_claims() -> tuple[Claim, ...]:
     faster = {
         "implicit-sgd-no-pretraining": "a training step with UPG is at least 1.4 times faster than an implicit one",
         "implicit-sgd-adaptive": "it is so, too, if implicit solves may stop at a residual of 0.001",
     }
     return (
-        *(Claim(id="C7", text=text, column="step", left=row, right="upg", at_least=1.4) for row, text in faster.items()),
+        *(at_least("step", row, "upg", 1.4, text, id="C7") for row, text in faster.items()),
         *(
-            _difference(
-                id,
-                f"{row.upper()} is at most 0.5 points less accurate than implicit training",
+            higher(
                 "accuracy",
                 row,
-                right="implicit",
-                at_least=-0.5,
+                "implicit",
+                f"{row.upper()} is at most 0.5 points less accurate than implicit training",
+                by=-0.5,
+                id=id,
             )
             for row, id in (("upg", "C7"), ("npg", ""))
         ),
@@ -127,13 +124,13 @@ def _cost_claims() -> tuple[Claim, ...]:
 
 def _cosine_claims() -> tuple[Claim, ...]:
     positive = (
-        Claim(
-            id="C8",
-            text=f"UPG of {k} step{'s' * (k > 1)} is an ascent direction in every epoch: its cosine with the exact "
+        value_at_least(
+            f"low_upg_{k}",
+            "upg",
+            0.0,
+            f"UPG of {k} step{'s' * (k > 1)} is an ascent direction in every epoch: its cosine with the exact "
             "gradient is positive",
-            column=f"low_upg_{k}",
-            left="upg",
-            at_least=0.0,
+            id="C8",
         )
         for k in COSINES
     )
@@ -142,10 +139,10 @@ def _cosine_claims() -> tuple[Claim, ...]:
     upg_holds = "in the model trained with UPG, UPG's cosine does not fall from 5 to 15 steps"
     return (
         *positive,
-        _difference("C8", "the cosine rises with the steps, from 1 to 9", "upg_9", "upg", against="upg_1", at_least=0.0),
-        _difference("C9", below, "npg_15", "npg", against="upg_15", at_most=-0.01),
-        _difference("C9", npg_falls, "npg_15", "npg", against="npg_5", at_most=-0.01),
-        _difference("C9", upg_holds, "upg_15", "upg", against="upg_5", at_least=0.0),
+        column_higher("upg_9", "upg_1", "upg", "the cosine rises with the steps, from 1 to 9", id="C8"),
+        column_lower("npg_15", "upg_15", "npg", below, by=0.01, id="C9"),
+        column_lower("npg_15", "npg_5", "npg", npg_falls, by=0.01, id="C9"),
+        column_higher("upg_15", "upg_5", "upg", upg_holds, id="C9"),
     )
 
 
@@ -155,9 +152,9 @@ def _pretraining_claims() -> tuple[Claim, ...]:
     loses_sgd = "so it does with SGD (published: 1.6 points)"
     upg = "UPG, without pre-training, is more accurate than implicit training without it"
     return (
-        _difference("C14", loses, "accuracy", adam, right="implicit", at_most=0.0),
-        _difference("C14", loses_sgd, "accuracy", sgd, right="implicit-sgd", at_most=0.0),
-        _difference("C14", upg, "accuracy", "upg", right=sgd, at_least=0.0),
+        lower("accuracy", adam, "implicit", loses, id="C14"),
+        lower("accuracy", sgd, "implicit-sgd", loses_sgd, id="C14"),
+        higher("accuracy", "upg", sgd, upg, id="C14"),
     )
 
 
@@ -242,12 +239,12 @@ def _large_table() -> Table:
         ),
         columns=(*COLUMNS, Column("speed", "speed over implicit", "seconds_step", over="implicit")),
         claims=(
-            Claim(
+            value_at_least(
+                "speed",
+                "upg",
+                1.4,
+                "a training step with UPG is at least 1.4 times faster than an implicit one, as published",
                 id="C7",
-                text="a training step with UPG is at least 1.4 times faster than an implicit one, as published",
-                column="speed",
-                left="upg",
-                at_least=1.4,
             ),
         ),
         protocol={

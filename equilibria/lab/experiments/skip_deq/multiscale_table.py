@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal, get_args
 
-from equilibria.lab.experiments.definitions import Claim, Column, Experiment, Figure, Scale, Table, TableRow
+from equilibria.lab.experiments.claims import Claim, at_most, higher, lower
+from equilibria.lab.experiments.definitions import Column, Experiment, Figure, Scale, Table, TableRow
 from equilibria.lab.experiments.image_task import ImageData
 from equilibria.lab.experiments.mdeq.task import MDEQOptions, MDEQSettings, Multiscale
 from equilibria.lab.training.settings import Optimizer, Schedule, Training
@@ -117,47 +118,27 @@ def _claims(data: Data) -> tuple[Claim, ...]:
     for system in get_args(System):
         deq, skip, v2 = (f"{name}-{system}" for name in _VARIANTS)
         for name, row in (("Skip", skip), ("V2", v2)):
+            found.append(at_most("nfe", row, deq, 0.6, f"{system} {name} needs at most 0.6 of DEQ's evaluations", id="C1"))
             found.append(
-                Claim(
+                higher(
+                    "accuracy",
+                    row,
+                    deq,
+                    f"{system} {name} is at most {points} points less accurate than DEQ",
+                    by=-points,
                     id="C1",
-                    text=f"{system} {name} needs at most 0.6 of DEQ's evaluations",
-                    column="nfe",
-                    left=row,
-                    right=deq,
-                    at_most=0.6,
                 )
             )
-            found.append(
-                Claim(
-                    id="C1",
-                    text=f"{system} {name} is at most {points} points less accurate than DEQ",
-                    column="accuracy",
-                    left=row,
-                    right=deq,
-                    by="difference",
-                    at_least=-points,
-                )
-            )
-        found.append(
-            Claim(
-                id="C1",
-                text=f"{system} V2 trains in less time than DEQ",
-                column="hours",
-                left=v2,
-                right=deq,
-                at_most=1.0,
-            )
-        )
+        found.append(at_most("hours", v2, deq, 1.0, f"{system} V2 trains in less time than DEQ", id="C1"))
     for name in ("skip", "v2"):
         found.append(
-            Claim(
+            lower(
+                "failed",
+                f"{name}-continuous",
+                "deq-continuous",
+                f"more test solves of continuous {_VARIANTS[name][0]} converge within the limit than of DEQ",
+                by=1e-9,
                 id="C2",
-                text=f"more test solves of continuous {_VARIANTS[name][0]} converge within the limit than of DEQ",
-                column="failed",
-                left=f"{name}-continuous",
-                right="deq-continuous",
-                by="difference",
-                at_most=-1e-9,
             )
         )
     return tuple(found)

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from functools import partial
 
-from equilibria.lab.experiments.definitions import Claim, Column, Figure, Scale, Table, TableRow
-from equilibria.lab.experiments.skip_deq.experiments import (
-    MNIST,
-    MNIST_TSIT5,
-    POLYNOMIAL,
-    TITLES,
-    VARIANTS,
-    mnist_mlp,
-    polynomial,
-)
-from equilibria.models.images.skip_mlp import Method
+from equilibria.lab.experiments.claims import Claim, at_least, at_most, higher, lower, value_at_least, value_at_most, within
+from equilibria.lab.experiments.definitions import Column, Experiment, Figure, Scale, Table, TableRow
+from equilibria.lab.experiments.skip_deq.task import Classify, Fit, MLPSettings, PolynomialSettings
+from equilibria.lab.training.settings import Optimizer, Schedule, Training
+from equilibria.models.images.skip_mlp import Method, SkipSolver, Variant
 
+VARIANTS: dict[str, tuple[Variant, float]] = {
+    "deq": ("vanilla", 0.0),
+    "skip": ("skip", 0.0),
+    "v2": ("v2", 0.0),
+    "deq-jr": ("vanilla", 1.0),
+    "skip-jr": ("skip", 1.0),
+    "v2-jr": ("v2", 1.0),
+}
+TITLES = {
+    "deq": "DEQ",
+    "skip": "Skip DEQ",
+    "v2": "Skip DEQ V2",
+    "deq-jr": "DEQ + JR",
+    "skip-jr": "Skip DEQ + JR",
+    "v2-jr": "Skip DEQ V2 + JR",
+}
+MNIST, MNIST_TSIT5, POLYNOMIAL = "skipdeq-mnist-mlp", "skipdeq-mnist-mlp-tsit5", "skipdeq-polynomial"
 SOURCE = "Pal, Edelman and Rackauckas 2022, Mixing Implicit and Explicit Deep Learning with Skip DEQs, arXiv:2201.12240"
 _PUBLISHED = {  # accuracy %, evaluations, minutes of training, seconds of prediction, each with its deviation
     "deq": ((97.926, 0.107), (18.345, 0.732), (5.197, 1.106), (0.038, 0.009)),
@@ -38,6 +49,51 @@ _MNIST_COLUMNS = (
 )
 
 
+def mnist_mlp(row: str, scale: Scale = "full", method: Method = "broyden") -> Experiment[MLPSettings]:
+    """One row of Table 1 with the settings of the released script, which produced it."""
+    variant, jacobian_weight = VARIANTS[row]
+    return Experiment(
+        name=f"{MNIST if method == 'broyden' else MNIST_TSIT5}-{row}",
+        summary=f"{TITLES[row]} on MNIST, {'discrete (Broyden)' if method == 'broyden' else 'continuous (Tsit5)'}",
+        settings=MLPSettings(
+            data="digits" if scale == "debug" else "mnist",
+            variant=variant,
+            jacobian_weight=jacobian_weight,
+            solver=SkipSolver(method=method, together=True, first_step=0.5),
+        ),
+        training=Training(
+            epochs={"debug": 2, "reduced": 5, "full": 25}[scale],
+            batch_size=32,
+            eval_batch_size=32,
+            optimizer=Optimizer(name="adamw", lr=1e-3, weight_decay=2.5e-6),
+            schedule=Schedule(name="cosine", final=1e-3),
+        ),
+        make=Classify,
+        scale=scale,
+        seeds=(6171, 3859, 2961),
+    )
+
+
+def polynomial(row: str, scale: Scale = "full") -> Experiment[PolynomialSettings]:
+    """One curve of the regression's figure."""
+    variant, jacobian_weight = VARIANTS[row]
+    return Experiment(
+        name=f"{POLYNOMIAL}-{row}",
+        summary=f"{TITLES[row]} fits a polynomial, continuous (BS3)",
+        settings=PolynomialSettings(variant=variant, jacobian_weight=jacobian_weight),
+        training=Training(
+            epochs={"debug": 2, "reduced": 60, "full": 300}[scale],
+            batch_size=32,
+            eval_batch_size=32,
+            optimizer=Optimizer(lr=1e-3),
+            schedule=Schedule(name="step", milestones=(0.5,), factor=0.1),
+        ),
+        make=Fit,
+        scale=scale,
+        seeds=(1, 11, 1111),
+    )
+
+
 def _mnist_published(row: str) -> dict[str, Figure]:
     count = Figure(151_050 if row.startswith("skip") else 134_538)
     values = zip(("accuracy", "nfe", "minutes", "predict"), _PUBLISHED[row], strict=True)
@@ -45,105 +101,41 @@ def _mnist_published(row: str) -> dict[str, Figure]:
 
 
 _MNIST_CLAIMS = (
-    Claim(id="C1", text="Skip needs at most half of DEQ's evaluations", column="nfe", left="skip", right="deq", at_most=0.5),
-    Claim(id="C1", text="V2 needs at most half of DEQ's evaluations", column="nfe", left="v2", right="deq", at_most=0.5),
-    Claim(
-        id="C1",
-        text="Skip loses less than 0.5 points of accuracy to DEQ",
-        column="accuracy",
-        left="skip",
-        right="deq",
-        by="difference",
-        at_least=-0.5,
-    ),
-    Claim(
-        id="C1",
-        text="V2 loses less than 0.5 points of accuracy to DEQ",
-        column="accuracy",
-        left="v2",
-        right="deq",
-        by="difference",
-        at_least=-0.5,
-    ),
-    Claim(
-        id="C1",
-        text="V2 trains in less time than DEQ (published: a quarter)",
-        column="minutes",
-        left="v2",
-        right="deq",
-        at_most=1.0,
-    ),
-    Claim(text="V2 predicts faster than DEQ (published: a quarter)", column="predict", left="v2", right="deq", at_most=1.0),
-    Claim(
+    at_most("nfe", "skip", "deq", 0.5, "Skip needs at most half of DEQ's evaluations", id="C1"),
+    at_most("nfe", "v2", "deq", 0.5, "V2 needs at most half of DEQ's evaluations", id="C1"),
+    higher("accuracy", "skip", "deq", "Skip loses less than 0.5 points of accuracy to DEQ", by=-0.5, id="C1"),
+    higher("accuracy", "v2", "deq", "V2 loses less than 0.5 points of accuracy to DEQ", by=-0.5, id="C1"),
+    at_most("minutes", "v2", "deq", 1.0, "V2 trains in less time than DEQ (published: a quarter)", id="C1"),
+    at_most("predict", "v2", "deq", 1.0, "V2 predicts faster than DEQ (published: a quarter)"),
+    at_most("nfe", "deq-jr", "deq", 0.5, "Jacobian regularization at least halves DEQ's evaluations", id="C3"),
+    higher(
+        "accuracy",
+        "deq-jr",
+        "deq",
+        "Jacobian regularization does not lower DEQ's accuracy by more than 0.1 points",
+        by=-0.1,
         id="C3",
-        text="Jacobian regularization at least halves DEQ's evaluations",
-        column="nfe",
-        left="deq-jr",
-        right="deq",
-        at_most=0.5,
     ),
-    Claim(
-        id="C3",
-        text="Jacobian regularization does not lower DEQ's accuracy by more than 0.1 points",
-        column="accuracy",
-        left="deq-jr",
-        right="deq",
-        by="difference",
-        at_least=-0.1,
+    at_least(
+        "minutes", "deq-jr", "deq", 1.0, "Jacobian regularization makes DEQ take longer to train (published: 1.4 times)"
     ),
-    Claim(
-        text="Jacobian regularization makes DEQ take longer to train (published: 1.4 times)",
-        column="minutes",
-        left="deq-jr",
-        right="deq",
-        at_least=1.0,
+    at_least("step", "deq-jr", "skip", 1.0, "a step with Jacobian regularization takes longer than one of Skip", id="C4"),
+    at_least(
+        "minutes",
+        "deq-jr",
+        "v2",
+        1.0,
+        "DEQ with Jacobian regularization takes longer to train than V2 (published: six times)",
     ),
-    Claim(
-        id="C4",
-        text="a step with Jacobian regularization takes longer than one of Skip",
-        column="step",
-        left="deq-jr",
-        right="skip",
-        at_least=1.0,
-    ),
-    Claim(
-        text="DEQ with Jacobian regularization takes longer to train than V2 (published: six times)",
-        column="minutes",
-        left="deq-jr",
-        right="v2",
-        at_least=1.0,
-    ),
-    Claim(
-        text="DEQ with Jacobian regularization beats V2 by less than 0.4 points",
-        column="accuracy",
-        left="deq-jr",
-        right="v2",
-        by="difference",
-        at_most=0.4,
-    ),
+    lower("accuracy", "deq-jr", "v2", "DEQ with Jacobian regularization beats V2 by less than 0.4 points", by=-0.4),
 )
 _FLOOR = (
-    Claim(
-        text="Skip with Jacobian regularization stays at the floor of 4",
-        column="nfe",
-        left="skip-jr",
-        at_most=4.1,
-    ),
-    Claim(text="V2 with Jacobian regularization stays at the floor of 4", column="nfe", left="v2-jr", at_most=4.1),
+    value_at_most("nfe", "skip-jr", 4.1, "Skip with Jacobian regularization stays at the floor of 4"),
+    value_at_most("nfe", "v2-jr", 4.1, "V2 with Jacobian regularization stays at the floor of 4"),
 )
 _FLOOR_TSIT5 = (
-    Claim(
-        text="Skip with Jacobian regularization stays within two steps of the floor of 11",
-        column="nfe",
-        left="skip-jr",
-        at_most=23.0,
-    ),
-    Claim(
-        text="V2 with Jacobian regularization stays within two steps of the floor of 11",
-        column="nfe",
-        left="v2-jr",
-        at_most=23.0,
-    ),
+    value_at_most("nfe", "skip-jr", 23.0, "Skip with Jacobian regularization stays within two steps of the floor of 11"),
+    value_at_most("nfe", "v2-jr", 23.0, "V2 with Jacobian regularization stays within two steps of the floor of 11"),
 )
 _MNIST_NOTES = (
     "Settings of the released script, which produced the published table: AdamW 1e-3 to 1e-6 by a cosine, weight decay "
@@ -220,47 +212,22 @@ def _polynomial_table() -> Table:
             Column("failed", "failed solves, %", "test.failed", digits=2, factor=100),
         ),
         claims=(
-            Claim(
-                id="C1",
-                text="Skip needs fewer evaluations than DEQ (published: 2.8 times)",
-                column="reduction",
-                left="skip",
-                at_least=1.1,
+            value_at_least(
+                "reduction", "skip", 1.1, "Skip needs fewer evaluations than DEQ (published: 2.8 times)", id="C1"
             ),
-            Claim(
-                id="C1",
-                text="V2 needs fewer evaluations than DEQ (published: 1.5 times)",
-                column="reduction",
-                left="v2",
-                at_least=1.1,
+            value_at_least("reduction", "v2", 1.1, "V2 needs fewer evaluations than DEQ (published: 1.5 times)", id="C1"),
+            at_least("reduction", "skip", "v2", 1.0, "Skip saves more than V2"),
+            at_most("loss", "skip", "deq", 2.0, "Skip ends at a similar loss as DEQ: at most twice"),
+            at_most("loss", "v2", "deq", 2.0, "V2 ends at a similar loss as DEQ: at most twice"),
+            within(
+                "nfe",
+                "deq-jr",
+                "deq",
+                0.75,
+                1.25,
+                "Jacobian regularization changes DEQ's evaluations by less than a quarter",
             ),
-            Claim(text="Skip saves more than V2", column="reduction", left="skip", right="v2", at_least=1.0),
-            Claim(
-                text="Skip ends at a similar loss as DEQ: at most twice",
-                column="loss",
-                left="skip",
-                right="deq",
-                at_most=2.0,
-            ),
-            Claim(
-                text="V2 ends at a similar loss as DEQ: at most twice", column="loss", left="v2", right="deq", at_most=2.0
-            ),
-            Claim(
-                text="Jacobian regularization changes DEQ's evaluations by less than a quarter",
-                column="nfe",
-                left="deq-jr",
-                right="deq",
-                at_least=0.75,
-                at_most=1.25,
-            ),
-            Claim(
-                id="C4",
-                text="Jacobian regularization makes DEQ's training steps slower",
-                column="step",
-                left="deq-jr",
-                right="deq",
-                at_least=1.05,
-            ),
+            at_least("step", "deq-jr", "deq", 1.05, "Jacobian regularization makes DEQ's training steps slower", id="C4"),
         ),
         protocol={
             "debug": ("Debug scale: 2 epochs. It proves nothing.", *_POLYNOMIAL_NOTES),
