@@ -25,6 +25,8 @@ from equilibria.solution import Stats, Status, empty_stats
 from equilibria.solvers.base import Solver
 from equilibria.solvers.fallback import AnySolver
 
+SEARCHES = 4  # runs of the cell per halving of the batch, at most, to find samples whose gradient is not finite
+
 
 @dataclass(frozen=True)
 class Differentiable:
@@ -243,14 +245,23 @@ def pull_once(
         left = pull(u)
         # not where it is nan; of samples set aside, which others may depend on, the residual means nothing
         finite = (task.stop.norm(left) < float("inf")) | ~good
-        if bool(finite.all()):
-            task.verified(system, u, left, pull, pull.release)
-            if lost is not None:
-                _file_lost(task, lost)
-            return pull.grads
-        # a derivative of this sample is not finite: it would poison the sum over the batch even with weight zero
-        lost = good & ~finite if lost is None else lost | (good & ~finite)
-        good, some_bad = good & finite, True
+        sound = bool(finite.all() & pull.seems_finite())
+        if not sound:
+            bad = good & ~finite
+            if not bool(bad.any()):
+                bad = good & _responsible(pull, u, good)
+            if bool(bad.any()):
+                # a derivative of this sample is not finite: it would poison the sum over the batch even with weight zero
+                lost = bad if lost is None else lost | bad
+                good, some_bad = good & ~bad, True
+                continue
+        task.verified(system, u, left, pull, pull.release)
+        if not (sound and pull.runs == 1) and not pull.is_finite():
+            # a sum of finite gradients, too large for its dtype: it belongs to every sample
+            lost = good if lost is None else lost | good
+        if lost is not None:
+            _file_lost(task, lost)
+        return pull.grads
 
 
 class _Pull:
@@ -258,16 +269,66 @@ class _Pull:
 
     def __init__(self, at: Linearisation, size: Tensor, right: Tensor) -> None:
         self.at, self.size, self.right = at, size, right
+        self.common = _common_scale(size, right) if at.equation.precision > torch.finfo(torch.float32).eps else None
         self.grads: list[Tensor | None] = []
+        self.runs = 0
 
     def __call__(self, u: Tensor) -> Tensor:
-        self.grads, product = self.at.pull(u * self.size)
+        self.runs += 1
+        if self.common is None:
+            self.grads, product = self.at.pull(u * self.size)
+        else:  # half precision has few exponents: gradients get their size after they were computed
+            grads, product = self.at.pull(u * (self.size / self.common))
+            self.grads = [None if grad is None else grad * self.common for grad in grads]
+            product = product * self.common
         self.at.forget()
         return product / self.size + self.right - u
+
+    def seems_finite(self) -> Tensor:
+        """A scalar, False where any gradient is not finite; rarely also where a sum of finite numbers is not."""
+        sums = [_sum(grad).to(self.right.dtype) for grad in self.grads if grad is not None]
+        sound = torch.isfinite(torch.stack(sums).sum()) if sums else torch.ones((), dtype=torch.bool)
+        return sound.to(self.right.device)
+
+    def is_finite(self) -> bool:
+        return all(bool(torch.isfinite(grad).all()) for grad in self.grads if grad is not None)
 
     def release(self) -> None:
         """Free the gradients, or they would be held through another run of the cell."""
         self.grads = []
+
+
+def _common_scale(size: Tensor, right: Tensor) -> Tensor:
+    """A power of two, which rounds nothing, near the largest size of a cotangent that is not zero."""
+    largest = torch.where((right != 0).any(dim=1, keepdim=True), size, torch.zeros_like(size)).amax()
+    return torch.where(largest > 0, torch.exp2(largest.log2().floor()), torch.ones_like(largest))
+
+
+def _sum(grad: Tensor) -> Tensor:
+    if grad.is_complex():
+        grad = torch.view_as_real(grad)
+    return grad.sum(dtype=torch.float32) if grad.dtype in (torch.float16, torch.bfloat16) else grad.sum()
+
+
+def _responsible(pull: _Pull, u: Tensor, rows: Tensor) -> Tensor:
+    """(batch,) samples whose own share of the gradients is not finite; none where only sums over samples are not."""
+    at, found = pull.at, torch.zeros_like(rows)
+    groups, left = [rows], SEARCHES * max(len(rows).bit_length(), 1)
+    while groups and left and not at.equation.coupled:
+        group, left = groups.pop(), left - 1
+        z, args, alone = quarantine(at.equation, at.z, [arg.detach() for arg in at.args], u, group)
+        needs = [i in at.needed for i in range(len(args))]
+        share = _Pull(Linearisation(at.equation, z, args, needs), pull.size, pull.right)
+        share(alone)
+        if share.is_finite():
+            continue
+        index = group.nonzero().squeeze(1)
+        if len(index) == 1:
+            found = found | group
+            continue
+        for half in index.chunk(2):
+            groups.append(torch.zeros_like(group).index_fill(0, half, True))
+    return found
 
 
 def _added(first: Stats, then: Stats) -> Stats:
@@ -287,7 +348,9 @@ def _file_lost(task: Differentiable, lost: Tensor) -> None:
     stats = task.problem.report.adjoint or empty_stats(len(lost), lost.device)
     status = stats.status.masked_fill(lost, Status.NONFINITE)
     residual = stats.residual.masked_fill(lost, float("inf"))
-    task.problem.report.adjoint = dataclasses.replace(stats, status=status, residual=residual)
+    task.problem.report.adjoint = stats = dataclasses.replace(stats, status=status, residual=residual)
+    action = "warn" if task.on_failure == "fall_back" else task.on_failure
+    judge(stats, task.stop, task.solver, what="adjoint", owner=task.problem.equation.owner, on_failure=action)
 
 
 def _pull_any_order(

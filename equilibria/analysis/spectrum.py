@@ -189,18 +189,20 @@ def _fit(before: Tensor, growth: Tensor, v: Tensor, y: Tensor) -> tuple[Tensor, 
     an invariant space. Near a real eigenvalue `before` and v become parallel, and what the second one sees is rounding;
     its residual, measured on the direction that v adds, tells.
     """
-    size, rayleigh = _length(y), dot(y, v)
-    residual = divide(_length(y - rayleigh * v), size)
+    size = _length(y)
+    y = divide(y, size)  # squares of very large or small numbers would leave the dtype
+    rayleigh = dot(y, v)
+    residual = _length(y - rayleigh * v)
     cosine = dot(before, v)
     added = v - cosine * before
     width = _length(added)
     a = divide(dot(y, added), width.square())
     c = dot(y, before) - a * cosine
-    residual_of_pair = _length(y - a * v - c * before) / (size * width)
+    residual_of_pair = _length(y - a * v - c * before) / width
     pair = residual_of_pair < residual  # not where width is 0 and it is inf or nan
-    radius = torch.where(pair, _largest_root(a, c * growth), rayleigh.abs())
+    radius = size * torch.where(pair, _largest_root(a, c * divide(growth, size)), rayleigh.abs())
     residual = torch.where(pair, residual_of_pair, residual)
-    return radius.squeeze(1), residual.squeeze(1), rayleigh.squeeze(1)
+    return radius.squeeze(1), residual.squeeze(1), (size * rayleigh).squeeze(1)
 
 
 def _largest_root(a: Tensor, b: Tensor) -> Tensor:
@@ -211,7 +213,12 @@ def _largest_root(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _length(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dim=1, keepdim=True)
+    """(rows, 1), the length of each row, of numbers whose squares leave the dtype too."""
+    if x.shape[1] == 0:
+        return x.new_zeros(x.shape[0], 1)
+    largest = x.abs().amax(dim=1, keepdim=True)
+    scale = largest.masked_fill(~((largest > 0) & (largest < float("inf"))), 1.0)  # nan is neither
+    return scale * torch.linalg.vector_norm(x / scale, dim=1, keepdim=True)
 
 
 def _line(what: str, values: Tensor, converged: Tensor, steps: int) -> str:

@@ -144,6 +144,15 @@ def quarantine(
     return z[index], taken, torch.where(good.unsqueeze(1), v, torch.zeros_like(v))
 
 
+def with_zero_gradient(z: Tensor, args: Sequence[Tensor]) -> Tensor:
+    """`z`, from which backward() sends zeros to the args: without a graph it would raise."""
+    followed = [arg for arg in args if arg.requires_grad]
+    if z.requires_grad or not followed or not torch.is_grad_enabled():
+        return z
+    zeros = [arg.reshape(-1)[:0].sum().real.to(z.dtype) for arg in followed]  # empty sums: nothing that is nan takes part
+    return z + torch.stack(zeros).sum()
+
+
 def _args_with_rows(equation: Equation, z: Tensor, args: Sequence[Tensor], index: Tensor, good: Tensor) -> Sequence[bool]:
     """Which args really have a row per sample: a weight of as many rows as the batch has samples only looks like it.
 

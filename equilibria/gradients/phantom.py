@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as run_checkpointed
 
+from equilibria._core import autodiff_modes
 from equilibria._core.attach import attach
 from equilibria._core.primitive import Differentiable, differentiable_fixed_point
 from equilibria.gradients.approximations import Neumann
-from equilibria.gradients.base import Gradient, Problem, quarantine
+from equilibria.gradients.base import Gradient, Problem, quarantine, with_zero_gradient
 from equilibria.solution import Status
 from equilibria.solvers.base import require
 from equilibria.solvers.krylov import GMRES
@@ -98,6 +99,8 @@ def unroll_from(
 ) -> Tensor:
     """`advance(f, z)` with its graph, for good samples; a non-finite one keeps its iterate, and no gradient."""
     equation, good = problem.equation, status != Status.NONFINITE
+    if problem.report.nonfinite and not autodiff_modes.inside_transform() and not bool(good.any()):
+        return with_zero_gradient(z, args)  # there is no good sample to put in place of the bad ones
     start, inputs, _ = quarantine(equation, z, args, z, good)
     runs = [0]
 

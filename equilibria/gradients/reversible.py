@@ -112,14 +112,21 @@ class _Reversible(Function):
         check_first_order("Reversible", differentiable=torch.is_grad_enabled())
         y, z, steps, best, status, *args = ctx.saved_tensors
         equation, needs = ctx.problem.equation, ctx.needs_input_grad[2:]
-        good = status != Status.NONFINITE
-        z, args, v = quarantine(equation, z, args, cotangents[0], good)
-        if not len(good):
-            return (None, None, *[torch.zeros_like(arg) if need else None for arg, need in zip(args, needs, strict=True)])
-        rows = _same(good)
-        grads, left = _undo(ctx.problem, y[rows], z, v, steps[rows], best[rows], args, needs)
-        _file_rest(ctx.problem, left, v, steps)
-        return (None, None, *grads)
+        good, lost = status != Status.NONFINITE, torch.zeros_like(status, dtype=torch.bool)
+        while bool(good.any()):
+            rows = _same(good)
+            _, taken, v = quarantine(equation, z.to(cotangents[0].dtype), args, cotangents[0], good)
+            grads, left, finite = _undo(ctx.problem, y[rows], z[rows], v, steps[rows], best[rows], taken, needs)
+            bad = good & ~finite
+            if not bool(bad.any()):
+                if not all(bool(torch.isfinite(grad).all()) for grad in grads if grad is not None):
+                    lost = lost | good  # a sum of finite gradients, too large for its dtype
+                _file_rest(ctx.problem, left, v, steps, lost)
+                return (None, None, *grads)
+            good, lost = good & ~bad, lost | bad
+        if len(lost):
+            _file_rest(ctx.problem, torch.zeros_like(z), cotangents[0], steps, lost)
+        return (None, None, *[torch.zeros_like(arg) if need else None for arg, need in zip(args, needs, strict=True)])
 
 
 def _same(good: Tensor) -> Tensor:
@@ -136,11 +143,11 @@ def _undo(
     best: Tensor,
     args: Sequence[Tensor],
     needs: Sequence[bool],
-) -> tuple[list[Tensor | None], Tensor]:
+) -> tuple[list[Tensor | None], Tensor, Tensor]:
     """Back through the steps: undo each, and pull the cotangents of both states through it.
 
     A sample that did not converge goes back to its best iterate first; there its cotangent comes in. The second result is
-    the cotangent with which the way back ended short of the start.
+    the cotangent with which the way back ended short of the start, the third tells whose cotangents stayed finite.
     """
     equation, d = problem.equation, problem.solver.damping  # type: ignore[union-attr]  # a ReversiblePicard
     total: list[Tensor | None] = [torch.zeros_like(arg) if need else None for arg, need in zip(args, needs, strict=True)]
@@ -166,14 +173,16 @@ def _undo(
         y, through = back(z, y, vy, rows)
         vy, vz = torch.where(rows, (1 - d) * vy, vy), vz + through
     cut = (steps > horizon).unsqueeze(1)
-    return total, torch.where(cut, vy.abs() + vz.abs(), torch.zeros_like(vz))
+    finite = (torch.isfinite(vy) & torch.isfinite(vz)).all(dim=1)
+    return total, torch.where(cut, vy.abs() + vz.abs(), torch.zeros_like(vz)), finite
 
 
-def _file_rest(problem: Problem, left: Tensor, v: Tensor, steps: Tensor) -> None:
-    """Statistics of the way back: what of the cotangent did not reach the start."""
+def _file_rest(problem: Problem, left: Tensor, v: Tensor, steps: Tensor, lost: Tensor) -> None:
+    """Statistics of the way back: what of the cotangent did not reach the start; `lost` had derivatives not finite."""
     norm = problem.stop.norm
     residual = (norm(left) / norm(v).clamp_min(torch.finfo(v.dtype).tiny)).to(v.dtype)
     status = torch.where(residual <= problem.stop.rtol, Status.CONVERGED, Status.STALLED).to(torch.int8)
+    status, residual = status.masked_fill(lost, Status.NONFINITE), residual.masked_fill(lost, float("inf"))
     stats = dataclasses.replace(empty_stats(len(steps), steps.device), status=status, steps=steps, residual=residual)
     problem.report.adjoint = stats
     judge(stats, problem.stop, problem.solver, what="adjoint", owner=problem.equation.owner)

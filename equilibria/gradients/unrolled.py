@@ -14,7 +14,7 @@ from equilibria._core.autocast import no_autocast
 from equilibria._core.checkpointing import Buffers, Checkpoint, Tensors, check_checkpoint, repeat
 from equilibria._core.maps import Map
 from equilibria._core.problem import Equation
-from equilibria.gradients.base import Gradient, Problem, quarantine
+from equilibria.gradients.base import Gradient, Problem, quarantine, with_zero_gradient
 from equilibria.solution import Status, empty_stats
 from equilibria.solvers.base import Iterate, Solver, collect, rebuild, require
 from equilibria.solvers.fallback import Fallback
@@ -45,6 +45,10 @@ class Unrolled(Gradient):
         require(self.depth is None or self.depth >= 1, f"Unrolled's depth must be at least 1, got {self.depth}.")
 
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
+        # where no sample takes a step there is no graph
+        return with_zero_gradient(self._unroll(problem, z0, args), [z0, *args])
+
+    def _unroll(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
         problem = dataclasses.replace(problem, known=None)  # known without its graph, which is what is wanted here
         if self.depth is not None:
             return _spared(_Explicit(self.depth, self.truncate, self.checkpoint), problem, z0, args)
@@ -170,8 +174,10 @@ def _spared(run: Callable[..., Tensor], problem: Problem, z0: Tensor, args: Sequ
     if not (torch.is_grad_enabled() and problem.report.nonfinite):
         return z
     good = stats.status != Status.NONFINITE
+    if not bool(good.any()):
+        return z.detach()
     start, inputs, _ = quarantine(problem.equation, z0, args, z0, good)
-    again = run(problem, start, inputs) if bool(good.any()) else z
+    again = run(problem, start, inputs)
     problem.report.stats, problem.report.nonfinite = stats, True
     return torch.where(good.unsqueeze(1), again, z.detach())
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.func import jacrev
 
 import equilibria as eq
-from equilibria import (
+from equilibria.analysis import (
     LargestSingularValue,
     SpectralRadius,
     dense_jacobian,
@@ -226,6 +226,26 @@ def test_sample_whose_jacobian_is_not_finite_is_isolated() -> None:
     assert found.converged.tolist() == [True, False] and found.steps < 10
     torch.testing.assert_close(found.radius, torch.tensor([0.5, float("nan")]).double(), **FOUND, equal_nan=True)
     assert jacobian_spectrum(s).isnan().tolist() == [[False], [True]]
+
+
+@pytest.mark.parametrize("size", [1e-40, 1e-25, 1e-12, 1e12, 1e25])
+def test_jacobians_of_any_size(size: float) -> None:
+    """In float32, where the squares of most of these are 0 or inf."""
+    diagonal = torch.tensor([[1.0, -0.5, 0.2], [0.3, -1.0, 0.1]])
+    s = eq.fixed_point(lambda z, x: size * (z * x), torch.zeros(2, 3), diagonal, stop=LOOSE)
+    found = spectral_radius(s, generator=generator(SEED))
+    assert bool(found.converged.all())
+    torch.testing.assert_close(found.radius.double() / size, torch.ones(2).double(), rtol=1e-2, atol=0.0)
+    turning = eq.fixed_point(lambda z: size * torch.stack((-z[:, 1], z[:, 0]), dim=1), torch.zeros(2, 2), stop=LOOSE)
+    found = spectral_radius(turning, generator=generator(SEED))
+    assert bool(found.converged.all())
+    torch.testing.assert_close(found.radius.double() / size, torch.ones(2).double(), rtol=1e-2, atol=0.0)
+
+
+def test_a_product_that_leaves_the_dtype_is_no_answer() -> None:
+    s = eq.fixed_point(lambda z: 1e25 * z, torch.zeros(2, 3), stop=LOOSE)
+    found = largest_singular_value(s, generator=generator(SEED))  # J'J v is of size 1e50
+    assert not found.converged.any() and not torch.isfinite(found.value).any()
 
 
 def test_no_finite_sample_at_all() -> None:

@@ -109,3 +109,107 @@ def test_a_set_aside_sample_that_others_depend_on_does_not_stop_the_backward(fac
     z = eq.fixed_point(cell, torch.zeros(4, 2), x, solver=eq.Picard(), stop=stop).z
     (grad,) = torch.autograd.grad(z, x, torch.full_like(z, factor))
     assert bool(torch.isfinite(grad).all())
+
+
+class Outer(nn.Module):
+    """z -> x + W z / 2 with the state squared into the gradient of W by the loss."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.w = nn.Parameter(0.5 * torch.eye(4, dtype=dtype))
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return z @ self.w.T + x
+
+
+GRADIENTS = [
+    eq.Implicit(),
+    eq.Implicit(solver=eq.Anderson()),
+    eq.NeumannPhantom(),
+    eq.Escalate(),
+    eq.Shine(),
+    eq.Reversible(),
+]
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS, ids=repr)
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float16, 1e4), (torch.float32, 1e15)])
+def test_a_sample_whose_gradient_leaves_the_dtype_is_quarantined(gradient: Any, dtype: torch.dtype, size: float) -> None:
+    """Its product with J is finite, its share in the gradient of the weight is not."""
+    cell, x = Outer(dtype), torch.ones(5, 4, dtype=dtype)
+    x[2] *= size
+    factor = torch.ones(5, 1, dtype=dtype)
+    factor[2] = 6e4 if dtype == torch.float16 else 1e30
+    solvers: dict[Any, Any] = {eq.Shine: eq.Broyden(), eq.Reversible: eq.Picard()}
+    solver = solvers.get(type(gradient), eq.Anderson())
+    deq = eq.DEQ(cell, solver=solver, stop=eq.Stop(rtol=5e-3, on_failure="ignore"), gradient=gradient)
+
+    def solve(rows: Tensor) -> eq.Solution:
+        cell.zero_grad()
+        s = deq.solve(x[rows])
+        s.z.backward(factor[rows] * torch.ones_like(s.z))
+        return s
+
+    s = solve(torch.arange(5))
+    assert s.adjoint is not None and cell.w.grad is not None
+    seen = cell.w.grad
+    assert s.adjoint.status[2] == eq.Status.NONFINITE
+    if isinstance(gradient, eq.Reversible):  # which adds gradients up step by step: told, as a whole
+        return
+    assert bool((s.adjoint.status[[0, 1, 3, 4]] != eq.Status.NONFINITE).all())
+    solve(torch.tensor([0, 1, 3, 4]))
+    torch.testing.assert_close(seen, cell.w.grad)
+
+
+@pytest.mark.parametrize("gradient", [eq.Implicit(), eq.Reversible()], ids=repr)
+def test_a_sum_of_gradients_that_leaves_the_dtype_is_told(gradient: Any) -> None:
+    cell, x = Outer(torch.float16), torch.full((8, 4), 1e4, dtype=torch.float16)
+    solver = eq.Picard() if isinstance(gradient, eq.Reversible) else eq.Anderson()
+    s = eq.DEQ(cell, solver=solver, stop=eq.Stop(rtol=5e-3), gradient=gradient).solve(x)
+    with pytest.warns(eq.ConvergenceWarning, match="8 nonfinite"):
+        s.z.backward(torch.ones_like(s.z))
+    assert s.adjoint is not None and s.adjoint.count(eq.Status.NONFINITE) == 8
+    assert cell.w.grad is not None and not bool(
+        torch.isfinite(cell.w.grad).all()
+    )  # as torch's own sums: loss scaling sees it
+
+
+@pytest.mark.parametrize("scale", [2.0**-24, 2.0**16])
+def test_gradients_in_half_precision_do_not_depend_on_the_scale_of_the_loss(scale: float) -> None:
+    cell, x = TanhCell(8, dtype=torch.float32), 30 * inputs(4, 8, dtype=torch.float32)
+
+    def gradient(factor: float) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.float16):
+            z = eq.DEQ(cell, stop=eq.Stop(rtol=1e-2)).solve(x).z
+            (found,) = torch.autograd.grad(factor * z.square().sum(), cell.w)
+        return found / factor
+
+    expected = gradient(1.0)
+    torch.testing.assert_close(gradient(scale), expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [eq.Implicit(), eq.JFB(), eq.UnrolledPhantom(), eq.Unrolled(), eq.Unrolled(depth=3), eq.Reversible()],
+    ids=repr,
+)
+def test_without_a_single_finite_sample_all_gradients_are_zero(gradient: Any) -> None:
+    cell, x = TanhCell(3, dtype=torch.float32), torch.full((2, 3), float("nan"), requires_grad=True)
+    solver = eq.Picard() if isinstance(gradient, eq.Reversible) else eq.Anderson()
+    s = eq.DEQ(cell, solver=solver, stop=eq.Stop(on_failure="ignore"), gradient=gradient).solve(x)
+    s.z.sum().backward()
+    for tensor in (x, *cell.parameters()):
+        assert tensor.grad is not None and bool((tensor.grad == 0).all())
+
+
+def test_reversible_has_a_derivative_that_is_not_finite_quarantined() -> None:
+    x = torch.tensor([[0.5], [0.0]], dtype=torch.float64, requires_grad=True)
+    w = torch.ones(1, dtype=torch.float64, requires_grad=True)
+    stop = eq.Stop(rtol=1e-4, max_steps=30, on_failure="ignore")
+    start = torch.tensor([[0.5], [1e-300]], dtype=torch.float64)
+    s = eq.fixed_point(
+        lambda z, x, w: w * x * z.sqrt(), start, x, w, solver=eq.Picard(), stop=stop, gradient=eq.Reversible()
+    )
+    s.z.sum().backward()
+    assert x.grad is not None and w.grad is not None
+    assert bool(torch.isfinite(x.grad).all()) and bool(torch.isfinite(w.grad).all())
