@@ -60,9 +60,18 @@ def tables() -> dict[str, Table]:
 
 def table(name: str) -> Table:
     """A published table by its name."""
+    name = current_name(name)
     if name not in tables():
         raise UnknownName(f"There is no table {name!r}. {nearest(name, tables())}")
     return tables()[name]
+
+
+def current_name(name: str) -> str:
+    """The present name of a table or experiment that may be given by its former name."""
+    for table in tables().values():
+        if table.former is not None and (name == table.former or name.startswith(f"{table.former}-")):
+            return table.name + name.removeprefix(table.former)
+    return name
 
 
 def experiments() -> dict[str, Callable[[Scale], Experiment[Any]]]:
@@ -72,7 +81,7 @@ def experiments() -> dict[str, Callable[[Scale], Experiment[Any]]]:
 
 def experiment(name: str, scale: Scale = "full") -> Experiment[Any]:
     """A row of a table by its name, TABLE-ROW."""
-    known = experiments()
+    known, name = experiments(), current_name(name)
     if name in tables():
         raise UnknownName(f"{name} is a table, of several experiments: `equilibria reproduce {name}` runs them all.")
     if name not in known:

@@ -124,6 +124,7 @@ class Table:
 
     protocol  what a reader must know, for each scale
     hidden    columns that only claims and profiles use
+    former    the name this table had before; runs in folders of that name are found
     """
 
     name: str
@@ -134,6 +135,7 @@ class Table:
     claims: tuple[Claim, ...] = ()
     profiles: tuple[Profile, ...] = ()
     hidden: tuple[Column, ...] = ()
+    former: str | None = None
     protocol: Mapping[Scale, tuple[str, ...]] = field(default_factory=dict)
     seeds: Mapping[Scale, int] = field(default_factory=lambda: {"debug": 1, "reduced": 1, "full": 3})
 
@@ -144,7 +146,11 @@ class Table:
         return next(column for column in (*self.columns, *self.hidden) if column.name == name)
 
     def folder(self, out: Path, scale: Scale) -> Path:
-        return out / self.name / scale
+        """Where the runs of a scale lie below `out`; a folder with the former name is used if only that one exists."""
+        own = out / self.name / scale
+        if self.former is not None and not own.is_dir() and (out / self.former / scale).is_dir():
+            return out / self.former / scale
+        return own
 
 
 def run_folder(base: Path, row: str, seed: int) -> Path:

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
+from equilibria.lab.experiments.catalogue import current_name
 from equilibria.lab.experiments.catalogue import row as find_row
 from equilibria.lab.experiments.definitions import MACHINE, Experiment, Scale, Table, run_folder
 from equilibria.lab.training.durable import replace_file
-from equilibria.lab.training.folder import SUMMARY, Run, RunSummary, check_settings, whole_config
+from equilibria.lab.training.folder import CONFIG, SUMMARY, Run, RunSummary, check_settings, whole_config
 from equilibria.lab.training.gallery import write_gallery
 from equilibria.lab.training.listeners import Listener
 from equilibria.lab.training.processes import Strategy
@@ -54,7 +55,13 @@ class Job:
     def check_settings(self) -> None:
         """Refuse to take a finished run of other settings for this one."""
         if self.finished:
-            check_settings(self.folder, whole_config(self.experiment.config(), self.experiment.training))
+            check_settings(self.folder, whole_config(self.config(), self.experiment.training))
+
+    def config(self) -> dict[str, Any]:
+        """The config of the run; a folder that has the experiment's former name keeps it."""
+        config = self.experiment.config()
+        before = Run.open(self.folder).config.get("experiment") if (self.folder / CONFIG).is_file() else None
+        return config | {"experiment": before} if before and current_name(before) == config["experiment"] else config
 
 
 @dataclass(frozen=True)
@@ -113,7 +120,7 @@ def run_here(job: Job, place: Resources = THIS_PROCESS, listener: Listener | Non
     replace_file(job.folder / MACHINE, json.dumps(machine()).encode())
     e = job.experiment
     options: dict[str, Any] = {"root": place.root, "devices": place.devices, "strategy": place.strategy}
-    trainer = Trainer(e.task(), e.training, job.folder, config=e.config(), listener=listener, **options)
+    trainer = Trainer(e.task(), e.training, job.folder, config=job.config(), listener=listener, **options)
     summary = trainer.fit()
     if trainer.fabric.is_global_zero:
         _keep_gallery(job, place.root)

@@ -11,8 +11,11 @@ pytest.importorskip("lightning_fabric")
 from equilibria.lab.experiments.assignments import SettingError
 from equilibria.lab.experiments.catalogue import UnknownName, experiment, experiments, table, tables
 from equilibria.lab.experiments.definitions import SCALES
+from equilibria.lab.experiments.evaluation import experiment_of
 from equilibria.lab.experiments.runner import Resources, command, plan, seed_number
+from equilibria.lab.training.folder import Run
 from equilibria.lab.training.settings import to_plain
+from tests.lab.reports.runs import write_run
 
 
 @pytest.mark.parametrize("name", experiments())
@@ -74,3 +77,17 @@ def test_a_plan_runs_the_first_seed_of_every_row_first(tmp_path: Path) -> None:
 def test_more_seeds_than_the_paper_s_are_new_ones() -> None:
     e = experiment("skipdeq-polynomial-deq")
     assert [seed_number(e, i) for i in range(6)] == [1, 11, 1111, 0, 2, 3]
+
+
+def test_a_former_name_of_a_table_is_accepted_and_its_runs_are_found(tmp_path: Path) -> None:
+    validated = table("ignn-cox2-honest")
+    assert validated is table("ignn-cox2-validated")
+    assert experiment("ignn-cox2-honest-gcn", "debug") == experiment("ignn-cox2-validated-gcn", "debug")
+    assert validated.folder(tmp_path, "debug") == tmp_path / "ignn-cox2-validated" / "debug"
+    folder = write_run(tmp_path / "ignn-cox2-honest" / "debug", validated, "gcn", 0, {"accuracy": 0.7}, scale="debug")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"experiment": "ignn-cox2-honest-gcn"}))
+    (job,) = plan(validated, "debug", tmp_path, rows=["gcn"])
+    assert job.folder == folder and job.finished
+    job.check_settings()  # the old name is no other setting
+    assert experiment_of(Run.open(folder)).name == "ignn-cox2-validated-gcn"

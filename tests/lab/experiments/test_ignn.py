@@ -70,7 +70,7 @@ def test_the_protocol_is_the_published_one() -> None:
         assert (e.settings.layers.phantom_steps, e.settings.layers.damping, e.settings.layers.kappa) == (5, 0.8, 0.9)
         assert (e.seeds, TABLES[f"ignn-{data}"].seeds["full"], e.settings.hold_out) == (tuple(range(10)), 10, False)
         assert parameters(e.task().model()) == count
-        assert row(f"ignn-{data}-honest", "upg-0.8").settings.hold_out
+        assert row(f"ignn-{data}-validated", "upg-0.8").settings.hold_out
     ppi, chains = row("ignn-ppi", "implicit"), row("ignn-chains", "implicit")
     assert parameters(ppi.task().model()) == 4_656_931
     assert (ppi.training.epochs, ppi.training.optimizer.lr, ppi.settings.layers.kappa) == (1000, 5e-3, 0.98)
@@ -312,8 +312,8 @@ def test_anderson_needs_at_most_half_of_picards_evaluations() -> None:
     ("table", "name"),
     [
         ("ignn-cox2", "implicit"),
-        ("ignn-proteins-honest", "upg-0.5"),
-        ("ignn-proteins-honest", "gcn"),
+        ("ignn-proteins-validated", "upg-0.5"),
+        ("ignn-proteins-validated", "gcn"),
         ("ignn-ppi", "upg-1.0"),
         ("ignn-chains", "implicit"),
         ("ignn-chains", "gcn"),
@@ -374,6 +374,6 @@ def test_ignn_reaches_over_chains_where_two_convolutions_do_not(tmp_path: Path) 
 
 
 def test_the_two_protocols_differ_in_the_fold_that_is_held_out() -> None:
-    ours = experiment("cox2", "implicit", honest=True)
+    ours = experiment("cox2", "implicit", validated=True)
     assert ours.settings == FoldSettings(data="cox2", hold_out=True)
     assert ours.training == experiment("cox2", "implicit").training

@@ -55,8 +55,8 @@ _COSTS = (
 )
 
 
-def experiment(data: Data, row: str, scale: Scale = "full", *, honest: bool = False) -> Experiment[FoldSettings]:
-    """A network on one fold, that of the seed; `honest`: with another fold held out to choose the epoch."""
+def experiment(data: Data, row: str, scale: Scale = "full", *, validated: bool = False) -> Experiment[FoldSettings]:
+    """A network on one fold, that of the seed; `validated` holds another fold out to choose the epoch."""
     debug = scale == "debug"
     settings = FoldSettings(
         data="random" if debug else data,
@@ -64,7 +64,7 @@ def experiment(data: Data, row: str, scale: Scale = "full", *, honest: bool = Fa
         layers=upg(float(row.removeprefix("upg-"))) if row in PHANTOM else LayerOptions(),
         width=8 if debug else 64,
         folds=FOLDS,
-        hold_out=honest,
+        hold_out=validated,
     )
     training = Training(
         epochs=2 if debug else _EPOCHS[data] if scale == "reduced" else 200,
@@ -73,8 +73,8 @@ def experiment(data: Data, row: str, scale: Scale = "full", *, honest: bool = Fa
         schedule=Schedule(name="step", milestones=(0.25,), factor=0.5),
     )
     return Experiment(
-        name=f"{_name(data, honest)}-{row}",
-        summary=f"{TITLES[row]}, on {data.upper()}{', epoch chosen by validation' if honest else ''}",
+        name=f"{_name(data, validated)}-{row}",
+        summary=f"{TITLES[row]}, on {data.upper()}{', epoch chosen by validation' if validated else ''}",
         settings=settings,
         training=training,
         make=Folds,
@@ -83,13 +83,13 @@ def experiment(data: Data, row: str, scale: Scale = "full", *, honest: bool = Fa
     )
 
 
-def _name(data: Data, honest: bool) -> str:
-    return f"ignn-{data}-honest" if honest else f"ignn-{data}"
+def _name(data: Data, validated: bool) -> str:
+    return f"ignn-{data}-validated" if validated else f"ignn-{data}"
 
 
-def _row(data: Data, name: str, honest: bool) -> TableRow:
-    published = {} if honest or name == "gcn" else {"best": _PUBLISHED[data][name]}
-    return TableRow(name, TITLES[name], partial(experiment, data, name, honest=honest), published)
+def _row(data: Data, name: str, validated: bool) -> TableRow:
+    published = {} if validated or name == "gcn" else {"best": _PUBLISHED[data][name]}
+    return TableRow(name, TITLES[name], partial(experiment, data, name, validated=validated), published)
 
 
 def _as_published(data: Data) -> list[Claim]:
@@ -109,12 +109,12 @@ def _as_published(data: Data) -> list[Claim]:
     return found
 
 
-def _claims(data: Data, honest: bool) -> tuple[Claim, ...]:
+def _claims(data: Data, validated: bool) -> tuple[Claim, ...]:
     std = _PUBLISHED[data]["implicit"].std
     assert std is not None
     close = [
         alike(
-            "selected" if honest else "best",
+            "selected" if validated else "best",
             row,
             "implicit",
             std,
@@ -133,10 +133,10 @@ def _claims(data: Data, honest: bool) -> tuple[Claim, ...]:
         )
         for row in PHANTOM
     ]
-    return (*close, *faster) if honest else (*_as_published(data), *close, *faster)
+    return (*close, *faster) if validated else (*_as_published(data), *close, *faster)
 
 
-def _notes(data: Data, honest: bool) -> tuple[str, ...]:
+def _notes(data: Data, validated: bool) -> tuple[str, ...]:
     count = _COUNTS[data]
     parts = (
         f"{count:,} graphs in {FOLDS} folds with equal shares of the classes; a seed is a fold, deviations are over folds"
@@ -146,7 +146,7 @@ def _notes(data: Data, honest: bool) -> tuple[str, ...]:
         "of the epochs. Test graphs have the adjacency that training graphs have.",
         "Implicit layers own weights that they do not use, as published: the numbers of parameters count them.",
     )
-    if honest:
+    if validated:
         return (
             "Of the nine folds that are not tested, one is held out and chooses the epoch, the first of its best ones; "
             "eight are trained on. The best epoch on the test fold stands beside it, to show what choosing by it adds.",
@@ -159,16 +159,17 @@ def _notes(data: Data, honest: bool) -> tuple[str, ...]:
     )
 
 
-def _table(data: Data, honest: bool) -> Table:
-    accuracies = (_SELECTED, _LAST, _BEST) if honest else (_BEST, _LAST)
-    notes = _notes(data, honest)
+def _table(data: Data, validated: bool) -> Table:
+    accuracies = (_SELECTED, _LAST, _BEST) if validated else (_BEST, _LAST)
+    notes = _notes(data, validated)
     return Table(
-        name=_name(data, honest),
-        title=f"Implicit graph networks on {data.upper()}{', epoch chosen by validation' if honest else ''}",
+        name=_name(data, validated),
+        former=f"ignn-{data}-honest" if validated else None,
+        title=f"Implicit graph networks on {data.upper()}{', epoch chosen by validation' if validated else ''}",
         source=GENG,
-        rows=tuple(_row(data, name, honest) for name in TITLES),
+        rows=tuple(_row(data, name, validated) for name in TITLES),
         columns=(PARAMETERS, *accuracies, *_COSTS),
-        claims=_claims(data, honest),
+        claims=_claims(data, validated),
         protocol={
             "debug": ("Debug scale: 60 random graphs, 8 channels, 2 epochs. It proves nothing.",),
             "reduced": (
@@ -185,5 +186,5 @@ def _table(data: Data, honest: bool) -> Table:
 
 def tables() -> tuple[Table, ...]:
     """All tables of graphs."""
-    folds = [_table(data, honest) for data in get_args(Data) for honest in (False, True)]
+    folds = [_table(data, validated) for data in get_args(Data) for validated in (False, True)]
     return (*folds, *node_tables(), *citation_tables())
