@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -100,7 +101,7 @@ def _compare(bench: Bench, name: str, gradient: Gradient, exact: Tensor) -> Agre
 class _Measured:
     gradient: Tensor  # (numbers,) on the CPU in double precision
     solution: Solution
-    meter: _Meter
+    meter: CellMeter
     seconds: float
 
     @property
@@ -158,7 +159,7 @@ class Bench:
 
     def measure(self, gradient: Gradient, **changes: Any) -> _Measured:
         """Run it as the DEQ would in training, with some settings changed."""
-        deq, meter = self.deq, _Meter()
+        deq, meter = self.deq, CellMeter()
         with untouched(deq, self.tensors), meter.watch(deq.cell) as cell, torch.enable_grad():
             settings: dict[str, Any] = {"solver": deq.solver, "stop": deq.stop, "gradient": gradient, **changes}
             twin = DEQ(cell, deq.init, batched=deq.batched, **settings)
@@ -194,11 +195,16 @@ class RandomFunctional:
         return (self.v * flat).sum()
 
 
-class _Meter:
-    """Counts the runs of a cell, and the cotangents that are sent back through them."""
+class OutOfTime(Exception):  # noqa: N818
+    """A measurement took longer than it may. No RuntimeError: compaction takes one for a cell that needs the whole batch."""
 
-    def __init__(self) -> None:
+
+class CellMeter:
+    """Counts the runs of a cell, and the cotangents that are sent back through them; raises OutOfTime after `seconds`."""
+
+    def __init__(self, seconds: float = math.inf) -> None:
         self.evaluations = self.products = 0
+        self.seconds, self._end = seconds, time.monotonic() + seconds
         self._hooks: list[Any] = []
 
     @contextmanager
@@ -216,6 +222,7 @@ class _Meter:
     def begin(self) -> None:
         """Count a run when it begins: torch's checkpoint breaks off one that has recomputed enough."""
         self.evaluations += 1
+        self._check()
 
     def follow(self, output: State) -> None:
         followed = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -224,12 +231,17 @@ class _Meter:
 
     def _pulled(self, cotangent: Tensor) -> None:
         self.products += 1
+        self._check()
+
+    def _check(self) -> None:
+        if time.monotonic() >= self._end:
+            raise OutOfTime(f"stopped after {self.seconds:g} s")
 
 
 class _Watched:
     """A plain callable whose runs are counted; in all else the callable itself."""
 
-    def __init__(self, cell: Callable[..., State], meter: _Meter) -> None:
+    def __init__(self, cell: Callable[..., State], meter: CellMeter) -> None:
         self._cell, self._meter = cell, meter
 
     def __call__(self, z: State, *inputs: Any) -> State:

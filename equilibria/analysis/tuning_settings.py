@@ -139,7 +139,7 @@ class Tuning:
         if not nearest.residual <= self.residual:
             return [
                 f"No setting reaches the residual, this one ends at {nearest.residual:.1e}. Ask for less, give the layer "
-                "more steps with Stop(max_steps=...), compute in a wider dtype, or keep the cell contractive."
+                "a Stop with more max_steps, compute in a wider dtype, or keep the cell contractive."
             ]
         return [
             f"No setting reaches the cosine, this one has {nearest.cosine:.4f}. Ask for a smaller residual too, as the "

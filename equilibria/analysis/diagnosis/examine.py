@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import math
 import statistics
 import time
 import warnings
@@ -16,14 +18,14 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from equilibria._core.problem import uses_batch_statistics
-from equilibria.analysis.agreement import Agreement, gradient_agreement
+from equilibria.analysis.agreement import Agreement, CellMeter, OutOfTime, gradient_agreement
 from equilibria.analysis.measuring import Call, brief, untouched
 from equilibria.analysis.spectrum import spectral_radius
 from equilibria.deq import DEQ
 from equilibria.gradients.base import Gradient
 from equilibria.gradients.implicit import Implicit
 from equilibria.gradients.phantom import JFB, NeumannPhantom
-from equilibria.solution import Solution, Stats, Status
+from equilibria.solution import ConvergenceWarning, Solution, Stats, Status
 from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.broyden import Broyden
 from equilibria.solvers.fallback import AnySolver
@@ -36,6 +38,8 @@ QUANTILES = (0.1, 0.5, 0.9, 1.0)
 RANDOM = 100.0  # two runs of a deterministic cell differ by less than so many spacings of its numbers, also on a GPU
 ROUNDS = 3
 MORE_STEPS = 100  # other solvers get so many, or as many as the layer's own
+SECONDS = 10.0  # that any other solver, or the same one with more steps, may take
+GRADIENT_SECONDS = 30.0  # that the comparison of gradients may take: its reference solves both equations to rounding
 NEWTON_STEPS = 20  # it doubles the digits with each near an answer: what takes longer does not get there
 
 
@@ -67,6 +71,7 @@ class SolverResult:
     present: bool  # is it the layer's own?
     seconds: float
     solve: Solve
+    out_of_time: bool = False  # it was stopped, and its `solve` tells nothing
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,8 @@ class Examination:
     memory: Memory
     trial: Trial
     more_steps: Solve | None  # the same with ten times the steps, where samples ran out of them
+    reference_problem: str | None  # why the exact gradient, which others are compared with, is not exact
+    out_of_time: list[str]  # measurements that were stopped because they took too long
 
 
 def examine(name: str, call: Call) -> Examination:
@@ -133,18 +140,26 @@ def examine(name: str, call: Call) -> Examination:
 class _Patient:
     def __init__(self, name: str, deq: DEQ, inputs: tuple[Any, ...]) -> None:
         self.name, self.deq, self.inputs = name, deq, inputs
+        self.reference_problem: str | None = None
+        self.out_of_time: list[str] = []
         own = deq.stop if deq.training or deq.eval_stop is None else deq.eval_stop
         self.stop = dataclasses.replace(own, on_failure="ignore", trace=True)
+        began = time.perf_counter()
         with torch.no_grad():
             self.solution = self.solve(deq.solver)
+        _wait(self.solution)
+        self.seconds = time.perf_counter() - began
 
-    def solve(self, solver: AnySolver, **changes: Any) -> Solution:
+    def solve(self, solver: AnySolver, seconds: float = math.inf, **changes: Any) -> Solution:
         stop = dataclasses.replace(self.stop, **changes)
-        return DEQ(self.deq.cell, self.deq.init, solver, stop, batched=self.deq.batched).solve(*self.inputs)
+        with CellMeter(seconds).watch(self.deq.cell) as cell:
+            return DEQ(cell, self.deq.init, solver, stop, batched=self.deq.batched).solve(*self.inputs)
 
     def examination(self) -> Examination:
         s, deq = self.solution, self.deq
         adjoint, error, kept = self.backward()
+        solvers, more_steps = self.compare_solvers(), self.more_steps()
+        agreements = [] if error else self.compare_gradients(more_steps)
         return Examination(
             name=self.name,
             solver=brief(deq.solver),
@@ -161,11 +176,13 @@ class _Patient:
             adjoint=None if adjoint is None else summary(adjoint),
             adjoint_error=error,
             radius=_unknown_radius(s) if error else _radius(s),
-            solvers=self.compare_solvers(),
-            agreements=[] if error else self.compare_gradients(),
+            solvers=solvers,
+            agreements=agreements,
             memory=Memory(_bytes([s.z]), _bytes(self.inputs), kept),
             trial=self.try_again(),
-            more_steps=self.more_steps(),
+            more_steps=more_steps,
+            reference_problem=self.reference_problem,
+            out_of_time=self.out_of_time,
         )
 
     def backward(self) -> tuple[Stats | None, str | None, int]:
@@ -184,42 +201,61 @@ class _Patient:
 
     def compare_solvers(self) -> list[SolverResult]:
         """The layer's own solver first, then the others, to the same tolerance; times interleaved."""
-        others = [solver for solver in SOLVERS if solver != self.deq.solver and self.works(solver)]
-        solvers = [self.deq.solver, *others]
+        solvers = [self.deq.solver, *[solver for solver in SOLVERS if solver != self.deq.solver]]
         with torch.no_grad():
-            timed = [[self.timed(solver)] for solver in solvers]
+            first = {i: found for i, solver in enumerate(solvers) if (found := self.first(solver)) is not None}
+            seconds = {i: [found.seconds] for i, found in first.items()}
             for _ in range(ROUNDS - 1):
-                for solver, runs in zip(solvers, timed, strict=True):
-                    if not bool(runs[0][1].stats.failed.any()):  # how long a failure takes is of no interest
-                        runs.append(self.timed(solver))
-        return [
-            SolverResult(brief(solver), i == 0, statistics.median(t for t, _ in runs), summary(runs[0][1].stats))
-            for i, (solver, runs) in enumerate(zip(solvers, timed, strict=True))
-        ]
+                for i, found in first.items():
+                    # how long a failure takes is of no interest, and all rounds together stay below the limit
+                    if found.solve.failed == 0 and ROUNDS * found.seconds < SECONDS:
+                        seconds[i].append(self.timed(solvers[i], math.inf)[0])
+        return [dataclasses.replace(found, seconds=statistics.median(seconds[i])) for i, found in first.items()]
 
-    def works(self, solver: AnySolver) -> bool:
-        """Does it take this cell? Newton needs its forward-mode derivative, which not every one has."""
+    def first(self, solver: AnySolver) -> SolverResult | None:
+        """A solve by this solver; None if it does not take this cell: Newton needs a forward-mode derivative."""
+        own = solver == self.deq.solver
         try:
-            with torch.no_grad():
-                self.solve(solver, max_steps=1)
+            seconds, s = self.timed(solver, SECONDS)
         except (RuntimeError, TypeError, NotImplementedError):
-            return False
-        return True
+            if own:
+                raise
+            return None
+        except OutOfTime:
+            if own:  # then as it is used, without more steps
+                return SolverResult(brief(solver), own, self.seconds, summary(self.solution.stats))
+            self.out_of_time.append(brief(solver))
+            return SolverResult(brief(solver), own, SECONDS, _nothing(self.solution), out_of_time=True)
+        return SolverResult(brief(solver), own, seconds, summary(s.stats))
 
-    def timed(self, solver: AnySolver) -> tuple[float, Solution]:
+    def timed(self, solver: AnySolver, limit: float) -> tuple[float, Solution]:
         steps = NEWTON_STEPS if isinstance(solver, Newton) else max(self.stop.max_steps, MORE_STEPS)
         began = time.perf_counter()
-        s = self.solve(solver, max_steps=steps)
+        s = self.solve(solver, limit, max_steps=steps)
         _wait(s)
         return time.perf_counter() - began, s
 
-    def compare_gradients(self) -> list[Agreement]:
-        """The layer's own gradient first; none where nothing converges or requires a gradient."""
+    def compare_gradients(self, more_steps: Solve | None) -> list[Agreement]:
+        """The layer's own gradient first; none where nothing converges, in ten times the steps, or requires a gradient."""
         gradients = [self.deq.gradient, *[gradient for gradient in GRADIENTS if gradient != self.deq.gradient]]
         wants = any(map(_wants_gradient, (*self.deq.parameters(), *pytree.tree_leaves(self.inputs))))
-        if not wants or bool(self.solution.stats.failed.all()):
+        failed = int(self.solution.stats.failed.sum()) if more_steps is None else more_steps.failed
+        if not wants or failed == self.solution.layout.batch:
             return []
-        return gradient_agreement(self.deq, self.inputs, {brief(gradient): gradient for gradient in gradients})
+        named = {brief(gradient): gradient for gradient in gradients}
+        twin = copy.copy(self.deq)
+        twin.__dict__["_modules"] = dict(self.deq._modules)
+        try:
+            with CellMeter(GRADIENT_SECONDS).watch(self.deq.cell) as cell, warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always", ConvergenceWarning)
+                if cell is not self.deq.cell:
+                    twin.cell = cell
+                agreements = gradient_agreement(twin, self.inputs, named)
+        except OutOfTime:
+            self.out_of_time.append("the comparison of gradients")
+            return []
+        self.reference_problem = next((str(each.message) for each in told if "exact gradient" in str(each.message)), None)
+        return agreements
 
     def try_again(self) -> Trial:
         s, cell = self.solution, self.deq.cell
@@ -237,8 +273,12 @@ class _Patient:
     def more_steps(self) -> Solve | None:
         if self.solution.stats.count(Status.MAX_STEPS) == 0:
             return None
-        with torch.no_grad():
-            return summary(self.solve(self.deq.solver, max_steps=10 * self.stop.max_steps).stats)
+        try:
+            with torch.no_grad():
+                return summary(self.solve(self.deq.solver, SECONDS, max_steps=10 * self.stop.max_steps).stats)
+        except OutOfTime:
+            self.out_of_time.append("ten times the steps")
+            return None
 
 
 def summary(stats: Stats) -> Solve:
@@ -251,6 +291,12 @@ def summary(stats: Stats) -> Solve:
         sample_evaluations=stats.sample_evaluations,
         curve=_curve(stats.trace) if stats.trace else [],
     )
+
+
+def _nothing(s: Solution) -> Solve:
+    """In place of a solve that was stopped."""
+    batch = s.layout.batch
+    return Solve({"out of time": batch}, [0] * batch, [math.inf] * batch, 0, 0, [])
 
 
 def _curve(traces: Sequence[Tensor]) -> list[list[float]]:

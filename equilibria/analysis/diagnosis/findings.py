@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from equilibria._core.bookkeeping import FLOOR
+from equilibria.analysis.agreement import Agreement
 from equilibria.analysis.diagnosis.examine import RANDOM, Examination, SolverResult
 
 SLOW = 2.0  # another solver this many times faster is worth a word
@@ -156,25 +157,43 @@ def _adjoint(e: Examination) -> Finding | None:
     at_the_floor = e.adjoint.worst <= FLOOR * e.precision  # as solved as it can be
     if a_formula or at_the_floor:
         return None
+    own = _own_gradient(e)
+    measured = (
+        f"The gradient as measured has a cosine of {own.cosine:.3f} with the exact one."
+        if own is not None
+        else "How far the gradient is off was not measured; it can be far more than the residual."
+    )
+    steps = 4 * max(50, *e.adjoint.steps)
     return Finding(
         "backward solve not converged",
         Severity.ILL,
         f"{e.adjoint.failed} of {e.samples} adjoint systems were not solved ({_counts(e.adjoint.status)}), worst relative "
-        f"residual {e.adjoint.worst:.1e}: these gradients are off by about as much.",
-        "Implicit(solver=GMRES(restart=40), stop=Stop(max_steps=...)), and a cell whose Jacobian keeps away from 1.",
+        f"residual {e.adjoint.worst:.1e}. {measured}",
+        f"eq.Implicit(solver=eq.GMRES(restart=40), stop=eq.Stop(max_steps={steps})), and eq.jacobian_penalty in the loss, "
+        "which keeps the eigenvalues of the Jacobian away from 1.",
     )
 
 
-def _poor_gradient(e: Examination) -> Finding | None:
+def _own_gradient(e: Examination) -> Agreement | None:
+    """The layer's own gradient beside the exact one; None if they were not compared."""
     own = e.agreements[0] if e.agreements else None
-    exact_is_known = e.forward.failed == 0
-    if own is None or own.error is not None or not exact_is_known or not own.cosine < COSINE:
+    return None if own is None or own.error is not None or own.cosine != own.cosine else own
+
+
+def _poor_gradient(e: Examination) -> Finding | None:
+    own = _own_gradient(e)
+    if own is None or not own.cosine < COSINE or _random_cell(e) is not None:
         return None
+    unsolved = f" {e.forward.failed} of {e.samples} samples did not converge, and count with their best iterate."
     return Finding(
         "gradient far from the exact one",
         Severity.RISK,
-        f"{e.gradient} has a cosine of {own.cosine:.3f} with the exact gradient and {own.norm_ratio:.2g} times its length.",
-        "eq.Implicit(); or more steps of the phantom gradient, or eq.Escalate(cheap, exact, when).",
+        f"{e.gradient} has a cosine of {own.cosine:.3f} with the exact gradient and {own.norm_ratio:.2g} times its length."
+        + (unsolved if e.forward.failed else "")
+        + (f" {e.reference_problem}" if e.reference_problem else ""),
+        "a forward and a backward solve that converge."
+        if e.forward.failed or (e.adjoint is not None and e.adjoint.failed)
+        else "eq.Implicit(); or more steps of the phantom gradient, or eq.Escalate(cheap, exact, when).",
     )
 
 
@@ -211,8 +230,8 @@ def _tail(e: Examination) -> Finding | None:
         Severity.HINT,
         f"The slowest sample takes {steps[-1]} steps, the median {median}; {e.forward.sample_evaluations} rows were "
         f"evaluated in {e.forward.evaluations} runs.",
-        "Fallback(Picard(), Anderson(), ...) spends strong solvers on hard samples alone; Remember() starts known samples "
-        "where they ended.",
+        "eq.Fallback(eq.Picard(), eq.Anderson(), eq.Newton()) spends strong solvers on hard samples alone; eq.Remember() "
+        "starts known samples where they ended.",
     )
 
 
@@ -228,7 +247,8 @@ _RULES = (*_FAILURES, _unexplained, _coupled, _refused, _adjoint, _poor_gradient
 
 def _best_solver(e: Examination) -> str:
     """Which of the solvers compared did best on this very model."""
-    best: SolverResult = min(e.solvers, key=lambda result: (result.solve.failed, result.seconds))
+    finished = [result for result in e.solvers if not result.out_of_time]
+    best: SolverResult = min(finished, key=lambda result: (result.solve.failed, result.seconds))
     if best.solve.failed == 0:
         return f"{best.solver} finds all of its equilibria ({best.solve.evaluations} evaluations)."
     return f"no solver finds all of its equilibria, {best.solver} misses {best.solve.failed} of {e.samples}."

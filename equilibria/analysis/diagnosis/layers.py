@@ -33,6 +33,9 @@ def text(layer: LayerDiagnosis) -> str:
     lines += [f"  {what:<18} {value}" for what, value in rows(e)]
     lines += ["", f"  {'solver':<28} {'converged':>9} {'steps':>6} {'evaluations':>11} {'ms':>8}"]
     for result in e.solvers:
+        if result.out_of_time:
+            lines.append(f"  {_short(result.solver, 28):<28} stopped after {result.seconds:g} s")
+            continue
         share = 1 - result.solve.failed / max(e.samples, 1)
         steps, name = max(result.solve.steps, default=0), result.solver + (" (present)" if result.present else "")
         lines.append(
@@ -41,6 +44,8 @@ def text(layer: LayerDiagnosis) -> str:
     if e.agreements:
         lines += ["", f"  {'gradient':<44} {'cosine':>7} {'length':>7}"]
         lines += [f"  {_short(a.name, 44):<44} {a.cosine:>7.4f} {a.norm_ratio:>7.3f}" for a in e.agreements]
+    if e.out_of_time:
+        lines += ["", f"  Stopped because they took too long: {', '.join(e.out_of_time)}."]
     lines += ["", *([f"  {finding}" for finding in layer.findings] or ["  Healthy: nothing found."])]
     return "\n".join(lines)
 

@@ -59,6 +59,8 @@ def _section(layer: LayerDiagnosis, drawn: dict[str, bytes]) -> str:
     shown = {
         what: (TITLES[what], content) for what in _PICTURES if (content := drawn.get(f"{_stem(layer)}-{what}")) is not None
     }
+    if e.out_of_time:
+        about += f". Stopped because they took too long: {', '.join(e.out_of_time)}"
     return (
         f"<section><h2>{escape(layer.name)}</h2><p>{escape(about)}</p><ul>{found}</ul><table>{table}</table>"
         f"{plots(shown)}{_solver_table(e)}</section>"
@@ -68,7 +70,9 @@ def _section(layer: LayerDiagnosis, drawn: dict[str, bytes]) -> str:
 def _solver_table(e: Examination) -> str:
     heads = ("solver", "converged", "steps", "evaluations", "rows evaluated", "worst residual", "ms")
     body = "".join(
-        f"<tr><td>{escape(r.solver)}{' (present)' if r.present else ''}</td>"
+        f"<tr><td>{escape(r.solver)}</td><td colspan='6'>stopped after {r.seconds:g} s</td></tr>"
+        if r.out_of_time
+        else f"<tr><td>{escape(r.solver)}{' (present)' if r.present else ''}</td>"
         f"<td>{e.samples - r.solve.failed} of {e.samples}</td><td>{max(r.solve.steps, default=0)}</td>"
         f"<td>{r.solve.evaluations}</td><td>{r.solve.sample_evaluations}</td><td>{r.solve.worst:.1e}</td>"
         f"<td>{1e3 * r.seconds:.1f}</td></tr>"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import equilibria as eq
-from equilibria.analysis.diagnosis import illnesses
+from equilibria.analysis.diagnosis import examine, illnesses
+from equilibria.analysis.diagnosis.findings import findings
 from equilibria.analysis.measuring import brief, captured
 from tests.problems import NestedCell, TanhCell, inputs
 
@@ -120,6 +122,78 @@ def test_a_poor_gradient_and_an_unsolved_adjoint_are_found() -> None:
     short = eq.Implicit(solver=eq.Picard(), stop=eq.Stop(rtol=1e-6, max_steps=2))
     found = causes(eq.DEQ(cell, stop=stop, gradient=short), x)
     assert found.get("backward solve not converged") is eq.analysis.Severity.ILL
+
+
+class ResidualConvolution(nn.Module):
+    """norm(relu(z + norm(x + conv(norm(relu(conv(z))))))), as in a multiscale DEQ; it does not contract."""
+
+    def __init__(self, channels: int = 4) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2))
+        self.norms = nn.ModuleList(nn.GroupNorm(2, channels) for _ in range(3))
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        inner = self.norms[0](torch.relu(self.first(z)))
+        out: Tensor = self.norms[2](torch.relu(z + self.norms[1](x + self.second(inner))))
+        return out
+
+
+def test_what_is_said_of_a_residual_convolution_agrees_with_what_was_measured() -> None:
+    torch.manual_seed(0)
+    stop = eq.Stop(rtol=1e-2, max_steps=60, on_failure="ignore")
+    short = eq.Implicit(solver=eq.Picard(), stop=eq.Stop(max_steps=3, on_failure="ignore"))
+    model = eq.DEQ(ResidualConvolution(), stop=stop, gradient=short)
+    diagnosis = eq.diagnose(model, torch.randn(3, 4, 5, 5))
+    found, e = {finding.cause: finding for finding in diagnosis.findings}, diagnosis.layers[0].examination
+    own = e.agreements[0]
+    assert own.cosine < 0.9 and f"cosine of {own.cosine:.3f}" in found["gradient far from the exact one"].seen
+    assert f"cosine of {own.cosine:.3f}" in found["backward solve not converged"].seen
+    assert not any("..." in finding.advice or "about as much" in finding.seen for finding in diagnosis.findings)
+
+
+def test_a_measured_gradient_is_told_where_samples_fail() -> None:
+    """A residual of 0.03 in the backward solve beside a cosine of 0.34."""
+    (layer,) = eq.diagnose(*illnesses.healthy()).layers
+    e = layer.examination
+    failed = {"converged": 24, "max_steps": 8}
+    adjoint = dataclasses.replace(e.forward, status=failed, residual=[0.03] * 32, steps=[40] * 32)
+    poor = dataclasses.replace(e.agreements[0], cosine=0.34, norm_ratio=2.0)
+    forward = dataclasses.replace(e.forward, status=failed)
+    e = dataclasses.replace(e, forward=forward, adjoint=adjoint, agreements=[poor], reference_problem="Not exact.")
+    found = {finding.cause: finding for finding in findings(e)}
+    far, unsolved = found["gradient far from the exact one"], found["backward solve not converged"]
+    assert "0.340" in far.seen and "8 of 32 samples did not converge" in far.seen and "Not exact." in far.seen
+    assert "3.0e-02. The gradient as measured has a cosine of 0.340" in unsolved.seen
+    assert "max_steps=200)" in unsolved.advice
+    found = {finding.cause: finding for finding in findings(dataclasses.replace(e, agreements=[]))}
+    assert "was not measured" in found["backward solve not converged"].seen
+    assert "gradient far from the exact one" not in found
+
+
+@pytest.mark.parametrize("function", [False, True])
+def test_measurements_that_take_too_long_are_stopped_and_told(
+    function: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(examine, "SECONDS", 0.0)
+    monkeypatch.setattr(examine, "GRADIENT_SECONDS", 0.0)
+    cell = TanhCell(6)
+    layer = eq.DEQ((lambda z, x: cell(z, x)) if function else cell, stop=eq.Stop(max_steps=2, on_failure="ignore"))
+    diagnosis = eq.diagnose(layer, inputs(4, 6))
+    e = diagnosis.layers[0].examination
+    stopped = [result.solver for result in e.solvers if result.out_of_time]
+    assert stopped == ["Picard()", "Broyden()", "Newton()"] and not e.solvers[0].out_of_time
+    assert e.out_of_time == [*stopped, "ten times the steps"] and e.more_steps is None and e.agreements == []
+    assert "Newton()                     stopped after 0 s" in str(diagnosis)
+    assert "too long: Picard(), Broyden(), Newton(), ten times the steps." in str(diagnosis)
+    assert not cell._forward_hooks and not cell._forward_pre_hooks
+    pytest.importorskip("matplotlib")
+    assert "stopped after 0 s" in diagnosis.save(tmp_path).read_text()
+
+
+def test_a_comparison_of_gradients_that_takes_too_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examine, "GRADIENT_SECONDS", 0.0)
+    e = eq.diagnose(eq.DEQ(TanhCell(6)), inputs(4, 6)).layers[0].examination
+    assert e.out_of_time == ["the comparison of gradients"] and e.agreements == []
 
 
 class OneWay(torch.autograd.Function):
