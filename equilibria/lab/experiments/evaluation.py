@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from equilibria._core.recording import record
 from equilibria.lab.experiments.catalogue import experiment
 from equilibria.lab.experiments.definitions import SCALES, Experiment
+from equilibria.lab.training.evaluating import evaluate_split
 from equilibria.lab.training.folder import CONFIG, RESTORE, Run
-from equilibria.lab.training.statistics import Meter, observe
+from equilibria.lab.training.processes import deterministic, make_fabric, other_rng
 from equilibria.lab.training.task import Loader
 
 
@@ -33,13 +32,11 @@ def experiment_of(run: Run) -> Experiment[Any]:
 def evaluate(run: Run, *, which: str = "last", root: Path | None = None) -> dict[str, float]:
     """Metrics on the test split, or where there is none on the validation split."""
     e = experiment_of(run)
-    task = e.task()
-    model = run.model(task, which)
-    meter = Meter()
-    for batch in _held_out(e, root):
-        with torch.no_grad(), record(model) as solutions:
-            outcome = task.evaluate(model, batch)
-        meter.add_batch(observe(outcome, solutions))
+    task, training = e.task(), e.training
+    fabric = make_fabric(1, "auto", "auto", training.precision)
+    model = fabric.setup_module(run.model(task, which)).eval()
+    with deterministic(), other_rng(training.seed, training.epochs, 0):
+        meter = evaluate_split(task, model, _held_out(e, root), fabric)
     return task.summarise(meter.means())
 
 

@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from lightning_fabric import Fabric
+from torch import nn
+
 from equilibria._core.compaction import set_verdicts, verdicts
 from equilibria._core.recording import record
 from equilibria.lab.training.processes import gather, gathered, other_rng
 from equilibria.lab.training.run_state import State
 from equilibria.lab.training.settings import Training
 from equilibria.lab.training.statistics import Meter, observe, radius
-from equilibria.lab.training.task import Loader
+from equilibria.lab.training.task import Loader, Task
 from equilibria.solution import Solution
 
 
@@ -33,9 +36,8 @@ class Evaluator:
         try:
             with self.weights(), other_rng(self.training.seed, self.state.progress.epoch, rank):
                 return {name: self._split(loader, look=i == 0) for i, (name, loader) in enumerate(given)}
-        except BaseException:
-            set_verdicts(self.state.module, known)  # it will be done anew from the beginning
-            raise
+        finally:
+            set_verdicts(self.state.module, known)
 
     @contextmanager
     def weights(self) -> Iterator[None]:
@@ -53,19 +55,38 @@ class Evaluator:
         return self.state.task.summarise(Meter.merged(gather(self.state.fabric, meter.state())).means())
 
     def _split(self, loader: Loader[Any], look: bool) -> dict[str, float]:
-        meter, model, fabric = Meter(), self.state.model, self.state.fabric
-        loader.resume({**loader.state(), "epoch": 0, "position": 0})
-        for position, batch in enumerate(loader):
-            with fabric.autocast(), record(model) as solutions:
-                outcome = self.state.task.evaluate(model, fabric.to_device(batch))
-            meter.add_batch(observe(outcome, solutions))
+        def after(meter: Meter, position: int, solutions: Sequence[Solution]) -> None:
             if look and position == 0:
                 self._look(meter, solutions)
             self.pause()
-        return self.means(meter)
+
+        return self.means(evaluate_split(self.state.task, self.state.model, loader, self.state.fabric, after))
 
     def _look(self, meter: Meter, solutions: Sequence[Solution]) -> None:
         # how many products it takes differs between processes, and with sharded weights each is a collective
         found = None if self.state.sharded else radius(solutions, self.training.seed)
         if found is not None:
             meter.add("spectral_radius", found, 1)
+
+
+def evaluate_split(
+    task: Task[Any],
+    model: nn.Module,
+    loader: Loader[Any],
+    fabric: Fabric,
+    after: Callable[[Meter, int, Sequence[Solution]], None] = lambda meter, position, solutions: None,
+) -> Meter:
+    """Evaluate a model in eval mode on all batches of a loader; `after` is called after every batch.
+
+    Verdicts on the cells from earlier solves are cleared first, since finding one costs an evaluation: a run and `evaluate`
+    on its weights count the same.
+    """
+    meter = Meter()
+    set_verdicts(model, {})
+    loader.resume({**loader.state(), "epoch": 0, "position": 0})
+    for position, batch in enumerate(loader):
+        with fabric.autocast(), record(model) as solutions:
+            outcome = task.evaluate(model, fabric.to_device(batch))
+        meter.add_batch(observe(outcome, solutions))
+        after(meter, position, solutions)
+    return meter

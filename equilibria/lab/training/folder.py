@@ -22,6 +22,7 @@ from equilibria.lab.training.checkpoints import Checkpoints, CorruptCheckpointEr
 from equilibria.lab.training.durable import append_to, read_object, replace_file
 from equilibria.lab.training.settings import Training, from_plain, one_of, to_plain
 from equilibria.lab.training.task import Task
+from equilibria.models.states import take_dtypes
 
 CONFIG, METRICS, SUMMARY, LOCK = "config.json", "metrics.jsonl", "summary.json", ".lock"
 RESTORE = "Restore the file from a copy, or start the run anew in another folder."
@@ -165,7 +166,9 @@ class Run:
             model = task.model()
         try:
             averaged = found.parts["average"]["means"] if which == "last" and "average" in found.parts else {}
-            model.load_state_dict(found.parts["model"] | averaged)
+            state = found.parts["model"] | averaged
+            take_dtypes(model, state)
+            model.load_state_dict(state)
         except (KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise does_not_fit(found.path, error) from error
         return model.eval()
