@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import equilibria as eq
 from equilibria.analysis.diagnosis import examine, illnesses
-from equilibria.analysis.diagnosis.findings import findings
+from equilibria.analysis.diagnosis.findings import Severity, findings
 from equilibria.analysis.measuring import brief, captured
 from tests.problems import NestedCell, TanhCell, inputs
 
@@ -157,14 +157,17 @@ def test_a_measured_gradient_is_told_where_samples_fail() -> None:
     e = layer.examination
     failed = {"converged": 24, "max_steps": 8}
     adjoint = dataclasses.replace(e.forward, status=failed, residual=[0.03] * 32, steps=[40] * 32)
-    poor = dataclasses.replace(e.agreements[0], cosine=0.34, norm_ratio=2.0)
+    poor = dataclasses.replace(e.agreements[0], cosine=0.34, norm_ratio=2.0, relative_error=1.9)
     forward = dataclasses.replace(e.forward, status=failed)
     e = dataclasses.replace(e, forward=forward, adjoint=adjoint, agreements=[poor], reference_problem="Not exact.")
     found = {finding.cause: finding for finding in findings(e)}
     far, unsolved = found["gradient far from the exact one"], found["backward solve not converged"]
     assert "0.340" in far.seen and "8 of 32 samples did not converge" in far.seen and "Not exact." in far.seen
     assert "3.0e-02. The gradient as measured has a cosine of 0.340" in unsolved.seen
-    assert "max_steps=200)" in unsolved.advice
+    assert "max_steps=200)" in unsolved.advice and unsolved.severity is Severity.ILL
+    good = dataclasses.replace(e.agreements[0], cosine=0.99999, relative_error=2e-3)
+    found = {finding.cause: finding for finding in findings(dataclasses.replace(e, agreements=[good]))}
+    assert found["backward solve not converged"].severity is Severity.HINT
     found = {finding.cause: finding for finding in findings(dataclasses.replace(e, agreements=[]))}
     assert "was not measured" in found["backward solve not converged"].seen
     assert "gradient far from the exact one" not in found
