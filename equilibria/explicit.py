@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from equilibria._core.autocast import Autocast
 from equilibria._core.checkpointing import Buffers, Checkpoint, Tensors, check_checkpoint, repeat
 from equilibria._core.frozen_cell import FixedCell
-from equilibria._core.norms import rms_norm
+from equilibria._core.norms import rms_norm, scaled_norm
 from equilibria._core.packing import Layout, State
 from equilibria.starts import Init, check_cell, check_init, prepared, start_of
 
@@ -139,7 +139,7 @@ class _CellStep:
 
 def _rows(x: Tensor) -> Tensor:
     """(depth, batch, n) -> (depth, batch), the norm of every sample at every depth."""
-    return rms_norm(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+    return scaled_norm(rms_norm, x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
 
 def _only(inputs: Sequence[Any]) -> State:

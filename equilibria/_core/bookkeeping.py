@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from equilibria._core.maps import FALLEN, Counter
-from equilibria._core.norms import Norm, euclidean_norm, rms_norm
+from equilibria._core.norms import Norm, euclidean_norm, rms_norm, usual_range
 from equilibria.solution import Stats, Status
 from equilibria.solvers.base import Iterate, without_graph
 
@@ -50,7 +50,8 @@ class Ledger:
         if norm is rms_norm:  # lengths in place of means: every comparison comes out the same, and costs less
             self.root = root = max(z0.shape[1], 1) ** 0.5
             norm, atol, scale = euclidean_norm, atol * root, None if scale is None else scale * root
-        self.rtol, self.atol, self.norm, self.scale, self.patience = rtol, atol, norm, scale, patience
+        self.atol: float | Tensor = atol
+        self.rtol, self.norm, self.scale, self.patience = rtol, norm, scale, patience
         self.tolerance = None if scale is None else self._tolerance(scale)
         self.floor = FLOOR * precision
         self.rows = z0.shape[0]
@@ -66,6 +67,10 @@ class Ledger:
         self.diverged: Tensor | None = None  # rows given up far away; None: not looked for yet
         self.limit: Tensor | None = None  # (batch,), a residual beyond this is far away
         self.traced = False
+        self.least, self.most = usual_range(z0.dtype)  # sizes between which squares can be computed with
+        self.range: tuple[float, float] | None = None  # of the sizes of all starts, where known
+        self.faint: Tensor | None = None  # (batch,) samples that ended below that range; None: none did
+        self.natural: float | Tensor = self.root  # (batch,), below which no residual is far away
         self.step = 0  # the last one, while no row has stopped
         self.open: Tensor | None = None  # rows that are running; None: all, and what follows is not kept
         self.steps: Tensor
@@ -141,10 +146,14 @@ class Ledger:
         excess = length / (self._tolerance(size) if self.tolerance is None else self.tolerance)
         growth = excess if self.excess is None else excess / self.excess
         asked = [growth.amax(), (excess > 1).sum(dtype=excess.dtype)]
-        if self._is_due(step):
+        if step == 0 and self.scale is None:
+            asked += torch.aminmax(size)
+        elif self._is_due(step):
             asked.append(length.amax())
-        worst, short, *longest = torch.stack(asked).tolist()
-        if longest and longest[0] > DIVERGENCE * self.root and bool((length > self._limit()).any()):
+        worst, short, *more = torch.stack(asked).tolist()
+        if len(more) == 2:
+            self.range = more[0], more[1] if worst < float("inf") else worst
+        elif more and more[0] > DIVERGENCE * self.root and bool((length > self._limit()).any()):
             return False
         self.growth = worst if self.excess is not None else 0.0
         if not (worst < float("inf") and short == self.rows):  # nan compares false
@@ -166,8 +175,39 @@ class Ledger:
         """(rows,), of residuals: beyond is far away."""
         if self.limit is None:
             assert self.first_length is not None
-            self.limit = DIVERGENCE * torch.maximum(self.first_length, self.first_size).clamp_min(self.root)
+            self.limit = self._far(torch.maximum(self.first_length, self.first_size))
         return self.limit if self.index is None else self.limit.index_select(0, self.index)
+
+    def _far(self, scale: Tensor) -> Tensor:
+        return DIVERGENCE * scale.clamp_min(self.natural)
+
+    def divide(self, unit: Tensor) -> None:
+        """Keep books of a problem that is divided by `unit`, (batch,), in tolerances of the problem as it was."""
+        self.atol, self.natural = self.atol / unit, (self.root / unit).clamp_min(self.root)
+
+    def unusual(self) -> bool:
+        """True if squares of the sizes of a start may have left the dtype."""
+        if self.scale is not None or not self.rows:
+            return False
+        if self.range is None:
+            assert self.open is not None and self.first_length is not None
+            counts = self.open.sum(dtype=self.first_size.dtype), self.worse.sum(dtype=self.first_size.dtype)
+            asked = torch.stack((*counts, *torch.aminmax(self.first_size), self.first_length.amax()))
+            running, worse, low, high, longest = asked.tolist()
+            self.counted = int(running), float("inf") if worse else FALLEN
+            self.range = low, high if longest < float("inf") else longest
+        low, high = self.range
+        return not high <= self.most or (self._can_fade() and not low >= self.least)  # nan compares false
+
+    def unusual_rows(self) -> bool:
+        """True if it is so for a row whose numbers may all be finite."""
+        assert self.first_length is not None
+        rows = (self.first_size > self.most) | (self.first_length == float("inf"))
+        return bool((rows | (self.first_size < self.least) if self._can_fade() else rows).any())
+
+    def _can_fade(self) -> bool:
+        """False where every size below the usual range is within the absolute tolerance."""
+        return isinstance(self.atol, Tensor) or self.atol < self.least
 
     def _keep_best(self, z: Tensor, excess: Tensor, length: Tensor, size: Tensor, step: int) -> None:
         """Some rows are no better than before."""
@@ -180,7 +220,10 @@ class Ledger:
 
     def _tolerance(self, size: Tensor) -> Tensor:
         """What a residual may be; never quite zero, so that it can be divided by."""
-        return size * max(self.rtol, LEAST * torch.finfo(size.dtype).eps) + max(self.atol, 1e-30)
+        info = torch.finfo(size.dtype)
+        least = info.tiny**0.8  # small beside all usual sizes, and still something to divide by
+        atol = max(self.atol, least) if isinstance(self.atol, float) else self.atol.clamp_min(least)
+        return size * max(self.rtol, LEAST * info.eps) + atol
 
     def _enter(self, z: Tensor, length: Tensor, size: Tensor, step: int | Tensor, rejected: Tensor | None) -> None:
         """Row by row, without asking."""
@@ -310,6 +353,9 @@ class Ledger:
         self._write_off()
         status, length, size = self._ended(), self.closed["length"], self._sizes()
         if self.whole_scale is None and (self.traced or len(self.lengths) > 1):
+            if self._can_fade():
+                self.faint = (status == Status.CONVERGED) & self._faint(size)
+                status = torch.where(self.faint, Status.STALLED, status)
             status = torch.where(self._doubtful(size), Status.DIVERGED, status)
         return self.closed["z"], Stats(
             status=status.to(torch.int8),
@@ -341,6 +387,11 @@ class Ledger:
         enough = self.first_length * (FALL / max(self.rtol, self.precision))
         return size > torch.maximum(GROWN * self.first_size, enough)
 
+    def _faint(self, size: Tensor) -> Tensor:
+        """(batch,) samples that have become too small for squares; those that started so were looked at then."""
+        faint = (size < self.least) & (self.closed["best"] > 0)
+        return faint & (self.atol < self.least) if isinstance(self.atol, Tensor) else faint
+
     def settle(self, z: Tensor, stats: Stats) -> tuple[Tensor, Stats, Tensor]:
         """Answer and statistics where a sample has failed, and (batch,) which answers are no worse than the start.
 
@@ -353,11 +404,13 @@ class Ledger:
         status, length, size = self._ended(), self.closed["length"], self._sizes()
         scale = torch.maximum(self.first_length, self.first_size)
         last, peak, best = self._last(), self._peak(), stats.best
+        if self.faint is not None:
+            status = torch.where(self.faint, Status.STALLED, status)
         sound = length <= self.first_length
         fallen = torch.maximum(length, self.precision * size) <= FALL * peak  # not where `size` is infinite
         grown = (status == Status.CONVERGED) & self._doubtful(size) & ~fallen
         status = torch.where(grown, Status.DIVERGED, status)
-        near = size <= DIVERGENCE * scale.clamp_min(self.root)
+        near = size <= self._far(scale)
         sound = sound | ((length <= RECOVERED * peak) & (length <= RECOVERED * size) & near)
         lost = (status != Status.CONVERGED) & (length > RUNAWAY * self.first_length) & ~sound
         z = torch.where(lost.unsqueeze(1), self.start, z)

@@ -96,7 +96,8 @@ class Compiler:
                 return plain()
             self._programs[key] = self._faster(f, z0, solver, stop, options, plain)
         program = self._programs[key]
-        return plain() if program is None else program(f, z0, options)
+        found = None if program is None else program(f, z0, options)
+        return plain() if found is None or found.faint is not None else found
 
     def _faster(
         self, f: BoundMap, z0: Tensor, solver: Solver[Any], stop: Stop, options: dict[str, Any], plain: Callable[[], Flat]
@@ -106,6 +107,8 @@ class Compiler:
             found = program(f, z0, options)
         except Exception as error:  # whatever a cell may do that cannot be traced or compiled, the plain loop can
             self._give_up(f"{type(error).__name__}: {error}".strip().splitlines()[0][:300])
+            return None
+        if found is None:
             return None
         if not _believable(found, plain(), f, stop, options):
             self._give_up("the machine code made of this cell gives other values than the cell does")
@@ -139,11 +142,14 @@ class Program:
             graph = make_fx(lambda *given: self._loop(parts, *given), tracing_mode="fake")(*inputs)
             self.run = backend(graph, inputs)
 
-    def __call__(self, f: BoundMap, z0: Tensor, options: dict[str, Any]) -> Flat:
+    def __call__(self, f: BoundMap, z0: Tensor, options: dict[str, Any]) -> Flat | None:
+        """The solve; None if its start is so small or large that squares leave the dtype: the plain loop copes with that."""
         with torch.no_grad():
             step, *books = self.run(*self._inputs(f, z0, options))
         ledger = make_ledger(self.stop, z0, options["scale"], self.precision)
         ledger.load(books)
+        if ledger.unusual() and ledger.unusual_rows():
+            return None
         taken = int(step)
         evaluations = taken + (options["known"] is None)
         linear = f.equation.linear

@@ -14,8 +14,8 @@ from torch import Tensor
 from equilibria._core.autocast import no_autocast
 from equilibria._core.bookkeeping import FLOOR, Ledger
 from equilibria._core.compaction import rows_stand_alone, worth_dropping
-from equilibria._core.maps import Counter, FlatMap, Map
-from equilibria._core.norms import Norm, rms_norm
+from equilibria._core.maps import Affine, Counter, FlatMap, Map
+from equilibria._core.norms import Norm, binary_size, max_norm, rms_norm, usual_range
 from equilibria.solution import Handover, Stats, Status
 from equilibria.solvers.base import Iterate, Solver, gather, map_tensors, pack, rejected, require
 from equilibria.solvers.fallback import AnySolver, Fallback
@@ -112,6 +112,7 @@ class Flat:
     coupled: bool = False  # did rows turn out to depend on each other? A sample that stopped may then have moved on
     failed: bool = True  # False: no sample has failed, which is known on the host
     sound: Tensor | None = None  # (batch,) answers that are no worse than the start; None: all
+    faint: Tensor | None = None  # (batch,) answers too small for their squares, which were not computed with; None: none
 
 
 def solve(
@@ -138,9 +139,55 @@ def solve(
     f = Map(f, Counter(), stop.any_rank())
     if known is not None:
         f.remember(z0, known)
-    problem = _Problem(f, stop, scale, precision or torch.finfo(z0.dtype).eps, keep_state, verify)
+    problem = _Problem(f, stop, scale, precision or torch.finfo(z0.dtype).eps, keep_state, verify, z0)
     with no_autocast(z0.device):
-        return _chain(problem, z0, solver) if isinstance(solver, Fallback) else _verified(problem, z0, solver)
+        try:
+            flat = _answer(problem, z0, solver)
+        except _Unusual as start:
+            flat = _divided(problem, z0, start.fz, solver)
+        for _ in range(VERIFICATIONS):
+            if flat.faint is None:
+                break
+            flat = _merge(flat, _followed(problem, flat, solver))
+        return flat
+
+
+class _Unusual(Exception):  # noqa: N818, no error
+    """The start is so small or large that squares leave the dtype."""
+
+    def __init__(self, fz: Tensor) -> None:
+        super().__init__()
+        self.fz = fz
+
+
+def _answer(problem: _Problem, z0: Tensor, solver: AnySolver) -> Flat:
+    return _chain(problem, z0, solver) if isinstance(solver, Fallback) else _verified(problem, z0, solver)
+
+
+def _followed(problem: _Problem, flat: Flat, solver: AnySolver) -> Flat:
+    """The solve that goes on from answers which have become too small for squares."""
+    left = max(problem.stop.max_steps - flat.taken, 0)
+    return _divided(problem.with_stop(max_steps=left), flat.z, problem.f(flat.z), solver)
+
+
+def _divided(problem: _Problem, z0: Tensor, fz: Tensor, solver: AnySolver) -> Flat:
+    """The solve of g(y) = f(unit y) / unit, whose states are of usual size; rows that are so already have the unit 1."""
+    unit = binary_size(z0, fz).unsqueeze(1)
+    y0 = z0 / unit
+    f = Map(_divide(problem.f.raw, unit), problem.f.counter, problem.f.any_rank).remember(y0, fz / unit)
+    inner = dataclasses.replace(problem.with_stop(compact=False), f=f, unit=unit.squeeze(1), origin=None)
+    flat = _answer(inner, y0, solver)
+    stats = dataclasses.replace(flat.stats, iterates=tuple(y * unit for y in flat.stats.iterates))
+    state = flat.state
+    if state is not None:
+        state = dataclasses.replace(state, z=state.z * unit, fz=state.fz * unit)
+    return dataclasses.replace(flat, z=flat.z * unit, stats=stats, state=state)
+
+
+def _divide(f: FlatMap, unit: Tensor) -> FlatMap:
+    if isinstance(f, Affine):
+        return Affine(f.product, f.transposed, f.offset / unit)
+    return lambda y: f(y * unit) / unit
 
 
 def make_ledger(s: Stop, z0: Tensor, scale: Tensor | None, precision: float) -> Ledger:
@@ -155,9 +202,14 @@ class _Problem:
     precision: float
     keep_state: bool
     verify: bool
+    origin: Tensor | None = None  # (batch, n), the start, if its size is to be looked at
+    unit: Tensor | None = None  # (batch,), by which f and z are divided; None: by nothing
 
     def ledger(self, z0: Tensor) -> Ledger:
-        return make_ledger(self.stop, z0, self.scale, self.precision)
+        ledger = make_ledger(self.stop, z0, self.scale, self.precision)
+        if self.unit is not None:
+            ledger.divide(self.unit)
+        return ledger
 
     def with_stop(self, **changes: Any) -> _Problem:
         return dataclasses.replace(self, stop=dataclasses.replace(self.stop, **changes))
@@ -170,6 +222,8 @@ def _run(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> Flat:
     ledger = problem.ledger(z0)
     often = stop.check_every == 1
     ledger.observe(state, step=0, look=often)
+    if z0 is problem.origin and ledger.unusual() and _unusual(z0, state.fz, stop.atol):
+        raise _Unusual(state.fz)
     compact = stop.compact and stop.process_group is None
     kept, taken = None, 0
     for step in range(1, stop.max_steps + 1):
@@ -201,10 +255,23 @@ def finished(ledger: Ledger, counter: Counter, taken: int, state: Any = None) ->
     z, stats = ledger.close(counter)
     if ledger.whole_scale is not None:
         return Flat(z, stats, taken, state, ledger.coupled)
-    if not bool(stats.failed.any()):
+    asked = [stats.failed.any(), *([] if ledger.faint is None else [ledger.faint.any()])]
+    failed, *fainted = torch.stack(asked).tolist()
+    if not failed:
         return Flat(z, stats, taken, state, ledger.coupled, failed=False)
     z, stats, sound = ledger.settle(z, stats)
-    return Flat(z, stats, taken, state, ledger.coupled, sound=sound)
+    faint = ledger.faint if any(fainted) else None
+    return Flat(z, stats, taken, state, ledger.coupled, sound=sound, faint=faint)
+
+
+def _unusual(z: Tensor, fz: Tensor, atol: float) -> bool:
+    """True if the squares of a row leave the dtype."""
+    least, most = usual_range(z.dtype)
+    largest = torch.maximum(max_norm(z), max_norm(fz))
+    strange = (largest > most) & (largest < float("inf"))
+    if atol < least:
+        strange = strange | ((largest > 0) & (largest < least))
+    return bool(strange.any())
 
 
 def _compact(f: Map, state: Iterate, ledger: Ledger, *, over: bool) -> tuple[Map, Iterate] | None:
@@ -279,6 +346,8 @@ def _merge(first: Flat, then: Flat) -> Flat:
     a, b = first.stats, then.stats
     sound = torch.ones_like(b.converged) if then.sound is None else then.sound
     better = b.converged | (a.failed & sound & (b.residual < a.residual))
+    if first.faint is not None:  # what is known about those is not worth anything
+        better = better | first.faint
     trace = None
     if a.trace is not None and b.trace is not None:
         trace = tuple(torch.cat([x, y[1:]]) for x, y in zip(a.trace, b.trace, strict=True))
@@ -295,7 +364,7 @@ def _merge(first: Flat, then: Flat) -> Flat:
     )
     z = torch.where(better.unsqueeze(1), then.z, first.z)
     sound = sound if first.sound is None else torch.where(better, sound, first.sound)
-    return Flat(z, stats, first.taken + then.taken, sound=sound)
+    return Flat(z, stats, first.taken + then.taken, sound=sound, faint=then.faint)
 
 
 def check_solver(solver: Any) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from equilibria._core.autocast import no_autocast
 from equilibria._core.checkpointing import Buffers, Checkpoint, Tensors, check_checkpoint, repeat
 from equilibria._core.maps import Map
+from equilibria._core.norms import scaled_norm
 from equilibria._core.problem import Equation
 from equilibria.gradients.base import Gradient, Problem, quarantine, with_zero_gradient
 from equilibria.solution import Status, empty_stats
@@ -184,7 +185,7 @@ def _spared(run: Callable[..., Tensor], problem: Problem, z0: Tensor, args: Sequ
 
 def _file(problem: Problem, z: Tensor, fz: Tensor, depth: int) -> None:
     stop, stats = problem.stop, empty_stats(len(z), z.device)
-    length, size = stop.norm((fz - z).detach()), stop.norm(fz.detach())
+    length, size = scaled_norm(stop.norm, (fz - z).detach()), scaled_norm(stop.norm, fz.detach())
     converged, finite = length <= stop.atol + stop.rtol * size, torch.isfinite(length)
     problem.report.nonfinite = not bool(finite.all())
     unless = torch.where(finite, Status.MAX_STEPS, Status.NONFINITE)

@@ -238,3 +238,32 @@ def test_torch_compile_does_not_trace_a_solve() -> None:
     expected = net(x)
     torch.testing.assert_close(torch.compile(net, backend=seen)(x), expected)
     assert len(seen.graphs) == 2
+
+
+class Gained(nn.Module):
+    def forward(self, z: Tensor, x: Tensor, gain: Tensor) -> Tensor:
+        return gain * z + x
+
+
+@pytest.mark.parametrize("solver", [eq.Picard(), eq.Anderson(history=3)], ids=repr)
+def test_samples_that_run_away_end_as_in_the_plain_loop(solver: eq.Solver[Any]) -> None:
+    x, gain = torch.ones(4, 3), torch.tensor([[0.5], [1.5], [3.0], [0.9]])
+    for max_steps in (30, 300):
+        stop = eq.Stop(max_steps=max_steps, on_failure="ignore")
+        with torch.no_grad():
+            plain = eq.DEQ(Gained(), solver=solver, stop=stop).solve(x, gain)
+            found = compiled(Gained(), solver=solver, stop=stop).solve(x, gain)
+        assert torch.equal(found.stats.status, plain.stats.status) and torch.equal(found.stats.steps, plain.stats.steps)
+        assert torch.equal(found.stats.best, plain.stats.best)
+        torch.testing.assert_close(found.z, plain.z)
+        torch.testing.assert_close(found.stats.residual, plain.stats.residual, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [2.0**-80, 2.0**80])
+def test_starts_beyond_the_range_of_squares_take_the_plain_loop(scale: float) -> None:
+    x, gain = inputs(4, 3, dtype=torch.float32), torch.full((4, 1), 0.5)
+    deq = compiled(Gained(), solver=eq.Picard(), stop=eq.Stop(atol=0, on_failure="raise"))
+    with torch.no_grad():
+        usual, far = deq.solve(x, gain), deq.solve(x * scale, gain)
+    assert torch.equal(usual.stats.steps, far.stats.steps)
+    torch.testing.assert_close(far.z / scale, usual.z)
