@@ -22,6 +22,11 @@ from equilibria.solvers.broyden import Broyden, BroydenState
 from equilibria.solvers.krylov import GMRES
 from equilibria.solvers.restart import Restart, RestartState
 
+OUT_OF_REACH = (
+    "Shine works on cells whose tensors are inputs or parameters and whose samples do not depend on each other: no closures "
+    "over tensors that need gradients, no sharded weights, no batch statistics. Take eq.Implicit()."
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shine(Gradient):
@@ -51,10 +56,9 @@ class Shine(Gradient):
                 "take solver=eq.Broyden(), or another gradient such as eq.NeumannPhantom()."
             )
         if problem.opaque or problem.equation.coupled:
-            raise TypeError(
-                "Shine works on cells whose tensors are inputs or parameters and whose samples do not depend on each other: "
-                "no closures over tensors that need gradients, no sharded weights, no batch statistics. Take eq.Implicit()."
-            )
+            raise TypeError(OUT_OF_REACH)
+        if not torch.is_grad_enabled():
+            return problem.run(z0, args).z
         return _Shine.apply(dataclasses.replace(problem, keep_state=True), self, z0, *args)
 
 
@@ -64,6 +68,8 @@ class _Shine(Function):
     @staticmethod
     def forward(ctx: Any, problem: Problem, shine: Shine, z0: Tensor, *args: Tensor) -> Tensor:
         flat = problem.run(z0, args)
+        if flat.state is None:  # samples turned out to depend on each other, and were solved anew
+            raise TypeError(OUT_OF_REACH)
         ctx.task, ctx.estimate = _task(problem, shine), Estimate.of(flat.state, shine.fallback)
         ctx.save_for_backward(flat.z, flat.stats.status, *args)
         return flat.z

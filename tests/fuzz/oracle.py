@@ -337,15 +337,15 @@ def _compare_forward(run: Run, dense: Dense, verdict: Verdict) -> None:
         verdict.add("non-finite state", "z holds nan or inf")
         return
     residual, size, rounding = dense.norm(dense.f - dense.z), dense.norm(dense.f), dense.rounding()
-    tolerance = NORM_SLACK * (case.atol + case.rtol * size)
+    tolerance = NORM_SLACK * (case.atol + run.problem.rtol * size)
     finite = torch.isfinite(dense.rough).all(dim=1)
     true = residual <= tolerance + rounding
-    told = stats.residual.double() * size
+    told = stats.residual.double() * dense.norm(dense.rough)
     as_one = len(size) > 1 and bool((stats.residual == stats.residual[0]).all())
     if dense.whole and as_one:  # coupled samples may be solved as one, and then share what is said about it
         all_size, all_residual = (dense.norm(t.reshape(1, -1)) for t in (dense.f, dense.f - dense.z))
         all_rounding = torch.linalg.vector_norm(rounding)
-        true = true | bool(all_residual <= NORM_SLACK * (case.atol + case.rtol * all_size) + all_rounding)
+        true = true | bool(all_residual <= NORM_SLACK * (case.atol + run.problem.rtol * all_size) + all_rounding)
         shared = (stats.residual.double() * all_size - all_residual).abs() <= TOLD_SLACK * all_residual + all_rounding
         told = torch.where(shared, residual, told)
     for row in (stats.converged & ~(true & finite)).nonzero().flatten().tolist():
@@ -356,7 +356,9 @@ def _compare_forward(run: Run, dense: Dense, verdict: Verdict) -> None:
             row,
         )
     known = finite & torch.isfinite(told) & (stats.status != eq.Status.NONFINITE)
-    wrong = known & ((told - residual).abs() > TOLD_SLACK * residual + rounding)
+    # what is relative to a size below the normal numbers is told relative to the smallest of these
+    told_rounding = rounding + torch.finfo(_matrix_dtype(run.problem)).smallest_normal
+    wrong = known & ((told - residual).abs() > TOLD_SLACK * residual + told_rounding)
     for row in (wrong & (stats.converged <= true)).nonzero().flatten().tolist():
         verdict.add("residual told", f"told {float(told[row]):.2e}, true {float(residual[row]):.2e}", row)
 
@@ -466,7 +468,7 @@ def _compare_tangents(run: Run, dense: Dense, verdict: Verdict) -> None:
 def _adjoint_error(problem: Problem, J: Tensor, u: Tensor, v: Tensor, inverse: Tensor) -> Tensor:
     """(systems,), how far |u| may be from the exact solution of its system."""
     case = problem.case
-    rtol = 1e-2 if case.gradient == "implicit-loose" else case.rtol
+    rtol = 1e-2 if case.gradient == "implicit-loose" else problem.rtol
     root = v.shape[1] ** 0.5 if case.norm == "max" else 1.0  # |r|_2 <= sqrt(n) |r|_max <= sqrt(n) rtol |v|_2
     length_u, length_v = (torch.linalg.vector_norm(t.flatten(1), dim=1) for t in (u, v))
     products = ADJOINT_SPACINGS * problem.precision * (1 + torch.linalg.matrix_norm(J, 2)) * (length_u + length_v)
@@ -492,6 +494,11 @@ def _check_finite(run: Run, dense: Dense, verdict: Verdict) -> None:
     for name, grad in (("x", run.grad_x), ("the weight", run.grad_w)):
         if grad is not None and not bool(torch.isfinite(grad).all()):
             verdict.add("non-finite gradient", f"of {name}, where every sample converged")
+
+
+def _matrix_dtype(problem: Problem) -> torch.dtype:
+    """In which the library keeps states and residuals."""
+    return torch.float64 if problem.dtype in (torch.float64, torch.complex128) else torch.float32
 
 
 def _real(t: Tensor) -> Tensor:

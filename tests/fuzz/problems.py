@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -143,6 +143,11 @@ class Problem:
         dtypes = [leaf.dtype for leaf in pytree.tree_leaves(self.z0)] + ([torch.bfloat16] if self.case.autocast else [])
         return max(torch.finfo(dtype).eps for dtype in dtypes)
 
+    @property
+    def rtol(self) -> float:
+        """The tolerance that is promised; if none is given, one that the dtype can reach."""
+        return max(eq.Stop().rtol, self.precision) if self.case.rtol is None else self.case.rtol
+
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast("cpu", dtype=torch.bfloat16) if self.case.autocast else contextlib.nullcontext()
 
@@ -169,8 +174,9 @@ class Problem:
 
 
 def stop_of(case: Case) -> eq.Stop:
-    return eq.Stop(
-        rtol=case.rtol,
+    stop = eq.Stop() if case.rtol is None else eq.Stop(rtol=case.rtol)
+    return replace(
+        stop,
         atol=case.atol,
         max_steps=case.max_steps,
         norm=NORMS[case.norm],

@@ -13,6 +13,7 @@ from torch.func import functional_call, grad, jacrev, vmap
 
 import equilibria as eq
 from equilibria._core.maps import Map
+from equilibria.gradients.base import Problem
 from equilibria.gradients.shine import Estimate
 from tests.problems import TIGHT, NestedCell, TanhCell, inputs, matrix, name, stored_bytes, unrolled
 
@@ -564,3 +565,14 @@ def test_an_empty_batch_goes_back_through_reversible_steps() -> None:
     x = torch.zeros(0, 4, dtype=torch.float64, requires_grad=True)
     eq.DEQ(TanhCell(4), solver=eq.Picard(), gradient=eq.Reversible())(x).sum().backward()
     assert x.grad is not None and x.grad.shape == (0, 4)
+
+
+def test_shine_refuses_samples_that_turned_out_to_depend_on_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are solved anew, and the estimate of the first solve is lost."""
+    run = Problem.run
+    monkeypatch.setattr(Problem, "run", lambda *given: dataclasses.replace(run(*given), state=None))
+    deq = eq.DEQ(TanhCell(4), solver=eq.Broyden(), gradient=eq.Shine())
+    with pytest.raises(TypeError, match="do not depend on each other"):
+        deq(inputs(3, 4))
+    with torch.no_grad():
+        assert bool(deq.solve(inputs(3, 4)).stats.converged.all())
