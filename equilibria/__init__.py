@@ -9,7 +9,7 @@ from equilibria import nn
 from equilibria._core.loop import Stop
 from equilibria._core.norms import euclidean_norm, max_norm, rms_norm
 from equilibria._core.recording import record
-from equilibria.deq import DEQ, fixed_point, sample_keys
+from equilibria.deq import DEQ, fixed_point, root, sample_keys
 from equilibria.explicit import WeightTied
 from equilibria.export import export, to_onnx
 from equilibria.gradients.base import Gradient
@@ -26,12 +26,16 @@ from equilibria.solution import ConvergenceError, ConvergenceWarning, Solution, 
 from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.base import Iterate, Solver
 from equilibria.solvers.broyden import Broyden
+from equilibria.solvers.df_sane import DFSane
 from equilibria.solvers.fallback import Fallback
 from equilibria.solvers.krylov import GMRES, BiCGSTAB, NormalCG
 from equilibria.solvers.newton import Newton
 from equilibria.solvers.picard import Picard
+from equilibria.solvers.pseudo_transient import PseudoTransient
 from equilibria.solvers.restart import Restart
+from equilibria.solvers.robust import Robust
 from equilibria.solvers.steady_state import SteadyState
+from equilibria.solvers.trust_region import TrustRegion
 from equilibria.starts import FirstStep, Zeros
 
 if TYPE_CHECKING:
@@ -49,6 +53,7 @@ __all__ = [
     "Broyden",
     "ConvergenceError",
     "ConvergenceWarning",
+    "DFSane",
     "Escalate",
     "Fallback",
     "FirstStep",
@@ -59,9 +64,11 @@ __all__ = [
     "Newton",
     "NormalCG",
     "Picard",
+    "PseudoTransient",
     "Remember",
     "Restart",
     "Reversible",
+    "Robust",
     "Shine",
     "Solution",
     "Solver",
@@ -69,6 +76,7 @@ __all__ = [
     "Status",
     "SteadyState",
     "Stop",
+    "TrustRegion",
     "Unrolled",
     "UnrolledPhantom",
     "Warmup",
@@ -90,6 +98,7 @@ __all__ = [
     "random_max_steps",
     "record",
     "rms_norm",
+    "root",
     "sample_keys",
     "skip_penalty",
     "spectral_radius",

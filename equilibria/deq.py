@@ -1,4 +1,4 @@
-"""DEQ joins a cell, a solver, a stop and a gradient; `fixed_point` is the same without a module."""
+"""DEQ joins a cell, a solver, a stop and a gradient; `fixed_point` and `root` are the same without a module."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from equilibria.remember import Keys
 from equilibria.solution import Report, Solution
 from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.fallback import AnySolver
+from equilibria.solvers.robust import Robust
 from equilibria.starts import Init, check_cell, check_init, first_steps, memory_of, prepared, start_of
 
 
@@ -133,6 +134,44 @@ def fixed_point(
     follows = gradient.follows_start and not isinstance(z0, Solution)
     start = (lambda *inputs: z0) if follows else constant(z0)
     return _solve(f, start, inputs, solver, stop, gradient, batched)
+
+
+def root(
+    function: Callable[..., State],
+    z0: Solution | State,
+    *inputs: Any,
+    solver: AnySolver = Robust(),
+    stop: Stop = Stop(rtol=0.0, atol=1e-6, max_steps=100),
+    gradient: Gradient = Implicit(stop=Stop(rtol=1e-6, max_steps=100)),
+    batched: bool = True,
+) -> Solution:
+    """Solve function(z, *inputs) = 0 from z0, as the fixed point of z - function(z, *inputs); differentiable as that is.
+
+    The default `stop` bounds |function(z)| itself: a tolerance relative to |z| says nothing about a root.
+    """
+    check_cell(function)
+    cell = _ModuleMinus(function) if isinstance(function, nn.Module) else _minus(function)
+    return fixed_point(cell, z0, *inputs, solver=solver, stop=stop, gradient=gradient, batched=batched)
+
+
+def _minus(function: Callable[..., State]) -> Callable[..., State]:
+    """z - function(z, *inputs)."""
+
+    def cell(z: State, *inputs: Any) -> State:
+        return pytree.tree_map(torch.sub, z, function(z, *inputs))
+
+    return cell
+
+
+class _ModuleMinus(nn.Module):
+    """z - module(z, *inputs), with the parameters of the module as its own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, z: State, *inputs: Any) -> State:
+        return pytree.tree_map(torch.sub, z, self.module(z, *inputs))
 
 
 def _solve(

@@ -24,12 +24,18 @@ ALL_SOLVERS = [
     eq.Broyden(history=10, line_search=True),
     eq.Newton(),
     eq.Newton(linear=eq.BiCGSTAB()),
+    eq.Newton(line_search=False),
+    eq.TrustRegion(),
+    eq.TrustRegion(linear=eq.BiCGSTAB()),
+    eq.PseudoTransient(),
+    eq.DFSane(),
     eq.Restart(eq.Anderson(), every=12),
     eq.SteadyState(),
     eq.SteadyState(method="bs3", first_step=None),
     eq.SteadyState(method="dopri5", rtol=1e-2),
     eq.SteadyState(method="heun", rtol=0.1),
     eq.Fallback(eq.Picard(), eq.Anderson(), eq.Newton()),
+    eq.Robust(),
     eq.GMRES(),
     eq.GMRES(restart=15),
     eq.BiCGSTAB(),
@@ -37,7 +43,7 @@ ALL_SOLVERS = [
 ]
 LINEAR_SOLVERS = [eq.GMRES(), eq.GMRES(restart=15), eq.BiCGSTAB(), eq.NormalCG()]
 NONLINEAR_SOLVERS = [solver for solver in ALL_SOLVERS if solver not in LINEAR_SOLVERS]
-STRONG_SOLVERS = [eq.Anderson(), eq.Broyden(), eq.Newton()]  # also where plain iteration diverges
+STRONG_SOLVERS = [eq.Anderson(), eq.Broyden(), eq.Newton(), eq.TrustRegion()]  # also where plain iteration diverges
 
 
 def name(solver: object) -> str:

@@ -323,22 +323,47 @@ def _confirm(problem: _Problem, claimed: Flat) -> Flat:
 
 
 def _chain(problem: _Problem, z0: Tensor, chain: Fallback) -> Flat:
-    """Each solver of a Fallback in turn on what is left."""
+    """Each solver of a Fallback in turn on what is left.
+
+    From the best iterate of one solver the next one may fail where it succeeds from the start. So what all of them leave is
+    tried again from the start, the last solver first: the chain solves every sample that one of its solvers solves.
+    """
     *first, last = chain.solvers
     impatient = problem.with_stop(patience=problem.stop.patience or chain.patience)
     flat = _verified(impatient, z0, first[0])
+    untried = [_gave_up(problem, flat)]  # per solver the samples for which its own run from the start is still to be seen
     for before, solver in zip(chain.solvers, (*first[1:], last), strict=False):
-        failed = flat.stats.failed
-        if not problem.f.any(failed):
-            break
-        rows = failed.nonzero().squeeze(1)
-        handover = Handover(repr(before), repr(solver), rows, flat.stats.status[rows], flat.stats.residual[rows])
-        start = flat.z if flat.sound is None else torch.where((flat.sound | ~failed).unsqueeze(1), flat.z, z0)
-        more = _verified(problem if solver is last else impatient, start, solver)
-        merged = _merge(flat, more)
-        stats = dataclasses.replace(merged.stats, handovers=(*flat.stats.handovers, handover))
-        flat = dataclasses.replace(merged, stats=stats)
+        if not problem.f.any(flat.stats.failed):
+            return flat
+        start = flat.z if flat.sound is None else torch.where((flat.sound | flat.stats.converged).unsqueeze(1), flat.z, z0)
+        flat, more = _hand_over(problem if solver is last else impatient, flat, before, solver, start)
+        moved = (start != z0).any(dim=1)
+        untried.append(moved | _gave_up(problem, more))
+    before = last
+    for solver, rows in zip(reversed(chain.solvers), reversed(untried), strict=True):
+        again = rows & flat.stats.failed & torch.isfinite(flat.stats.residual)
+        if problem.f.any(again):
+            flat, _ = _hand_over(problem, flat, before, solver, torch.where(again.unsqueeze(1), z0, flat.z), again)
+            before = solver
     return flat
+
+
+def _gave_up(problem: _Problem, flat: Flat) -> Tensor:
+    """(batch,) samples that stalled by the patience of a chain, not by that of the caller."""
+    stalled = flat.stats.status == Status.STALLED
+    return stalled if problem.stop.patience is None else torch.zeros_like(stalled)
+
+
+def _hand_over(
+    problem: _Problem, flat: Flat, before: Solver[Any], solver: Solver[Any], start: Tensor, rows: Tensor | None = None
+) -> tuple[Flat, Flat]:
+    """Both solves as one, and the second one: `solver` from `start` on the samples that failed, or on `rows` of them."""
+    index = (flat.stats.failed if rows is None else rows).nonzero().squeeze(1)
+    handover = Handover(repr(before), repr(solver), index, flat.stats.status[index], flat.stats.residual[index])
+    more = _verified(problem, start, solver)
+    merged = _merge(flat, more)
+    stats = dataclasses.replace(merged.stats, handovers=(*flat.stats.handovers, handover))
+    return dataclasses.replace(merged, stats=stats), more
 
 
 def _merge(first: Flat, then: Flat) -> Flat:

@@ -111,14 +111,16 @@ class Jacobian:
             self._count(t, runs=True)
             return self.raw.transposed(t)
         if self._graph is None:
-            autodiff_modes.check_derivatives("A transposed product, as NormalCG takes,", self.z)
+            autodiff_modes.check_derivatives("A transposed product, as NormalCG and TrustRegion take,", self.z)
             self.counter.evaluation(t)
             with torch.enable_grad():
                 leaf = self.z.detach().requires_grad_()
                 self._graph = (leaf, self.raw(leaf))
         self._count(t, runs=False)
         leaf, out = self._graph
-        return torch.autograd.grad(out, leaf, t, retain_graph=True)[0]
+        if not out.requires_grad:  # a map that does not depend on z
+            return torch.zeros_like(t)
+        return torch.autograd.grad(out, leaf, t, retain_graph=True, allow_unused=True, materialize_grads=True)[0]
 
     def _count(self, t: Tensor, *, runs: bool) -> None:
         self.counter.products += 1

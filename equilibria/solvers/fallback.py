@@ -18,7 +18,10 @@ class Fallback:
         Fallback(Picard(), Anderson(), Newton())
 
     Every solver may take `Stop.max_steps` steps; all but the last give a sample up after `patience` steps without
-    progress. `stats.handovers` records which samples went on, and why.
+    progress. Samples that the last solver leaves unsolved are tried again from the start, with all steps, by every solver
+    that began elsewhere or was cut short, the last one first. So a chain solves whatever one of its solvers solves alone,
+    and a sample that none of them solves costs up to twice their steps. `stats.handovers` records which samples went on,
+    and why.
     """
 
     solvers: tuple[Solver[Any], ...]

@@ -15,6 +15,7 @@ from equilibria.solvers.line_search import backtrack
 
 LOOSEST = 0.5  # of the forcing terms: solving the linear system better than it describes the map is wasted
 HALVINGS = 10
+SPARE = 8  # inner steps beyond twice the dimension: rounding delays the end
 
 
 @dataclass(frozen=True)
@@ -32,46 +33,82 @@ class Newton(Solver[NewtonState]):
 
     linear        the solver of the linear systems
     linear_steps  its steps at most, per Newton step
+    line_search   False takes full steps, t = 1, also where the residual rises: such steps leave local minima of the residual
     """
 
     differentiable: ClassVar[bool] = False
     linear: Solver[Any] = field(default_factory=GMRES)
     linear_steps: int = 100
+    line_search: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.linear, Solver):
-            raise TypeError(f"Newton's linear must be a solver such as GMRES(), got {self.linear!r}.")
-        require(self.linear_steps >= 1, f"Newton's linear_steps must be at least 1, got {self.linear_steps}.")
+        check_linear("Newton", self.linear, self.linear_steps)
 
     def init(self, f: Map, z0: Tensor) -> NewtonState:
         return NewtonState(z0, f(z0), z0.new_full((z0.shape[0],), 0.1))
 
     def step(self, f: Map, state: NewtonState) -> NewtonState:
-        before = torch.linalg.vector_norm(state.fz - state.z, dim=1)
-        direction = self._direction(f, state, before)
-        z, fz = backtrack(f, state.z, state.fz, direction, HALVINGS, state.active)
-        ratio = divide(torch.linalg.vector_norm(fz - z, dim=1), before)
-        forcing = (0.9 * ratio.square()).clamp(max=LOOSEST)
-        safe = 0.9 * state.forcing.square()  # never tighten faster than the forcing itself has shown to pay
-        forcing = torch.where(safe > 0.1, forcing.maximum(safe), forcing)
+        direction, _ = inexact_step(f, state, state.forcing, self.linear, self.linear_steps, start=state.residual)
+        if self.line_search:
+            z, fz = backtrack(f, state.z, state.fz, direction, HALVINGS, state.active)
+        else:
+            z = state.z + direction
+            fz = f(z)
+        forcing = next_forcing(state.forcing, state.length, torch.linalg.vector_norm(fz - z, dim=1))
         return NewtonState(z, fz, forcing, active=state.active)
 
-    def _direction(self, f: Map, state: NewtonState, before: Tensor) -> Tensor:
-        """Solve delta = J delta + residual with the linear solver's own steps, each sample to its forcing term."""
-        residual, jacobian = state.fz - state.z, f.jacobian(state.z)
-        system = Map(Affine(jacobian.product, jacobian.transposed, residual))
-        zero = torch.zeros_like(residual)
-        inner = self.linear.init(system.remember(zero, residual), zero)
-        # a sample with nothing to solve, or with nothing finite to solve for, must not keep the others waiting
-        active = torch.isfinite(before) & (before > 0)
-        active = active if state.active is None else active & state.active
-        delta = residual
-        for _ in range(self.linear_steps):
-            if not f.any(active):
-                break
-            inner = self.linear.step(system, inner)
-            error = torch.linalg.vector_norm(inner.residual, dim=1)
-            usable = active & torch.isfinite(error)
-            delta = torch.where(usable.unsqueeze(1), inner.z, delta)
-            active = usable & (error > state.forcing * before)
-        return delta
+
+def inexact_step(
+    f: Map,
+    state: Iterate,
+    forcing: Tensor,
+    linear: Solver[Any],
+    linear_steps: int,
+    *,
+    start: Tensor,
+    shift: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """delta with ((1 + shift) I - J) delta = f(z) - z, each sample to its forcing term, and what is left of f(z) - z.
+
+    Runs the linear solver's own steps on delta = J delta / (1 + shift) + residual / (1 + shift). `start` is returned as the
+    delta of samples for which no linear step was finite, or which have nothing to solve; all of the residual is left there.
+    shift (batch, 1)
+    """
+    residual, jacobian = state.residual, f.jacobian(state.z)
+    product, transposed, scale = jacobian.product, jacobian.transposed, None if shift is None else 1 + shift
+    right = residual if scale is None else residual / scale
+    if scale is not None:
+        system = Map(Affine(lambda t: product(t) / scale, lambda t: transposed(t) / scale, right))
+    else:
+        system = Map(Affine(product, transposed, right))
+    before = torch.linalg.vector_norm(right, dim=1)
+    zero = torch.zeros_like(residual)
+    inner = linear.init(system.remember(zero, right), zero)
+    # a sample with nothing to solve, or with nothing finite to solve for, must not keep the others waiting
+    active = torch.isfinite(before) & (before > 0)
+    active = active if state.active is None else active & state.active
+    delta, left = start, right
+    # the Krylov space of a small state is complete after n steps: further ones of a singular system lead nowhere
+    for _ in range(min(linear_steps, 2 * residual.shape[1] + SPARE)):
+        if not f.any(active):
+            break
+        inner = linear.step(system, inner)
+        error = torch.linalg.vector_norm(inner.residual, dim=1)
+        usable = active & torch.isfinite(error)
+        delta = torch.where(usable.unsqueeze(1), inner.z, delta)
+        left = torch.where(usable.unsqueeze(1), inner.residual, left)
+        active = usable & (error > forcing * before)
+    return delta, left if scale is None else left * scale
+
+
+def next_forcing(forcing: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    """How well the next linear system is to be solved: Eisenstat and Walker's second choice (1996)."""
+    chosen = (0.9 * divide(after, before).square()).clamp(max=LOOSEST)
+    safe = 0.9 * forcing.square()  # never tighten faster than the forcing itself has shown to pay
+    return torch.where(safe > 0.1, chosen.maximum(safe), chosen)
+
+
+def check_linear(solver: str, linear: Any, linear_steps: int) -> None:
+    if not isinstance(linear, Solver):
+        raise TypeError(f"{solver}'s linear must be a solver such as GMRES(), got {linear!r}.")
+    require(linear_steps >= 1, f"{solver}'s linear_steps must be at least 1, got {linear_steps}.")

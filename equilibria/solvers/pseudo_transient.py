@@ -1,0 +1,69 @@
+"""Pseudo-transient continuation, per sample."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from equilibria._core.maps import Map
+from equilibria.solvers.base import Iterate, Solver, divide, require
+from equilibria.solvers.krylov import GMRES
+from equilibria.solvers.newton import check_linear, inexact_step
+
+FORCING = 0.01  # how well the linear systems are solved: the step is only first order in time
+CHANGE = (0.1, 10.0)  # of dt, from one step to the next
+
+
+@dataclass(frozen=True)
+class PseudoTransientState(Iterate):
+    dt: Tensor  # (batch, 1), the next time step
+
+
+@dataclass(frozen=True, kw_only=True)
+class PseudoTransient(Solver[PseudoTransientState]):
+    """Linearly implicit Euler steps on dz/dt = f(z) - z, longer as the residual falls (Kelley and Keyes 1998).
+
+        z <- z + s  with  (I - J + I / dt) s = f(z) - z,     dt <- dt |f(z) - z| / |f(z + s) - z - s|
+
+    A short dt follows the differential equation, whatever its stiffness; a long one is Newton's method. So it reaches the
+    equilibrium that the equation leads to, also along paths on which the residual first rises. A step whose value is not
+    finite is tried again with a tenth of dt. One product per inner step and one evaluation a step.
+
+    first_step    dt of the first step
+    linear        the solver of the linear systems
+    linear_steps  its steps at most, per step
+    """
+
+    differentiable: ClassVar[bool] = False
+    first_step: float = 1.0
+    linear: Solver[Any] = field(default_factory=GMRES)
+    linear_steps: int = 100
+
+    def __post_init__(self) -> None:
+        check_linear("PseudoTransient", self.linear, self.linear_steps)
+        require(
+            0 < self.first_step < math.inf,
+            f"PseudoTransient's first_step must be positive and finite, got {self.first_step}.",
+        )
+
+    def init(self, f: Map, z0: Tensor) -> PseudoTransientState:
+        nobody = torch.zeros(z0.shape[0], dtype=torch.bool, device=z0.device)
+        return PseudoTransientState(z0, f(z0), z0.new_full((z0.shape[0], 1), self.first_step), rejected=nobody)
+
+    def step(self, f: Map, state: PseudoTransientState) -> PseudoTransientState:
+        forcing, shift = torch.full_like(state.length, FORCING), state.dt.reciprocal()
+        zero = torch.zeros_like(state.z)
+        delta, _ = inexact_step(f, state, forcing, self.linear, self.linear_steps, start=zero, shift=shift)
+        trial = state.z + delta
+        value = f(trial)
+        after = torch.linalg.vector_norm(value - trial, dim=1)
+        taken = torch.isfinite(after).unsqueeze(1)
+        ratio = divide(state.length, after).unsqueeze(1)
+        change = torch.where(taken, ratio, 0.0).clamp(*CHANGE)
+        dt = (state.dt * change).clamp(torch.finfo(trial.dtype).eps, torch.finfo(trial.dtype).max)
+        z, fz = torch.where(taken, trial, state.z), torch.where(taken, value, state.fz)
+        return PseudoTransientState(z, fz, dt, active=state.active, rejected=~taken.squeeze(1))

@@ -1,0 +1,30 @@
+"""The chain of solvers to take where samples fail and nobody knows why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from equilibria.solvers.anderson import Anderson
+from equilibria.solvers.fallback import Fallback
+from equilibria.solvers.newton import Newton
+from equilibria.solvers.pseudo_transient import PseudoTransient
+from equilibria.solvers.trust_region import TrustRegion
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Robust(Fallback):
+    """A `Fallback` in this order: Anderson, Newton, TrustRegion, Newton with full steps, PseudoTransient.
+
+    A sample that Anderson solves costs what Anderson costs. The others fail in different ways, so that what one of them
+    leaves another one solves: the line search of Newton and the trust region never let the residual rise and may end in a
+    local minimum of it; full Newton steps and the differential equation of PseudoTransient leave such minima.
+
+    patience  steps without progress after which a sample is handed to the next solver
+    """
+
+    def __init__(self, *, patience: int = 10) -> None:
+        links = Anderson(), Newton(), TrustRegion(), Newton(line_search=False), PseudoTransient()
+        super().__init__(*links, patience=patience)
+
+    def __repr__(self) -> str:
+        return f"Robust(patience={self.patience})"
