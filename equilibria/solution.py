@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from equilibria._core.norms import rms_norm, scaled_norm
 from equilibria._core.packing import Layout, State
 
 __all__ = ["ConvergenceError", "ConvergenceWarning", "Handover", "Solution", "Stats", "Status"]
@@ -70,6 +71,9 @@ class Stats:
     trace: tuple[Tensor, ...] | None = None  # per sample (steps + 1,), the residual of every iterate
     iterates: tuple[Tensor, ...] = ()  # (batch, n) each, those on the way that `Stop.keep_every` asked for
     handovers: tuple[Handover, ...] = ()
+    extra_steps: int = 0
+    """Steps of the cell from the iterate that status and residual describe to the state that is returned: 1 with JFB,
+    `steps` with UnrolledPhantom, else 0. `Solution.measure_residual()` measures the state that is returned."""
 
     @property
     def depth(self) -> Tensor:
@@ -98,6 +102,7 @@ class Stats:
             f"{self.status.numel()} samples: {counts}; steps up to {int(self.steps.max())}, "
             f"worst residual {float(self.residual.max()):.1e}, {self.evaluations} evaluations "
             f"({self.sample_evaluations} rows)"
+            + (f", all before {self.extra_steps} extra steps from there" if self.extra_steps else "")
         )
 
 
@@ -138,6 +143,19 @@ class Solution:
         """The forward solve, sample by sample."""
         assert self.report.stats is not None
         return self.report.stats
+
+    def measure_residual(self) -> Tensor:
+        """(batch,), |f(z) - z| / |f(z)| of the state `z` that was returned, by one evaluation of the cell.
+
+        `stats.residual` is the same without an evaluation, unless a gradient takes steps of its own from the equilibrium
+        (JFB, UnrolledPhantom, or Warmup with one of them): see `stats.extra_steps`. Where the cell is not contractive those
+        steps lead away, and the residual of what is returned can be many times the tolerance.
+        """
+        with torch.no_grad():
+            z = self.layout.pack(self.z).detach()
+            fz = self.equation(z, *[arg.detach() for arg in self.equation.args])
+            length, size = scaled_norm(rms_norm, fz - z), scaled_norm(rms_norm, fz)
+            return length / size.clamp_min(torch.finfo(size.dtype).tiny)
 
     @property
     def adjoint(self) -> Stats | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +24,8 @@ from equilibria.solvers.krylov import GMRES
 class UnrolledPhantom(Gradient):
     """`steps` damped steps from the equilibrium with their graph kept, h <- h + damping (f(h) - h) (Geng and others 2021).
 
-    The layer returns the last h, the gradient is that of these steps. Memory of `steps` runs of the cell.
+    The layer returns the last h, the gradient is that of these steps. Memory of `steps` runs of the cell. `Stats` describes
+    the equilibrium before them; `Solution.measure_residual()` measures the last h.
 
     steps       the more, the closer to the exact gradient
     damping     the smaller, the better conditioned, and the slower to approach the exact gradient
@@ -52,8 +54,9 @@ class UnrolledPhantom(Gradient):
 class JFB(Gradient):
     """One step from the equilibrium with its graph: the inverse (I - J)^{-1} taken for I (Fung and others 2022).
 
-    The layer returns f(z). A descent direction where the cell contracts and its parameters are well conditioned; costs no
-    linear solve and the memory of one run of the cell.
+    The layer returns f(z); `Stats` describes z, `Solution.measure_residual()` measures f(z). A descent direction where
+    the cell contracts and its parameters are well conditioned; costs no linear solve and the memory of one run of the
+    cell.
     """
 
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
@@ -110,6 +113,8 @@ def unroll_from(
 
     out = torch.where(good.unsqueeze(1), advance(f, start), z)
     problem.report.add_evaluations(runs[0], len(z))
+    assert problem.report.stats is not None
+    problem.report.stats = dataclasses.replace(problem.report.stats, extra_steps=runs[0])
     return out
 
 
