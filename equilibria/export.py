@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from equilibria._core.autocast import Autocast
-from equilibria._core.files import atomic, optional
+from equilibria._core.files import optional, replace_file
 from equilibria._core.recording import record
 from equilibria.exportable import exportable
 from equilibria.solvers.base import require
@@ -85,8 +85,7 @@ def to_onnx(
             output_names=_output_names(program, with_steps),
         )
     assert written is not None
-    with atomic(Path(path)) as file:
-        file.write(written.model_proto.SerializeToString())
+    replace_file(Path(path), written.model_proto.SerializeToString())
 
 
 class _Whole(nn.Module):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import equilibria
-from equilibria._core.files import atomic, optional
+from equilibria._core.files import optional, replace_file
 from equilibria.models.origins import from_data, origin_of, to_data
 from equilibria.models.registry import create
 from equilibria.models.states import bare, check_fit, check_storable, identities, on_host, take_dtypes
@@ -82,13 +82,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
     notes["sha256"] = _digest(tensors, notes)
     metadata = {KEY: json.dumps(notes, allow_nan=False)}
     data = optional("safetensors.torch", "train").save(tensors, metadata)
-    try:
-        with atomic(path) as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise OSError(error.errno, f"cannot write {path}: {error.strerror or error}") from error
+    replace_file(path, data)
     return path
 
 

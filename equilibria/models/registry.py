@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
+from equilibria._core.names import nearest
 from equilibria.models.entries import ModelInfo, entries
 from equilibria.models.origins import remember_origin
-
-SHOWN = 40  # names in an error: more are not read
 
 
 def names() -> list[str]:
@@ -45,16 +42,6 @@ def create(name: str, **options: Any) -> nn.Module:
     given = signature.bind(**(dict(entry.options) | options))
     given.apply_defaults()  # which may change in later versions
     return remember_origin(entry.build(*given.args, **given.kwargs), name, given.arguments)
-
-
-def nearest(name: str, choices: Iterable[str]) -> str:
-    """A sentence that names the choices closest to an unknown name."""
-    choices = list(choices)
-    near = difflib.get_close_matches(name, choices, n=3, cutoff=0.5)
-    if near:
-        return f"Did you mean {' or '.join(near)}?"
-    more = len(choices) - SHOWN
-    return f"There are: {', '.join(choices[:SHOWN])}{f' and {more} more' if more > 0 else ''}."
 
 
 _MODELS = {entry.name: entry for entry in entries()}

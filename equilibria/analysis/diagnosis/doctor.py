@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from equilibria._core.files import replace_file
 from equilibria.analysis.diagnosis.examine import examine
 from equilibria.analysis.diagnosis.findings import Finding, Severity, findings
 from equilibria.analysis.diagnosis.layers import LayerDiagnosis, text
@@ -52,9 +51,9 @@ class Diagnosis:
         folder.mkdir(parents=True, exist_ok=True)
         drawn = pictures(self.layers)
         for name, content in drawn.items():
-            _write(folder / f"{name}.png", content)
-        _write(folder / NUMBERS, self.to_json().encode())
-        _write(folder / PAGE, page(self.layers, drawn).encode())
+            replace_file(folder / f"{name}.png", content)
+        replace_file(folder / NUMBERS, self.to_json().encode())
+        replace_file(folder / PAGE, page(self.layers, drawn).encode())
         return folder / PAGE
 
     def __str__(self) -> str:
@@ -94,16 +93,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and value - value != 0:
         return str(value)
     return value
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Beside its place first: a file that is cut short never stands there as if whole."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise

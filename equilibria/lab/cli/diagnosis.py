@@ -11,12 +11,12 @@ from typing import Annotated, Any
 
 import typer
 
+from equilibria._core.names import nearest
 from equilibria.analysis.diagnosis.doctor import diagnose as run_diagnosis
 from equilibria.analysis.diagnosis.illnesses import EXAMPLES
 from equilibria.lab.cli.console import AsJson, DataRoot, explained
 from equilibria.lab.experiments.evaluation import model_and_batch
 from equilibria.lab.training.folder import Run
-from equilibria.models.registry import nearest
 
 
 def diagnose(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from pathlib import Path
 from typing import Any
 
+from equilibria._core.names import nearest
 from equilibria.lab.data.download import Progress, obtain
 from equilibria.lab.data.entries import CATALOGUE, Info
 from equilibria.lab.data.files import FileState, data_root, state_of
@@ -24,9 +24,7 @@ def info(name: str) -> Info:
     """What is known of a dataset without loading it."""
     key = name.lower().replace("_", "-")
     if key not in CATALOGUE:
-        near = difflib.get_close_matches(key, CATALOGUE, n=3, cutoff=0.5)
-        hint = f"Did you mean {' or '.join(near)}?" if near else f"There are: {', '.join(CATALOGUE)}."
-        raise ValueError(f"There is no dataset {name!r}. {hint}")
+        raise ValueError(f"There is no dataset {name!r}. {nearest(key, CATALOGUE)}")
     return CATALOGUE[key]
 
 

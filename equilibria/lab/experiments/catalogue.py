@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from equilibria._core.names import nearest
 from equilibria.lab.experiments.definitions import Experiment, Scale, Table, TableRow
 from equilibria.lab.experiments.deq_language.copy_memory import tables as copy_tables
 from equilibria.lab.experiments.deq_language.memory_table import tables as language_memory_tables
@@ -25,7 +26,6 @@ from equilibria.lab.experiments.phantom.language_table import tables as language
 from equilibria.lab.experiments.phantom.table import tables as phantom_tables
 from equilibria.lab.experiments.skip_deq.multiscale_table import tables as skip_vision_tables
 from equilibria.lab.experiments.skip_deq.table import tables as skip_tables
-from equilibria.models.registry import nearest
 
 
 class UnknownName(ValueError):  # noqa: N818

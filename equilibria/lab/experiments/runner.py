@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from equilibria._core.files import replace_file
 from equilibria.lab.experiments.catalogue import current_name
 from equilibria.lab.experiments.catalogue import row as find_row
 from equilibria.lab.experiments.definitions import MACHINE, Experiment, Scale, Table, run_folder
-from equilibria.lab.training.durable import replace_file
 from equilibria.lab.training.folder import CONFIG, SUMMARY, Run, RunSummary, check_settings, whole_config
 from equilibria.lab.training.gallery import write_gallery
 from equilibria.lab.training.listeners import Listener

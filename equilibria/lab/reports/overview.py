@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from equilibria._core.files import replace_file
 from equilibria.lab.experiments.definitions import Table
 from equilibria.lab.reports.markdown import MARKS
 from equilibria.lab.reports.write import AGAIN, NUMBERS, TEXT
-from equilibria.lab.training.durable import read_object, replace_file
+from equilibria.lab.training.durable import read_object
 
 PAGE = "README.md"
 NOTES = "NOTES.md"  # written by hand, shown at the end

@@ -8,9 +8,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from equilibria._core.files import replace_file
 from equilibria.analysis.html_document import document, plots
 from equilibria.analysis.plots import COLOURS, finish, new_axes, png
-from equilibria.lab.training.durable import replace_file
 from equilibria.lab.training.folder import Run
 from equilibria.lab.training.gallery import read_gallery
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from equilibria._core.files import replace_file
 from equilibria.lab.experiments.definitions import SCALES, Scale, Table
 from equilibria.lab.reports.figures import pictures
 from equilibria.lab.reports.html import page as html_page
 from equilibria.lab.reports.markdown import page as markdown_page
 from equilibria.lab.reports.table import TableResults, collect, plain
-from equilibria.lab.training.durable import read_object, replace_file
+from equilibria.lab.training.durable import read_object
 
 AGAIN = "Remove it, and write the report again with `equilibria reproduce`."
 PAGE, TEXT, NUMBERS = "report.html", "report.md", "table.json"

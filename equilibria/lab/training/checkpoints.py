@@ -17,7 +17,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from equilibria.lab.training.durable import sync_folder, write_new
+from equilibria._core.files import sync_folder
+from equilibria.lab.training.durable import write_new
 
 MANIFEST = "manifest.json"
 STRUCTURE = "state.json"

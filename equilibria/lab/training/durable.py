@@ -24,18 +24,6 @@ def append_to(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Write a file, or exchange it for another in one moment."""
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    try:
-        write_new(temporary, data)
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise OSError(error.errno, f"cannot write {path}: {error.strerror or error}") from error
-    sync_folder(path.parent)
-
-
 def read_object(path: Path, advice: str) -> dict[str, Any]:
     """Read a file that holds a JSON object; an error names the file and ends with the advice."""
     try:
@@ -45,15 +33,3 @@ def read_object(path: Path, advice: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{path} must be a JSON object, got {found!s:.80}. {advice}")
     return found
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the disk has the names of a folder; systems that cannot do so do without."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

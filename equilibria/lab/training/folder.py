@@ -18,8 +18,9 @@ import torch
 from filelock import FileLock, Timeout
 from torch import nn
 
+from equilibria._core.files import replace_file
 from equilibria.lab.training.checkpoints import Checkpoints, CorruptCheckpointError, Found
-from equilibria.lab.training.durable import append_to, read_object, replace_file
+from equilibria.lab.training.durable import append_to, read_object
 from equilibria.lab.training.settings import Training, from_plain, one_of, to_plain
 from equilibria.lab.training.task import Task
 from equilibria.models.states import take_dtypes

@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from equilibria.lab.training.durable import read_object, replace_file
+from equilibria._core.files import replace_file
+from equilibria.lab.training.durable import read_object
 
 FOLDER, TITLES = "gallery", "titles.json"
 SHOW_DATA = ("segmentation",)  # samples of a dataset: they stay beside the runs, since a report elsewhere may be published

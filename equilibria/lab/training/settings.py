@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from equilibria._core.names import nearest
 
 T = TypeVar("T")
 
@@ -20,12 +21,7 @@ FAILED_SOLVES = ("count", "skip", "stop")
 def one_of(what: str, name: str, choices: Sequence[str]) -> None:
     """Refuse a name that is none of the choices, and say which one may have been meant."""
     if name not in choices:
-        raise ValueError(f"There is no {what} {name!r}{_meant(name, choices)} There are: {', '.join(choices)}.")
-
-
-def _meant(name: str, choices: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, choices, n=1)
-    return f"; did you mean {near[0]!r}?" if near else "."
+        raise ValueError(f"There is no {what} {name!r}. {nearest(name, choices)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +141,7 @@ def from_plain(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
     names = [field.name for field in dataclasses.fields(kind) if field.init]  # type: ignore[arg-type]
     for key in values:
         if key not in names:
-            raise ValueError(f"There is no setting {where}{key}{_meant(key, names)} There are: {', '.join(names)}.")
+            raise ValueError(f"There is no setting {where}{key}. {nearest(key, names)}")
     return kind(**{key: _value(hints[key], value, f"{where}{key}") for key, value in values.items()})
 
 

@@ -120,7 +120,7 @@ def test_train_several_seeds(tmp_path: Path) -> None:
         (["train", "digits-deq", "--set", "training.epoch=1"], "Did you mean training.epochs"),
         (["train", "digits-deq", "--set", "variant=v3"], "variant must be one of vanilla, skip, v2, got 'v3'"),
         (["train", "digits-deq", "--set", "training.epochs=many"], "training.epochs must be a whole number, got 'many'"),
-        (["train", "digits-deq", "--set", "training.optimizer.name=adm"], "did you mean 'adam'"),
+        (["train", "digits-deq", "--set", "training.optimizer.name=adm"], "Did you mean adam"),
         (["train", "digits-deq", "--set", "width"], "Expected key=value"),
         (["train", "digits-deq", "--seeds", "2", "--folder", "x"], "--folder holds one run"),
         (["reproduce"], "Name one table"),
@@ -154,7 +154,7 @@ def test_what_goes_wrong_ends_with_1(tmp_path: Path) -> None:
         ({"scale": ["full"]}, "has the scale"),
         ({"settings": None}, "written by another version"),
         ({"settings": {"width": "wide"}}, "width must be int"),
-        ({"training": {"epoch": 3}}, "There is no setting epoch; did you mean 'epochs'"),
+        ({"training": {"epoch": 3}}, "There is no setting epoch. Did you mean epochs"),
         ({"training": None}, "has no object 'training'"),
     ],
 )
