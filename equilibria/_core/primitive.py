@@ -300,6 +300,8 @@ class _Pull:
 
 def _common_scale(size: Tensor, right: Tensor) -> Tensor:
     """A power of two, which rounds nothing, near the largest size of a cotangent that is not zero."""
+    if not len(size):
+        return size.new_ones(())
     largest = torch.where((right != 0).any(dim=1, keepdim=True), size, torch.zeros_like(size)).amax()
     return torch.where(largest > 0, torch.exp2(largest.log2().floor()), torch.ones_like(largest))
 

@@ -163,3 +163,10 @@ def test_an_empty_batch_of_coupled_samples_has_gradients() -> None:
     x = torch.zeros(0, 3, dtype=torch.float64, requires_grad=True)
     deq(x).sum().backward()
     assert x.grad is not None and x.grad.shape == (0, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_an_empty_batch_of_any_dtype_has_gradients(dtype: torch.dtype) -> None:
+    x = torch.zeros(0, 3, dtype=dtype, requires_grad=True)
+    eq.fixed_point(lambda z, x: 0.5 * z + x, torch.zeros(0, 3, dtype=dtype), x).z.sum().backward()
+    assert x.grad is not None and x.grad.shape == (0, 3)
