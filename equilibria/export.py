@@ -18,6 +18,8 @@ from equilibria._core.recording import record
 from equilibria.exportable import exportable
 from equilibria.solvers.base import require
 
+MOST_ROWS = 2**31 - 1
+ONNX_TORCH = (2, 11)  # the oldest whose exporter knows while_loop
 ONNX_LIMIT = 2**31  # bytes of a protobuf message
 
 
@@ -42,7 +44,8 @@ def export(
     inputs = _as_tuple(example_inputs)
     _check_autocast(inputs)
     whole = _Whole(exportable(model, dynamic_batch=dynamic_batch), with_steps).eval()
-    shapes = _dynamic_shapes(inputs, torch.export.Dim("batch")) if dynamic_batch else None
+    # the upper bound is for torch 2.6, which guards against the largest integer
+    shapes = _dynamic_shapes(inputs, torch.export.Dim("batch", max=MOST_ROWS)) if dynamic_batch else None
     with torch.no_grad():
         return torch.export.export(whole, inputs, dynamic_shapes=shapes, strict=False)
 
@@ -61,8 +64,15 @@ def to_onnx(
         onnxruntime.InferenceSession("model.onnx").run(None, {"x": x.numpy()})
 
     Inputs have the names of the arguments of `model.forward`; the outputs are `output` (of several: `output_0`, ...) and
-    `with_steps`, of every solve, `steps_0`, `converged_0`, ... The file is there whole or not at all.
+    `with_steps`, of every solve, `steps_0`, `converged_0`, ... The file is there whole or not at all. Older versions of
+    torch than 2.11 cannot write loops.
     """
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if version < ONNX_TORCH:
+        raise RuntimeError(
+            f"Loops go into ONNX from torch {'.'.join(map(str, ONNX_TORCH))} on, and this is torch {torch.__version__}."
+            " Install a newer one, or use eq.export(...), which needs no more than the package itself."
+        )
     for package in ("onnx", "onnxscript"):
         optional(package, "export")
     size = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())

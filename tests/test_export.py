@@ -321,3 +321,10 @@ def test_onnx_of_several_inputs_outputs_and_layers(tmp_path: Path) -> None:
     assert_close(found["output_1"], second, ROUNDING)
     for i, each in enumerate(stats):
         assert torch.equal(found[f"steps_{i}"], each.steps) and torch.equal(found[f"converged_{i}"], each.converged)
+
+
+def test_an_old_torch_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.10.1+cpu")
+    with pytest.raises(RuntimeError, match=r"from torch 2\.11 on, and this is torch 2\.10\.1\+cpu.*use eq\.export"):
+        to_onnx(nn.Linear(2, 2), torch.zeros(2, 2), tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())

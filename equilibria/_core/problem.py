@@ -157,7 +157,8 @@ class CellEquation(Equation):
     def fingerprint(self) -> Hashable:
         constants = tuple(_known(leaf) for leaf in self._leaves if not isinstance(leaf, Tensor))
         settings = tuple(_settings(module) for module in self.cell.sources)
-        return self.mode, self.autocast, constants, self._inputs_spec, self.layout.leaves, settings
+        # the structure as text: TreeSpecs cannot be hashed in torch 2.6
+        return self.mode, self.autocast, constants, repr(self._inputs_spec), self.layout.leaves, settings
 
     def captures(self, z: Tensor) -> tuple[Tensor, bool]:
         """F(z), and whether a plain callable closes over tensors that need gradients."""

@@ -267,3 +267,16 @@ def test_starts_beyond_the_range_of_squares_take_the_plain_loop(scale: float) ->
         usual, far = deq.solve(x, gain), deq.solve(x * scale, gain)
     assert torch.equal(usual.stats.steps, far.stats.steps)
     torch.testing.assert_close(far.z / scale, usual.z)
+
+
+def test_the_key_of_a_program_can_be_hashed_whatever_the_inputs() -> None:
+    """In torch 2.6 the structure of nested inputs cannot: it once ended the solve, past the plain loop."""
+
+    class Cell(nn.Module):
+        def forward(self, z: Tensor, x: dict[str, list[Tensor]]) -> Tensor:
+            return 0.5 * torch.tanh(z) + x["a"][0]
+
+    deq = compiled(Cell(), init=eq.Zeros(4), stop=TIGHT)
+    x = {"a": [inputs(3, 4)]}
+    z = deq(x)
+    torch.testing.assert_close(z, 0.5 * torch.tanh(z) + x["a"][0])
