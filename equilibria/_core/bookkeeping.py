@@ -69,7 +69,7 @@ class Ledger:
         self.traced = False
         self.least, self.most = usual_range(z0.dtype)  # sizes between which squares can be computed with
         self.range: tuple[float, float] | None = None  # of the sizes of all starts, where known
-        self.faint: Tensor | None = None  # (batch,) samples that ended below that range; None: none did
+        self.faint: Tensor | None = None  # (batch,) samples that came below that range on their way; None: none did
         self.natural: float | Tensor = self.root  # (batch,), below which no residual is far away
         self.step = 0  # the last one, while no row has stopped
         self.open: Tensor | None = None  # rows that are running; None: all, and what follows is not kept
@@ -197,17 +197,13 @@ class Ledger:
             self.counted = int(running), float("inf") if worse else FALLEN
             self.range = low, high if longest < float("inf") else longest
         low, high = self.range
-        return not high <= self.most or (self._can_fade() and not low >= self.least)  # nan compares false
+        return not (low >= self.least and high <= self.most)  # nan compares false
 
     def unusual_rows(self) -> bool:
         """True if it is so for a row whose numbers may all be finite."""
         assert self.first_length is not None
         rows = (self.first_size > self.most) | (self.first_length == float("inf"))
-        return bool((rows | (self.first_size < self.least) if self._can_fade() else rows).any())
-
-    def _can_fade(self) -> bool:
-        """False where every size below the usual range is within the absolute tolerance."""
-        return isinstance(self.atol, Tensor) or self.atol < self.least
+        return bool((rows | (self.first_size < self.least)).any())
 
     def _keep_best(self, z: Tensor, excess: Tensor, length: Tensor, size: Tensor, step: int) -> None:
         """Some rows are no better than before."""
@@ -353,9 +349,8 @@ class Ledger:
         self._write_off()
         status, length, size = self._ended(), self.closed["length"], self._sizes()
         if self.whole_scale is None and (self.traced or len(self.lengths) > 1):
-            if self._can_fade():
-                self.faint = (status == Status.CONVERGED) & self._faint(size)
-                status = torch.where(self.faint, Status.STALLED, status)
+            self.faint = (status == Status.CONVERGED) & (size < self.least) & (self.closed["best"] > 0)
+            status = torch.where(self.faint, Status.STALLED, status)
             status = torch.where(self._doubtful(size), Status.DIVERGED, status)
         return self.closed["z"], Stats(
             status=status.to(torch.int8),
@@ -386,11 +381,6 @@ class Ledger:
         assert self.first_length is not None
         enough = self.first_length * (FALL / max(self.rtol, self.precision))
         return size > torch.maximum(GROWN * self.first_size, enough)
-
-    def _faint(self, size: Tensor) -> Tensor:
-        """(batch,) samples that have become too small for squares; those that started so were looked at then."""
-        faint = (size < self.least) & (self.closed["best"] > 0)
-        return faint & (self.atol < self.least) if isinstance(self.atol, Tensor) else faint
 
     def settle(self, z: Tensor, stats: Stats) -> tuple[Tensor, Stats, Tensor]:
         """Answer and statistics where a sample has failed, and (batch,) which answers are no worse than the start.

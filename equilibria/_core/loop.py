@@ -222,7 +222,7 @@ def _run(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> Flat:
     ledger = problem.ledger(z0)
     often = stop.check_every == 1
     ledger.observe(state, step=0, look=often)
-    if z0 is problem.origin and ledger.unusual() and _unusual(z0, state.fz, stop.atol):
+    if z0 is problem.origin and ledger.unusual() and _unusual(z0, state.fz):
         raise _Unusual(state.fz)
     compact = stop.compact and stop.process_group is None
     kept, taken = None, 0
@@ -264,14 +264,11 @@ def finished(ledger: Ledger, counter: Counter, taken: int, state: Any = None) ->
     return Flat(z, stats, taken, state, ledger.coupled, sound=sound, faint=faint)
 
 
-def _unusual(z: Tensor, fz: Tensor, atol: float) -> bool:
+def _unusual(z: Tensor, fz: Tensor) -> bool:
     """True if the squares of a row leave the dtype."""
     least, most = usual_range(z.dtype)
     largest = torch.maximum(max_norm(z), max_norm(fz))
-    strange = (largest > most) & (largest < float("inf"))
-    if atol < least:
-        strange = strange | ((largest > 0) & (largest < least))
-    return bool(strange.any())
+    return bool((((largest > most) & (largest < float("inf"))) | ((largest > 0) & (largest < least))).any())
 
 
 def _compact(f: Map, state: Iterate, ledger: Ledger, *, over: bool) -> tuple[Map, Iterate] | None:
