@@ -72,21 +72,31 @@ def untouched(module: nn.Module, inputs: Any = ()) -> Iterator[None]:
 
 
 @contextmanager
-def _watched(layers: Sequence[tuple[str, DEQ]], found: dict[str, _Solve]) -> Iterator[None]:
-    """`solve` of every layer notes its inputs, whoever calls it; failures are not what is looked for here."""
-    stops = [(deq, deq.stop, deq.eval_stop) for _, deq in layers]
-    for name, deq in layers:
-        deq.solve = _noting(name, deq, found)  # type: ignore[method-assign]
-        deq.stop = dataclasses.replace(deq.stop, on_failure="ignore", compact=False)
-        deq.eval_stop = (
-            None if deq.eval_stop is None else dataclasses.replace(deq.eval_stop, on_failure="ignore", compact=False)
-        )
+def muted(layers: Sequence[DEQ]) -> Iterator[None]:
+    """Let the layers neither warn nor raise, nor drop rows: compaction is tried once per cell and remembered."""
+    stops = [(layer, layer.stop, layer.eval_stop) for layer in layers]
+    for layer, stop, eval_stop in stops:
+        layer.stop = dataclasses.replace(stop, on_failure="ignore", compact=False)
+        if eval_stop is not None:
+            layer.eval_stop = dataclasses.replace(eval_stop, on_failure="ignore", compact=False)
     try:
         yield
     finally:
-        for deq, stop, eval_stop in stops:
+        for layer, stop, eval_stop in stops:
+            layer.stop, layer.eval_stop = stop, eval_stop
+
+
+@contextmanager
+def _watched(layers: Sequence[tuple[str, DEQ]], found: dict[str, _Solve]) -> Iterator[None]:
+    """`solve` of every layer notes its inputs, whoever calls it; failures are not what is looked for here."""
+    for name, deq in layers:
+        deq.solve = _noting(name, deq, found)  # type: ignore[method-assign]
+    try:
+        with muted([deq for _, deq in layers]):
+            yield
+    finally:
+        for _, deq in layers:
             del deq.solve
-            deq.stop, deq.eval_stop = stop, eval_stop
 
 
 def _noting(name: str, deq: DEQ, found: dict[str, _Solve]) -> Any:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from equilibria._core.recording import record
-from equilibria.analysis.measuring import untouched
+from equilibria.analysis.measuring import muted, untouched
 from equilibria.analysis.summary_table import Row, Settings, Shapes, Solves, Summary
 from equilibria.deq import DEQ
 from equilibria.solution import Solution
@@ -138,7 +137,7 @@ def _run(model: nn.Module, inputs: Sequence[Any]) -> _Seen:
     with ExitStack() as stack:
         stack.enter_context(untouched(model, inputs))
         stack.enter_context(_evaluating(model))
-        stack.enter_context(_silent(layers.values()))
+        stack.enter_context(muted(list(layers.values())))
         stack.enter_context(torch.no_grad())
         for name, part in watched.items():
             stack.enter_context(_noting(name, part, outputs))
@@ -183,21 +182,6 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         for part, mode in modes:  # parents first: one that sets more than a flag in `train` sets it for its own mode
             if part is model or part.training != mode:
                 part.train(mode)
-
-
-@contextmanager
-def _silent(layers: Iterable[DEQ]) -> Iterator[None]:
-    """Failures are told in the summary alone; rows are not dropped, as that is tried once per cell and remembered."""
-    stops = [(layer, layer.stop, layer.eval_stop) for layer in layers]
-    for layer, stop, eval_stop in stops:
-        layer.stop = dataclasses.replace(stop, on_failure="ignore", compact=False)
-        if eval_stop is not None:
-            layer.eval_stop = dataclasses.replace(eval_stop, on_failure="ignore", compact=False)
-    try:
-        yield
-    finally:
-        for layer, stop, eval_stop in stops:
-            layer.stop, layer.eval_stop = stop, eval_stop
 
 
 def _shapes(tree: Any) -> Shapes:

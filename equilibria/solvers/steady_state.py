@@ -12,7 +12,7 @@ from torch import Tensor
 from equilibria._core.maps import Map
 from equilibria._core.norms import rms_norm
 from equilibria.solvers.base import Iterate, Solver, require
-from equilibria.solvers.tableaus import TABLEAUS, Method, Tableau
+from equilibria.solvers.tableaus import TABLEAUS, Method, Tableau, weighted_sum
 
 SAFETY = 0.9
 SHRINK, GROW = 0.2, 10.0  # the next step against this one, at most
@@ -89,7 +89,7 @@ class SteadyState(Solver[Trajectory]):
 
     def _measure(self, tableau: Tableau, state: Trajectory, z: Tensor, fz: Tensor, slopes: list[Tensor]) -> Tensor:
         """The error, (batch, 1) in units of what is allowed; infinite where the trial is not finite."""
-        error = state.dt * _weighted(tableau.error, slopes)
+        error = state.dt * weighted_sum(tableau.error, slopes)
         scale = self.atol + self.rtol * torch.maximum(state.z.abs(), z.abs())
         before, after = _rms(state.fz - state.z), _rms(fz - z)
         measured = torch.maximum(_rms(error / scale), _rms(error) / (tableau.edge * state.dt * before))
@@ -114,18 +114,10 @@ def trial(tableau: Tableau, f: Map, z: Tensor, fz: Tensor, dt: Tensor | float) -
     """One step: the new point, f there, and the slopes of all stages."""
     slopes, point, value = [fz - z], z, fz
     for row in tableau.rows:
-        point = z + dt * _weighted(row, slopes)
+        point = z + dt * weighted_sum(row, slopes)
         value = f(point)
         slopes.append(value - point)
     return point, value, slopes
-
-
-def _weighted(weights: tuple[float, ...], slopes: list[Tensor]) -> Tensor:
-    total = weights[0] * slopes[0]
-    for weight, slope in zip(weights[1:], slopes[1:], strict=True):
-        if weight:
-            total = torch.add(total, slope, alpha=weight)
-    return total
 
 
 def _longest(tableau: Tableau, dt: Tensor, slopes: list[Tensor]) -> Tensor:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -77,3 +81,12 @@ DOPRI5 = Tableau(  # Dormand and Prince 1980
 
 Method = Literal["tsit5", "bs3", "dopri5", "heun"]
 TABLEAUS: dict[Method, Tableau] = {"tsit5": TSIT5, "bs3": BS3, "dopri5": DOPRI5, "heun": HEUN}
+
+
+def weighted_sum(weights: Sequence[float], slopes: Sequence[Tensor]) -> Tensor:
+    """sum_j weights[j] slopes[j], without the terms of weight 0."""
+    total = weights[0] * slopes[0]
+    for weight, slope in zip(weights[1:], slopes[1:], strict=True):
+        if weight:
+            total = torch.add(total, slope, alpha=weight)
+    return total

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 from torch import Tensor, nn
 from torch.nn.functional import elu, normalize
@@ -125,45 +126,26 @@ class PPINet(GraphNet):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChainNetConfig:
-    """3,504 parameters, of which 1,616 are not used."""
+class NodeNetConfig:
+    """Sizes of a network with one implicit layer that gives a class to every node."""
 
-    features: int = 100
-    classes: int = 2
+    features: int
+    classes: int
     width: int = 16
     kappa: float = 0.9
     dropout: float = 0.5
 
 
-CHAINS = ChainNetConfig()
+@dataclass(frozen=True, kw_only=True)
+class ChainNetConfig(NodeNetConfig):
+    """3,504 parameters, of which 1,616 are not used."""
 
-
-class ChainNet(GraphNet):
-    """One implicit layer from zeros, embeddings of length 1, dropout, a linear layer without a bias."""
-
-    def __init__(
-        self,
-        config: ChainNetConfig = CHAINS,
-        *,
-        solver: AnySolver = PICARD,
-        stop: Stop = PUBLISHED_STOP,
-        gradient: Gradient = PUBLISHED_GRADIENT,
-    ) -> None:
-        super().__init__()
-        self.config = config
-        self.layer = IGNNLayer(
-            config.features, config.width, kappa=config.kappa, start="zeros", solver=solver, stop=stop, gradient=gradient
-        )
-        self.dropout = nn.Dropout(config.dropout)
-        self.head = nn.Linear(config.width, config.classes, bias=False)
-
-    def logits(self, graph: GraphInput) -> Tensor:
-        x = self.layer(row_normalized(graph.x), graph.adjacency)
-        return self.head(self.dropout(normalize(x, dim=1)))
+    features: int = 100
+    classes: int = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanetoidNetConfig:
+class PlanetoidNetConfig(NodeNetConfig):
     """The defaults are Cora's: 46,247 parameters, of which 23,303 are used, as many as a GCN has.
 
     Citeseer has 3,703 features and 6 classes, Pubmed 500 and 3.
@@ -171,32 +153,50 @@ class PlanetoidNetConfig:
 
     features: int = 1433
     classes: int = 7
-    width: int = 16
-    kappa: float = 0.9
-    dropout: float = 0.5
 
 
+CHAINS = ChainNetConfig()
 CORA = PlanetoidNetConfig()
 
 
-class PlanetoidNet(GraphNet):
-    """Dropout, one implicit layer, dropout, a linear layer; features are divided by their sum."""
+class NodeNet(GraphNet):
+    """One implicit layer that starts from zeros, dropout and a linear layer; a subclass defines `logits`."""
+
+    default: ClassVar[NodeNetConfig]
+    head_bias: ClassVar[bool] = True
 
     def __init__(
         self,
-        config: PlanetoidNetConfig = CORA,
+        config: NodeNetConfig | None = None,
         *,
         solver: AnySolver = PICARD,
         stop: Stop = PUBLISHED_STOP,
         gradient: Gradient = PUBLISHED_GRADIENT,
     ) -> None:
         super().__init__()
-        self.config = config
-        self.dropout = nn.Dropout(config.dropout)
+        self.config = config = self.default if config is None else config
         self.layer = IGNNLayer(
             config.features, config.width, kappa=config.kappa, start="zeros", solver=solver, stop=stop, gradient=gradient
         )
-        self.head = nn.Linear(config.width, config.classes)
+        self.dropout = nn.Dropout(config.dropout)
+        self.head = nn.Linear(config.width, config.classes, bias=self.head_bias)
+
+
+class ChainNet(NodeNet):
+    """One implicit layer from zeros, embeddings of length 1, dropout, a linear layer without a bias."""
+
+    default = CHAINS
+    head_bias = False
+
+    def logits(self, graph: GraphInput) -> Tensor:
+        x = self.layer(row_normalized(graph.x), graph.adjacency)
+        return self.head(self.dropout(normalize(x, dim=1)))
+
+
+class PlanetoidNet(NodeNet):
+    """Dropout, one implicit layer, dropout, a linear layer; features are divided by their sum."""
+
+    default = CORA
 
     def logits(self, graph: GraphInput) -> Tensor:
         x = self.layer(self.dropout(row_normalized(graph.x)), graph.adjacency)

@@ -16,6 +16,7 @@ from equilibria.models.images.mdeq_cell import MDEQCell, Predictor, States, Zero
 from equilibria.models.images.mdeq_configs import MDEQConfig
 from equilibria.models.images.mdeq_heads import ClassificationHead, SegmentationHead, stem
 from equilibria.models.images.skip_mlp import Variant
+from equilibria.models.solve_options import relative_stop
 from equilibria.solvers.base import require
 from equilibria.solvers.broyden import Broyden
 from equilibria.solvers.fallback import AnySolver
@@ -60,7 +61,7 @@ class MDEQ(nn.Module):
         cell, init = MDEQCell(config), _start(config, variant)
         self.layer: DEQ | WeightTied
         if depth is None:
-            stop = stop or _stop(config, config.forward_steps)
+            stop = stop or relative_stop(config.tolerance, config.forward_steps)
             self.layer = DEQ(cell, init, solver or Broyden(), stop, self.gradient, eval_stop, batched=batched)
         else:
             self.layer = WeightTied(cell, depth, init)
@@ -111,9 +112,5 @@ def _start(config: MDEQConfig, variant: Variant) -> Any:
     return FirstStep(zeros) if variant == "v2" else zeros
 
 
-def _stop(config: MDEQConfig, max_steps: int) -> Stop:
-    return Stop(rtol=config.tolerance, atol=0.0, max_steps=max_steps, on_failure="ignore")
-
-
 def _default_gradient(config: MDEQConfig) -> Gradient:
-    return Implicit(stop=_stop(config, config.backward_steps))
+    return Implicit(stop=relative_stop(config.tolerance, config.backward_steps))

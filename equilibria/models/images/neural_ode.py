@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import get_args
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from equilibria._core.norms import rms_norm
 from equilibria.solvers.base import require
-from equilibria.solvers.tableaus import TABLEAUS, Method, Tableau
+from equilibria.solvers.tableaus import TABLEAUS, Method, Tableau, weighted_sum
 
 Field = Callable[[float, Tensor], Tensor]  # (t, h) -> dh/dt
 
@@ -109,7 +109,7 @@ class AdaptiveSteps(Integrator):
             dt = 1 - t if 1 - t < dt + SHORTEST else dt  # no crumb is left for a last step
             point, slopes = _advance(tableau, counted, t, h, slope, dt)
             slopes.append(counted(t + dt, point))
-            error = self._error(dt * _weighted(tableau.error, slopes), h, point)
+            error = self._error(dt * weighted_sum(tableau.error, slopes), h, point)
             if error <= 1:
                 t, h, slope, taken = t + dt, point, slopes[-1], taken + 1
             if t >= 1:
@@ -222,16 +222,8 @@ def _advance(tableau: Tableau, field: Field, t: float, h: Tensor, slope: Tensor,
     """
     slopes = [slope]
     for row in tableau.rows[:-1]:
-        slopes.append(field(t + dt * sum(row), h + dt * _weighted(row, slopes)))
-    return h + dt * _weighted(tableau.rows[-1], slopes), slopes
-
-
-def _weighted(weights: Sequence[float], slopes: Sequence[Tensor]) -> Tensor:
-    total = weights[0] * slopes[0]
-    for weight, slope in zip(weights[1:], slopes[1:], strict=True):
-        if weight:
-            total = torch.add(total, slope, alpha=weight)
-    return total
+        slopes.append(field(t + dt * sum(row), h + dt * weighted_sum(row, slopes)))
+    return h + dt * weighted_sum(tableau.rows[-1], slopes), slopes
 
 
 def _change(error: float, order: int) -> float:

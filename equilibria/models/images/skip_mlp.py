@@ -9,15 +9,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from equilibria._core.loop import Stop
 from equilibria.deq import DEQ
 from equilibria.explicit import WeightTied
-from equilibria.gradients.implicit import Implicit
+from equilibria.models.solve_options import SolveOptions, relative_stop
 from equilibria.solution import Stats
 from equilibria.solvers.base import Solver, require
-from equilibria.solvers.broyden import Broyden
-from equilibria.solvers.krylov import GMRES
-from equilibria.solvers.steady_state import SteadyState
 from equilibria.starts import FirstStep
 
 Variant = Literal["vanilla", "skip", "v2"]
@@ -51,15 +47,21 @@ class SkipSolver:
         require(self.tolerance > 0, f"tolerance must be positive, got {self.tolerance}.")
 
     def layer(self, cell: nn.Module, init: Any) -> DEQ:
-        stop = Stop(rtol=self.tolerance, atol=0.0, max_steps=self.max_steps, on_failure="ignore")
-        adjoint = Stop(rtol=self.adjoint_tolerance, atol=0.0, max_steps=self.adjoint_steps, on_failure="ignore")
-        gradient = Implicit(solver=GMRES(restart=self.adjoint_steps), stop=adjoint)
-        return DEQ(cell, init, self.solver(), stop, gradient, batched=not self.together)
+        """A DEQ of `cell` that starts at `init`."""
+        return DEQ(cell, init, **self._options().parts(), batched=not self.together)
 
     def solver(self) -> Solver[Any]:
-        if self.method == "broyden":
-            return Broyden(history=self.history)
-        return SteadyState(method=self.method, first_step=self.first_step)
+        return self._options().make_solver()
+
+    def _options(self) -> SolveOptions:
+        return SolveOptions(
+            stop=relative_stop(self.tolerance, self.max_steps),
+            adjoint_stop=relative_stop(self.adjoint_tolerance, self.adjoint_steps),
+            solver=self.method,
+            history=self.history,
+            first_step=self.first_step,
+            directions=self.adjoint_steps,
+        )
 
     def published_count(self, stats: Stats, variant: Variant) -> int:
         """Evaluations of one solve as the paper counts them: the solver's own, a residual after it, and f of its answer.

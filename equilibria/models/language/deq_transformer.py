@@ -23,6 +23,7 @@ from equilibria.models.language.sequence import EquilibriumModel, Memory, Sequen
 from equilibria.models.language.sequence_layers import linear
 from equilibria.models.language.transformer_cell import Positions, TransformerBlock, TransformerCell
 from equilibria.models.language.transformer_configs import TransformerConfig
+from equilibria.models.solve_options import relative_stop
 from equilibria.nn import VariationalDropout
 from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.base import require
@@ -78,7 +79,7 @@ class DEQTransformer(EquilibriumModel):
         cell = TransformerCell(config)
         self.layer: DEQ | WeightTied
         if depth is None:
-            stop = stop or _stop(config, config.forward_steps)
+            stop = stop or relative_stop(config.tolerance, config.forward_steps)
             self.layer = DEQ(cell, None, solver, stop, self.gradient, eval_stop)
         else:
             self.layer = WeightTied(cell, depth, checkpoint=checkpoint)
@@ -197,8 +198,4 @@ def remembered(memory: Memory, now: Sequence[Tensor], length: int) -> Memory:
 def _gradient(config: TransformerConfig) -> Gradient:
     if config.tracked_steps:
         return UnrolledPhantom(steps=config.tracked_steps, damping=0.8, checkpoint=True)
-    return Implicit(stop=_stop(config, config.backward_steps))
-
-
-def _stop(config: TransformerConfig, max_steps: int) -> Stop:
-    return Stop(rtol=config.tolerance, atol=0.0, max_steps=max_steps, on_failure="ignore")
+    return Implicit(stop=relative_stop(config.tolerance, config.backward_steps))

@@ -17,6 +17,7 @@ from equilibria.models.language.adaptive_vocabulary import AdaptiveVocabulary, V
 from equilibria.models.language.sequence import EquilibriumModel, Memory, checked, last_columns
 from equilibria.models.language.sequence_layers import linear
 from equilibria.models.language.trellis_cell import States, TrellisCell, TrellisConfig, TrellisStack
+from equilibria.models.solve_options import relative_stop
 from equilibria.nn import VariationalDropout
 from equilibria.solvers.base import require
 from equilibria.solvers.broyden import Broyden
@@ -111,7 +112,7 @@ class TrellisNet(EquilibriumModel):
         )
         config = config if tokens is None else replace(config, tokens=tokens)
         self.config, self.pretraining_depth = config, config.pretraining_depth
-        self.gradient = gradient or Implicit(stop=_stop(config, config.backward_steps))
+        self.gradient = gradient or Implicit(stop=relative_stop(config.tolerance, config.backward_steps))
         vocabulary = AdaptiveVocabulary(VocabularyConfig(tokens=config.tokens), config.embedding)
         self.vocabulary = vocabulary if config.experts == 1 else Mixture(vocabulary, config.experts)
         self.input_dropout = VariationalDropout(config.input_dropout, shared=(1,))
@@ -119,7 +120,7 @@ class TrellisNet(EquilibriumModel):
         cell = TrellisCell(config)
         self.layer: DEQ | TrellisStack
         if depth is None:
-            stop = stop or _stop(config, config.forward_steps)
+            stop = stop or relative_stop(config.tolerance, config.forward_steps)
             self.layer = DEQ(cell, None, solver or Broyden(), stop, self.gradient, eval_stop)
         else:
             self.layer = TrellisStack(cell, depth, checkpoint)
@@ -177,7 +178,3 @@ class TrellisNet(EquilibriumModel):
         below = [self.vocabulary(self.output_dropout(output), targets) for output in outputs[:-1]]
         auxiliary = torch.stack(below).sum() if below else torch.zeros_like(result)
         return TrellisParts(result, auxiliary, outputs[-1], dropped)
-
-
-def _stop(config: TrellisConfig, max_steps: int) -> Stop:
-    return Stop(rtol=config.tolerance, atol=0.0, max_steps=max_steps, on_failure="ignore")

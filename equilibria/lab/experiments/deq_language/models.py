@@ -8,10 +8,6 @@ from typing import Any, Literal
 
 import torch
 
-from equilibria._core.loop import Stop
-from equilibria.gradients.base import Gradient
-from equilibria.gradients.implicit import Implicit
-from equilibria.gradients.phantom import JFB, NeumannPhantom, UnrolledPhantom
 from equilibria.models.language.adaptive_vocabulary import AdaptiveVocabulary, VocabularyConfig
 from equilibria.models.language.deq_transformer import DEQTransformer, Start, TransformerXL
 from equilibria.models.language.sequence import GRUModel, SequenceModel
@@ -23,11 +19,8 @@ from equilibria.models.language.transformer_configs import (
 )
 from equilibria.models.language.trellis_cell import TRELLIS_CONFIGS, TrellisConfig
 from equilibria.models.language.trellisnet import TrellisNet
-from equilibria.solvers.anderson import Anderson
-from equilibria.solvers.base import Solver, require
-from equilibria.solvers.broyden import Broyden
-from equilibria.solvers.krylov import GMRES
-from equilibria.solvers.picard import Picard
+from equilibria.models.solve_options import SolveOptions, relative_stop
+from equilibria.solvers.base import require
 
 Kind = Literal["transformer", "untied", "trellis", "gru"]
 Checkpointing = Literal["sqrt", "recursive"]
@@ -181,37 +174,19 @@ class LanguageModel:
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def _parts(self, config: TransformerConfig | TrellisConfig) -> dict[str, Any]:
-        """Solver, stops and gradient; the limit in evaluation does not follow that of training, which may be drawn."""
-        training = Stop(rtol=config.tolerance, atol=0.0, max_steps=config.forward_steps, on_failure="ignore")
+        """Solver, stops and gradient; `eval_stop` is set because the limit in training may be drawn at random."""
+        training = relative_stop(config.tolerance, config.forward_steps)
+        adjoint_tolerance = config.tolerance if self.adjoint == "gmres" else NEVER
+        options = SolveOptions(
+            stop=training,
+            adjoint_stop=relative_stop(adjoint_tolerance, config.backward_steps),
+            solver=self.solver or ("broyden" if self.kind == "trellis" else "anderson"),
+            gradient=self.gradient,
+            adjoint=self.adjoint,
+            history=None if self.solver is None else max(config.forward_steps, 1),
+            directions=self.directions,
+            phantom_steps=self.phantom_steps,
+            damping=self.damping,
+        )
         evaluation = dataclasses.replace(training, max_steps=self.eval_steps or config.forward_steps)
-        return {
-            "solver": self._solver(config.forward_steps),
-            "stop": training,
-            "eval_stop": evaluation,
-            "gradient": self._gradient(config),
-        }
-
-    def _solver(self, steps: int) -> Solver[Any]:
-        match self.solver:
-            case None:
-                return Broyden() if self.kind == "trellis" else Anderson()
-            case "anderson":
-                return Anderson()
-            case "broyden":
-                return Broyden(history=max(steps, 1))
-            case "picard":
-                return Picard()
-
-    def _gradient(self, config: TransformerConfig | TrellisConfig) -> Gradient:
-        match self.gradient:
-            case "upg":
-                return UnrolledPhantom(steps=self.phantom_steps, damping=self.damping)
-            case "npg":
-                return NeumannPhantom(steps=self.phantom_steps, damping=self.damping)
-            case "jfb":
-                return JFB()
-        stop = Stop(rtol=config.tolerance, atol=0.0, max_steps=config.backward_steps, on_failure="ignore")
-        if self.adjoint == "gmres":
-            return Implicit(solver=GMRES(restart=self.directions), stop=stop)
-        all_steps = dataclasses.replace(stop, rtol=NEVER)
-        return Implicit(solver=Broyden(history=max(config.backward_steps, 1)), stop=all_steps)
+        return options.parts() | {"eval_stop": evaluation}

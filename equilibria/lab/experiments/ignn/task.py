@@ -11,9 +11,6 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equilibria.gradients.base import Gradient
-from equilibria.gradients.implicit import Implicit
-from equilibria.gradients.phantom import UnrolledPhantom
 from equilibria.lab.data.batches import GraphBatches
 from equilibria.lab.data.catalogue import load
 from equilibria.lab.data.graphs import Graph
@@ -23,10 +20,7 @@ from equilibria.lab.training.task import Loaders, Outcome, Task
 from equilibria.models.graphs.gcn import GraphGCN, GraphGCNConfig
 from equilibria.models.graphs.graph_nets import GraphClassifier, GraphClassifierConfig
 from equilibria.models.graphs.ignn import PUBLISHED_STOP
-from equilibria.solvers.anderson import Anderson
-from equilibria.solvers.broyden import Broyden
-from equilibria.solvers.fallback import AnySolver
-from equilibria.solvers.picard import Picard
+from equilibria.models.solve_options import SolveOptions
 
 Net = Literal["ignn", "gcn"]
 SolverName = Literal["picard", "anderson", "broyden"]
@@ -67,20 +61,16 @@ class LayerOptions:
         limits: dict[str, Any] = {"max_steps": self.max_steps, "on_failure": "ignore"}
         stop = dataclasses.replace(PUBLISHED_STOP, atol=self.tolerance, **limits)
         adjoint = dataclasses.replace(PUBLISHED_STOP, rtol=self.tolerance, atol=0.0, **limits)
-        solver = self._solver()
-        gradient: Gradient = Implicit(solver=solver, stop=adjoint)
-        if self.gradient == "upg":
-            gradient = UnrolledPhantom(steps=self.phantom_steps, damping=self.damping)
-        return {"solver": solver, "stop": stop, "gradient": gradient}
-
-    def _solver(self) -> AnySolver:
-        match self.solver:
-            case "anderson":
-                return Anderson()
-            case "broyden":
-                return Broyden()
-            case _:
-                return Picard()
+        options = SolveOptions(
+            stop=stop,
+            adjoint_stop=adjoint,
+            solver=self.solver,
+            gradient=self.gradient,
+            adjoint="solver",
+            phantom_steps=self.phantom_steps,
+            damping=self.damping,
+        )
+        return options.parts()
 
 
 class GraphTask(Task[Graph]):

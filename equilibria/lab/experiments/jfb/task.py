@@ -8,7 +8,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from equilibria._core.loop import Stop
 from equilibria._core.recording import record
 from equilibria.gradients.base import Gradient
 from equilibria.gradients.implicit import Implicit
@@ -24,6 +23,7 @@ from equilibria.models.images.implicit_resnet import (
     SVHNResNet,
 )
 from equilibria.models.images.neural_ode import AdaptiveSteps, FixedSteps, Integrator, NeuralODE, NeuralODEConfig
+from equilibria.models.solve_options import relative_stop
 from equilibria.solution import Solution
 from equilibria.solvers.krylov import NormalCG
 from equilibria.solvers.tableaus import Method as RungeKutta
@@ -88,7 +88,7 @@ class Residual(ImageTask):
     def _gradient(self, config: ImplicitResNetConfig) -> Gradient:
         if self.settings.by != "jacobian":
             return JFB()
-        stop = Stop(rtol=1e-3, atol=0.0, max_steps=config.max_steps, on_failure="ignore")
+        stop = relative_stop(1e-3, config.max_steps)
         return Implicit(solver=NormalCG(), stop=stop)
 
 

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from equilibria._core.loop import Stop
 from equilibria.analysis.memory import peak_memory
 from equilibria.gradients.base import Gradient
 from equilibria.gradients.implicit import Implicit
@@ -23,6 +22,7 @@ from equilibria.lab.experiments.mdeq.task import MDEQOptions
 from equilibria.lab.training.settings import Training
 from equilibria.lab.training.task import Loaders, Outcome
 from equilibria.models.images.mdeq import MDEQ
+from equilibria.models.solve_options import relative_stop
 from equilibria.solvers.krylov import GMRES
 
 MEMORY = "mdeq-memory"
@@ -84,7 +84,7 @@ class MemoryTask(ImageTask):
     def _gradient(self, depth: int) -> Gradient:
         match self.settings.kind:
             case "implicit" | "implicit-default" as kind:
-                stop = Stop(rtol=NEVER, atol=0.0, max_steps=depth, on_failure="ignore")
+                stop = relative_stop(NEVER, depth)
                 return Implicit(solver=GMRES(restart=DIRECTIONS if kind == "implicit" else None), stop=stop)
             case "upg":
                 return UnrolledPhantom(steps=5, damping=0.5)

@@ -11,28 +11,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from equilibria._core.loop import Stop
 from equilibria._core.recording import record
 from equilibria.analysis.agreement import gradient_agreement
 from equilibria.analysis.measuring import untouched
 from equilibria.deq import DEQ
 from equilibria.gradients.base import Gradient
-from equilibria.gradients.implicit import Implicit
-from equilibria.gradients.phantom import JFB, NeumannPhantom, UnrolledPhantom
-from equilibria.gradients.unrolled import Unrolled
+from equilibria.gradients.phantom import NeumannPhantom, UnrolledPhantom
 from equilibria.lab.experiments.image_task import Batch, ImageSettings, ImageTask, inside, judged
 from equilibria.lab.training.task import Outcome
 from equilibria.models.images.mdeq import MDEQ, pretraining
 from equilibria.models.images.mdeq_configs import MDEQ_CONFIGS, MDEQConfig
 from equilibria.models.images.skip_mlp import Variant
+from equilibria.models.solve_options import SolveOptions, relative_stop
 from equilibria.penalties import PenaltySchedule, jacobian_penalty, random_max_steps, skip_penalty
 from equilibria.solution import ConvergenceWarning, Solution
 from equilibria.solvers.anderson import Anderson
-from equilibria.solvers.base import Solver, require
-from equilibria.solvers.broyden import Broyden
-from equilibria.solvers.krylov import GMRES
-from equilibria.solvers.picard import Picard
-from equilibria.solvers.steady_state import SteadyState
+from equilibria.solvers.base import require
 
 PROBED = 16  # images of a batch on which gradients are compared
 
@@ -79,41 +73,31 @@ class MDEQOptions:
 
     def model(self, inputs: int, classes: int | None = None) -> MDEQ:
         config = self.config(inputs)
+        solving = self.solving(config)
         return MDEQ(
             config,
             classes,
             variant=self.variant,
-            solver=self._solver(config),
-            gradient=self._gradient(config),
+            solver=solving.make_solver(),
+            gradient=solving.make_gradient(),
             depth=self.depth,
             batched=not self.together,
         )
 
-    def _solver(self, config: MDEQConfig) -> Solver[Any]:
-        match self.solver:
-            case "broyden":
-                return Broyden(history=max(config.forward_steps, 1))
-            case "anderson":
-                return Anderson()
-            case "picard":
-                return Picard(damping=self.relaxation)
-            case _:
-                return SteadyState(method="tsit5")
-
-    def _gradient(self, config: MDEQConfig) -> Gradient:
-        match self.gradient:
-            case "upg":
-                return UnrolledPhantom(steps=self.phantom_steps, damping=self.damping)
-            case "npg":
-                return NeumannPhantom(steps=self.phantom_steps, damping=self.damping)
-            case "jfb":
-                return JFB()
-            case "bptt":
-                return Unrolled(depth=config.forward_steps)
-        stop = Stop(rtol=config.tolerance, atol=0.0, max_steps=config.backward_steps, on_failure="ignore")
+    def solving(self, config: MDEQConfig) -> SolveOptions:
         by_broyden = self.solver == "broyden" and not config.conventions.final_step
-        linear = Broyden(history=config.backward_steps) if by_broyden else GMRES(restart=config.backward_steps)
-        return Implicit(solver=linear, stop=stop)
+        return SolveOptions(
+            stop=relative_stop(config.tolerance, config.forward_steps),
+            adjoint_stop=relative_stop(config.tolerance, config.backward_steps),
+            solver=self.solver,
+            gradient=self.gradient,
+            adjoint="broyden" if by_broyden else "gmres",
+            history=max(config.forward_steps, 1),
+            relaxation=self.relaxation,
+            directions=config.backward_steps,
+            phantom_steps=self.phantom_steps,
+            damping=self.damping,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

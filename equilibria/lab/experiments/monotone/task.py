@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from equilibria._core.loop import Stop
 from equilibria.lab.experiments.image_task import Batch, ImageSettings, ImageTask, inside
 from equilibria.lab.training.task import Outcome
 from equilibria.models.images.monotone_nets import (
@@ -19,6 +18,7 @@ from equilibria.models.images.monotone_nets import (
     MonotoneTiersConfig,
     SplittingConfig,
 )
+from equilibria.models.solve_options import relative_stop
 
 RETUNE = 100  # training steps between two choices of the splitting's step
 
@@ -51,7 +51,7 @@ class Monotone(ImageTask):
 
     def model(self) -> nn.Module:
         s = self.settings
-        stop = Stop(rtol=s.tolerance, atol=0.0, max_steps=s.max_steps, on_failure="ignore")
+        stop = relative_stop(s.tolerance, s.max_steps)
         model = MonotoneNet(self._config(), splitting=SplittingConfig(method=s.method), stop=stop)
         if s.method == "forward-backward":
             model.make_safe_()
