@@ -1,4 +1,4 @@
-"""The ten problems everybody is measured on, from a dense layer of 128 numbers to convolutions and attention.
+"""The ten problems that every library solves, from a dense layer of 128 numbers to convolutions and attention.
 
 Weights are drawn in float64 from a seed of the case and rounded to float32, so that they are the same in every run.
 """
@@ -47,7 +47,7 @@ class Case:
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
-        """What gradients are taken of: all weights, then the inputs."""
+        """The tensors that gradients are computed for: all weights, then the inputs."""
         return (*self.cell.parameters(), *self.inputs)
 
     def loss(self, z: State) -> Tensor:
@@ -63,7 +63,7 @@ class Case:
 
 
 def make(name: str, batch: int | None = None) -> Case:
-    """The case of that name; with a batch of one's own where it is to be smaller."""
+    """Build the case `name`; `batch` overrides its usual batch size."""
     if name not in CASES:
         raise ValueError(f"There is no case {name!r}; there are {', '.join(CASES)}.")
     build, usual = CASES[name]
@@ -111,7 +111,7 @@ class Branch(ConvCell):
 
 
 class TwoScaleCell(nn.Module):
-    """A multiscale cell of two resolutions: a block on each, then either adds what the other one has to say."""
+    """A multiscale cell of two resolutions: a block on each, then each resolution adds the features of the other."""
 
     def __init__(self, generator: Generator, channels: int, gain: float, crossing: float) -> None:
         super().__init__()

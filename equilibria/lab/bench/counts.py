@@ -1,4 +1,4 @@
-"""What a training step costs in numbers that do not depend on the machine's load, held against a file of them.
+"""Counts of operations, evaluations and read-backs in a training step, compared with a stored baseline.
 
 `python -m equilibria.lab.bench.counts tests/lab/bench/counts.json` writes the file anew.
 """
@@ -30,7 +30,7 @@ Counts = dict[str, int]
 
 
 class Operations(TorchDispatchMode):
-    """Counts what is dispatched while it is on, and which of that waits for the device to read a number back."""
+    """Count dispatched operations, and those of them that read a number back from the device."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -43,7 +43,7 @@ class Operations(TorchDispatchMode):
 
 
 class Lists(TorchFunctionMode):
-    """Counts `tolist` while it is on: a read-back that is never dispatched."""
+    """Count calls of `tolist`, a read-back that is not dispatched."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Lists(TorchFunctionMode):
 
 
 def counts(case: Case, method: Method) -> Counts:
-    """Of one training step to the tolerance of the case, after one that is not counted."""
+    """Count one training step to the tolerance of the case, after an uncounted warm-up step."""
     found = asdict(count(case, method, case.rtol))
     with Operations() as seen, Lists() as lists:
         method.counted().step(case, case.rtol)
@@ -69,7 +69,7 @@ def measured() -> dict[str, Any]:
 
 
 def regressions(found: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[str]:
-    """What has become more, in words; of another torch's baseline the operations are not compared."""
+    """Describe every count that grew; operations are compared only for the same version of torch."""
     same_torch = found["torch"] == baseline["torch"]
     lines = []
     for case, before in baseline["cases"].items():
@@ -82,7 +82,7 @@ def regressions(found: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[s
 
 
 def _reads_back(func: Any, args: Any) -> bool:
-    """Numbers themselves, and shapes that depend on them."""
+    """True for operations that read numbers back, and for those whose output shape depends on values."""
     if func is torch.ops.aten.index.Tensor:
         return any(index is not None and index.dtype == torch.bool for index in args[1])
     return func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)

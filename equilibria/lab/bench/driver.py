@@ -1,4 +1,4 @@
-"""Runs methods on cases by the rules and keeps what was found: `Results`, to and from JSON."""
+"""Run methods on cases by the rules; `BenchResults` holds the outcome and converts it to and from JSON."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from equilibria.lab.bench.rules import Judge, Sample, Work, count, race, tighten
 
 @dataclass(frozen=True)
 class MethodResult:
-    """A method on a case.
+    """The result of one method on one case.
 
-    failure   why it is not in the race; None: it is
+    failure   the reason why the method was not timed, or None
     tol       its tolerance, tightened until the residual was good enough
     residual  of the worst sample, in float64; None where it is not finite
     cosine    of its gradient with the reference, and `error`, the relative distance from it
@@ -46,17 +46,17 @@ class MethodResult:
 
     @property
     def time(self) -> float | None:
-        """Of a training step, in bare calls of the cell."""
+        """Median time of a training step, in units of a bare call of the cell."""
         return statistics.median(self.times) if self.times else None
 
     @property
     def spread(self) -> float | None:
-        """Slowest : fastest round. The machine's doing: differences within it mean nothing."""
+        """Slowest divided by fastest round; differences below this are noise of the machine."""
         return max(self.times) / min(self.times) if self.times else None
 
     @property
     def overhead(self) -> float | None:
-        """What a step takes : what its evaluations and products would, were each of them a bare call of the cell."""
+        """Step time divided by the time of its evaluations and products, each counted as one bare call."""
         return self.time / self.work.calls if self.time is not None and self.work is not None else None
 
 
@@ -82,7 +82,7 @@ class CaseResults:
 
 @dataclass(frozen=True)
 class BenchResults:
-    """Of a run, with the versions and the kind of machine it ran on."""
+    """The results of a benchmark run, with versions and the kind of machine."""
 
     setting: Mapping[str, Any]
     cases: tuple[CaseResults, ...]
@@ -105,7 +105,7 @@ def run(cases: Iterable[Case], methods: Sequence[Method], *, rounds: int = 7, bu
 
 
 def setting() -> dict[str, Any]:
-    """What numbers depend on, and nothing that tells whose machine it was."""
+    """Versions and hardware that the numbers depend on, without names or paths of the machine."""
     found = {name: _version(name) for name in ("equilibria", "torch", "torchdeq", "jax", "jaxopt", "optimistix")}
     return {name: version for name, version in found.items() if version} | {
         "python": platform.python_version(),
@@ -132,7 +132,7 @@ def _run_case(case: Case, methods: Sequence[Method], rounds: int, budget: float)
 
 
 def _examined(case: Case, method: Method, judge: Judge) -> MethodResult:
-    """Accuracy and work, before anything is timed."""
+    """Measure accuracy and work of a method; nothing is timed yet."""
     outcome = MethodResult(method.name, method.library)
     try:
         found = tighten(case, method, judge)
@@ -169,7 +169,7 @@ def _outcome(read: dict[str, Any]) -> MethodResult:
 
 
 def _without_paths(message: str) -> str:
-    """Where somebody keeps their files is nobody else's business."""
+    """Remove paths from an error message, because results are published."""
     return re.sub(r"(/[\w.-]+){2,}", "...", message)
 
 

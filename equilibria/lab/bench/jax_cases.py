@@ -33,7 +33,7 @@ ONE_THREAD = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen
 
 @cache
 def load() -> Any:
-    """JAX in 32 bits on one thread of the processor; what the environment says about that goes first."""
+    """Import JAX with 32-bit floats and one CPU thread; environment variables that are already set are kept."""
     with _defaults(ONE_THREAD):
         jax = importlib.import_module("jax")
         jax.devices("cpu")  # starts XLA, which reads its settings only now
@@ -62,7 +62,7 @@ class JaxCase:
 
 
 def translate(case: Case) -> JaxCase:
-    """Copies of all numbers: what torch does to its own is not seen."""
+    """Copy all numbers to JAX; later changes of the torch tensors have no effect."""
     cell = CELLS.get(type(case.cell))
     if cell is None:
         known = ", ".join(kind.__name__ for kind in CELLS)
@@ -193,7 +193,7 @@ def _to_torch(array: Array, order: tuple[int, ...]) -> Tensor:
 
 @contextmanager
 def _defaults(variables: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables for a while, where they are not set."""
+    """Set environment variables inside the block, except those that are already set."""
     added = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(added)
     try:

@@ -1,4 +1,4 @@
-"""Who takes part from JAX: jaxopt and optimistix, each training step compiled as a whole by XLA."""
+"""The JAX methods: jaxopt and optimistix, each training step compiled as a whole by XLA."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ RESTART = 20  # of GMRES: the default of either library
 
 @dataclass(frozen=True)
 class JaxProblem:
-    """z = f(z, arguments) while XLA looks on.
+    """The equation z = f(z, arguments) inside a traced function.
 
-    norm  of the solution, root mean square over samples: both libraries want absolute tolerances too, which their
-          users have to find out; here everybody is told
+    norm  of the solution, root mean square over samples: both libraries also take absolute tolerances, which are
+          derived from it
     """
 
     f: Callable[[Array, Array], Array]
@@ -43,7 +43,7 @@ class JaxProblem:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A case and what is run of it; the tolerance is an argument, so that tightening it compiles nothing anew."""
+    """The compiled functions of a case; the tolerance is an argument, so changing it does not recompile."""
 
     case: JaxCase
     solve: Callable[[float], Array]
@@ -184,7 +184,7 @@ def _norm(case: Case) -> float:
 
 
 def _worst_sample(state: Array) -> Array:
-    """The largest root mean square of a sample: what the judge looks at too."""
+    """The largest root mean square over samples, the same norm that `Judge` uses."""
     parts = [part.reshape(len(part), -1) for part in load().tree_util.tree_leaves(state)]
     return (sum((part * part).sum(1) for part in parts) / _numbers(state)).max() ** 0.5
 

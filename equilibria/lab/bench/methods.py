@@ -1,4 +1,4 @@
-"""Who takes part: configurations of ours and of TorchDEQ, each as its users would set it up."""
+"""The torch methods: configurations of equilibria and of TorchDEQ, each set up as a user would."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Layer = Callable[[bool], State]  # runs a solve: True in training mode
 
 
 class Method(ABC):
-    """A library with its settings. It neither counts nor times anything: the rules are the same for all."""
+    """A library with its settings. Counting and timing are done by `rules`, the same way for all methods."""
 
     library: str
     name: str
@@ -44,7 +44,7 @@ class Method(ABC):
         """z and the gradients of `case.loss(z)` of `case.leaves`, forward and adjoint solve to `tol`."""
 
     def counted(self) -> Method:
-        """The same method in a form in which every call of the cell can be seen."""
+        """The same method without compilation, so that every call of the cell is counted."""
         return self
 
 
@@ -73,7 +73,7 @@ class LayerMethod(Method):
 
 @dataclass(eq=False)
 class Ours(LayerMethod):
-    """An eq.DEQ; what is None is left at its default."""
+    """An eq.DEQ; settings that are None keep the default."""
 
     name: str = DEFAULT
     solver: AnySolver | None = None
@@ -137,7 +137,7 @@ class TorchDEQ(LayerMethod):
 
 
 def ours(compile: bool = False) -> list[Method]:
-    """Our default and some of what a user might try instead."""
+    """The default configuration of equilibria and common alternatives."""
     found: list[Method] = [
         Ours(),
         Ours(f"{OURS} Picard", Picard()),
@@ -165,6 +165,6 @@ def torchdeq() -> list[Method]:
 
 
 def _starts_by_default(case: Case) -> bool:
-    """Is the start what a DEQ takes without being told, zeros like the first input?"""
+    """True if the case starts at zeros shaped like the first input, the default of a DEQ."""
     start = case.start
     return isinstance(start, Tensor) and start.shape == case.inputs[0].shape and not bool(start.any())

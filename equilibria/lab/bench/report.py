@@ -31,7 +31,7 @@ from a float64 implicit gradient, of weights or inputs, whichever agrees less.""
 
 
 def ratio(outcome: MethodResult | None, results: CaseResults) -> float | None:
-    """Step time : that of the fastest TorchDEQ; below 1 is faster."""
+    """Step time divided by that of the fastest TorchDEQ; below 1 is faster."""
     theirs = results.fastest(TORCHDEQ)
     if outcome is None or outcome.time is None or theirs is None or theirs.time is None:
         return None
@@ -48,7 +48,7 @@ def summary(results: BenchResults) -> str:
 
 
 def details(results: BenchResults) -> str:
-    """Markdown: a table per case with all methods, and those that did not get there with the reason."""
+    """Markdown: a table per case with all methods; those that missed the tolerance have the reason."""
     return "\n\n".join(_details(case) for case in results.cases)
 
 
@@ -75,7 +75,7 @@ def plot(results: BenchResults, axes: Axes | None = None) -> Axes:
 
 
 def _chosen(case: CaseResults) -> list[MethodResult]:
-    """Each once, also where our default is our fastest."""
+    """The methods shown in the summary, each once."""
     wanted = (case.fastest(TORCHDEQ), case.named(DEFAULT), case.fastest(OURS))
     return list({outcome.method: outcome for outcome in wanted if outcome is not None}.values())
 

@@ -75,7 +75,7 @@ class GradientError:
 
 @dataclass(frozen=True)
 class Tightened:
-    """The tolerance that a method needs, and the residual it then has. Not `reached`: of the first attempt."""
+    """The tolerance that a method needs, and its residual; those of the first attempt if it was not `reached`."""
 
     tol: float
     residual: float
@@ -98,7 +98,7 @@ def tighten(case: Case, method: Method, judge: Judge) -> Tightened:
 
 
 def _exhausted(case: Case, method: Method, tol: float) -> bool:
-    """Did it use all of its steps? A tighter tolerance then changes nothing."""
+    """True if the method used all of its steps, so that a tighter tolerance changes nothing."""
     with counting(case.cell) as counter:
         method.counted().solve(case, tol)
     return counter.work().calls >= case.max_steps
@@ -120,7 +120,7 @@ class Work:
 
 @dataclass
 class WorkCounter:
-    """Work that goes on."""
+    """Mutable counts, converted to `Work` at the end."""
 
     evaluations: int = 0
     graph_evaluations: int = 0
@@ -160,7 +160,7 @@ def counting(cell: nn.Module) -> Iterator[WorkCounter]:
 
 
 def count(case: Case, method: Method, tol: float) -> Work:
-    """The work of one training step, after one that is not counted: what is learned about a cell is learned once."""
+    """The work of one training step, after an uncounted first step, in which a cell's properties are detected."""
     method = method.counted()
     method.step(case, tol)
     with counting(case.cell) as counter:
@@ -212,7 +212,7 @@ def bare_call(case: Case) -> Callable[[], object]:
 
 
 def _steady(call: Callable[[], object]) -> float:
-    """Seconds of a call once caches are warm: a cold unit would make every method look good."""
+    """Seconds of a call with warm caches; a cold call would make the unit too long."""
     calls, begin = 0, clock()
     while calls < 2 or clock() - begin < WARM:
         call()

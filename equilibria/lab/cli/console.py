@@ -1,4 +1,4 @@
-"""What commands share: where they write, how errors end them, tables that also read well in a plain log."""
+"""Shared by all commands: output streams, exit codes for errors, and tables."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing el
 
 
 def is_first_process() -> bool:
-    """Of several that train together, the one that speaks."""
+    """True on rank 0."""
     return os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0"
 
 
@@ -41,7 +41,7 @@ def progress_console() -> Console:
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Errors that a person can mend end the command with their message: 2 for what was asked, 1 for what went wrong."""
+    """Turn expected errors into a message and an exit code: 2 for wrong arguments, 1 for failures."""
     try:
         yield
     except (SettingError, UnknownName) as error:
@@ -55,7 +55,7 @@ def explained() -> Iterator[None]:
 
 
 def _words(error: Exception) -> str:
-    """An error without its number."""
+    """The text of an error, without the errno of an OSError."""
     if not isinstance(error, OSError) or not error.strerror:
         return str(error)
     where = "" if error.filename is None else f"{error.filename}: "

@@ -1,4 +1,4 @@
-"""diagnose: a run, a function of one's own, or an example."""
+"""diagnose: the model of a run, of a user's function, or an example."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def diagnose(
     data: DataRoot = None,
     as_json: AsJson = False,
 ) -> None:
-    """Examine every equilibrium layer of a model: what is wrong with it, and what to try."""
+    """Examine every equilibrium layer of a model: what is wrong and what to try."""
     is_run = example is None and target is not None and Path(target).is_dir()
     if example is not None:
         model, batch = _example(example)
@@ -61,7 +61,7 @@ def _example(name: str) -> tuple[Any, Any]:
 
 
 def _built(target: str | None) -> tuple[Any, Any]:
-    """What the function that `target` names returns."""
+    """Import the function that `target` names and return its result."""
     if target is None:
         raise typer.BadParameter(
             "name the folder of a run or a function that returns (model, batch), as in train.py:build, or take --example."

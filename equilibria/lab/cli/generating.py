@@ -30,7 +30,7 @@ def generate(
     which: Annotated[Which, typer.Option(help="Weights: last, best, or raw (last, never averaged).")] = "best",
     as_json: AsJson = False,
 ) -> None:
-    """Sample text from a trained language model. The folder of its run has all that is needed."""
+    """Sample text from a trained language model. The run folder contains the weights and the vocabulary."""
     with explained():
         text = sample(run, prompt, length, temperature=temperature, top_k=top_k, seed=seed, which=which)
     if as_json:
@@ -73,7 +73,7 @@ def vocabulary(run: Run) -> tuple[str, ...]:
 
 
 def encode(prompt: str, units: Sequence[str], level: Level) -> torch.Tensor:
-    """(n,) tokens; a text begins after the end of another one where the prompt is empty."""
+    """Tokens (n,) of the prompt; an empty prompt becomes one end-of-text token."""
     index = {unit: i for i, unit in enumerate(units)}
     found = spelled(prompt, level)
     missing = [unit for unit in found if unit not in index]

@@ -18,7 +18,7 @@ COMMANDS = {
     "demo": (
         "tables",
         "demo",
-        "Train an equilibrium classifier of digits beside its explicit twin, and report: a minute, nothing to download.",
+        "Train an equilibrium classifier of digits and its explicit twin, and report them: a minute, no download.",
     ),
     "list": ("listing", "list_all", "Tables and their experiments, models and datasets, with their sizes."),
     "train": ("runs", "train", "Train an experiment, or go on with it where it was interrupted."),
@@ -31,12 +31,12 @@ COMMANDS = {
     "generate": (
         "generating",
         "generate",
-        "Sample text from a trained language model. The folder of its run has all that is needed.",
+        "Sample text from a trained language model. The run folder contains the weights and the vocabulary.",
     ),
     "diagnose": (
         "diagnosis",
         "diagnose",
-        "Examine every equilibrium layer of a model: what is wrong with it, and what to try.",
+        "Examine every equilibrium layer of a model: what is wrong and what to try.",
     ),
     "data": ("listing", "data_app", "Datasets: what there is, fetching, checking."),
 }

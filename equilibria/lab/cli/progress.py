@@ -1,4 +1,4 @@
-"""How a run goes, for the person who waits for it: a bar on a terminal, a line per epoch in a log."""
+"""Progress of a run: a bar on a terminal, a line per epoch in a log."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Lines(Silent):
 
 
 class Bar(Lines):
-    """The lines, with a bar below them for the epoch that is on."""
+    """`Lines` with a progress bar for the current epoch below them."""
 
     def __init__(self, label: str, progress: Progress) -> None:
         super().__init__(label, progress.console)
@@ -57,7 +57,7 @@ class Bar(Lines):
 
 @contextmanager
 def listening(label: str) -> Iterator[Listener]:
-    """The listener that suits where the output goes."""
+    """The listener for the current output: `Bar` on a terminal, else `Lines`."""
     console = progress_console()
     if not console.is_terminal:
         yield Lines(label, console)
@@ -68,7 +68,7 @@ def listening(label: str) -> Iterator[Listener]:
 
 
 def summary_line(record: Mapping[str, Any]) -> str:
-    """An epoch in a line."""
+    """One epoch's record as a line of text."""
     parts = []
     for split, values in record["split"].items():
         shown = [f"{word} {_number(name, values[name])}" for name, word in SHOWN.items() if values.get(name) is not None]

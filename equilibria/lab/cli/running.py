@@ -1,4 +1,4 @@
-"""Running jobs from a command: progress for the person who waits, failures told at the end."""
+"""Run jobs from a command with progress output, and report failures at the end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from equilibria.lab.training.stepping import TrainingError
 
 
 def run_jobs(jobs: Sequence[Job], place: Resources = THIS_PROCESS, at_once: int = 0) -> list[Failure]:
-    """One after the other in this process, or `at_once` as processes of their own."""
+    """Run jobs one after the other in this process, or `at_once` of them as separate processes."""
     if at_once:
         return run_apart(jobs, at_once=at_once, place=place, watch=_Watch(len(jobs)))
     failures = []
@@ -31,7 +31,7 @@ def run_jobs(jobs: Sequence[Job], place: Resources = THIS_PROCESS, at_once: int 
 
 
 def tell_failures(failures: Sequence[Failure]) -> None:
-    """End the command with 1 if there are any."""
+    """Print the failures and exit with 1 if there are any."""
     for failure in failures:
         typer.echo(f"Error: {failure.job.label} failed: {failure.reason}", err=True)
     if failures:
@@ -43,7 +43,7 @@ def say(text: str) -> None:
 
 
 class _Watch:
-    """Lines about processes: each start, epoch and end."""
+    """Print a line when a process starts, finishes an epoch or ends."""
 
     def __init__(self, total: int) -> None:
         self.total, self.done = total, 0

@@ -64,7 +64,7 @@ def reproduce(
 
 
 def report_folder(table: Table, scale: Scale, out: Path, report: Path | None, *, everything: bool) -> Path:
-    """Where the report goes; with --all that of a larger scale is not replaced."""
+    """The folder of the report; with --all a report of a larger scale is not replaced."""
     own = table.folder(out, scale)
     if report is None or not everything:
         return report or own
@@ -90,11 +90,11 @@ def demo(
     out: Out = Path("runs"),
     scale: ScaleOption = "full",
 ) -> None:
-    """Train an equilibrium classifier of digits beside its explicit twin, and report: a minute, nothing to download."""
+    """Train an equilibrium classifier of digits and its explicit twin, and report them: a minute, no download."""
     with explained():
         found = find_table(DIGITS)
         todo = [job for job in plan(found, scale, out) if not job.finished]
-        torch.set_num_threads(1)  # its kernels are too small for more, which would only wait for each other
+        torch.set_num_threads(1)  # the kernels are too small to gain from more threads
         failures = run_jobs(todo)
         folder = found.folder(out, scale)
         results = write_report(found, scale, folder)

@@ -1,4 +1,4 @@
-"""Augmentation of a batch as tensors: what is drawn for each sample is apart from what is done with it."""
+"""Augmentation of a batch of tensors; drawing random numbers is separate from applying them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from equilibria.lab.data.sets import IGNORE
 
 
 class Augmentation(Protocol):
-    """Draws come for the whole batch and on the CPU, so that devices and numbers of processes do not change them."""
+    """Draws are made on the CPU for the whole batch, independent of device and number of processes."""
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
         """What each of `count` samples gets, (count, ...)."""

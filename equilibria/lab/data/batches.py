@@ -1,4 +1,4 @@
-"""Batches from memory, in an order that is a function of seed and epoch: it can be left and resumed at any place."""
+"""Batches from memory, in an order that depends on seed and epoch alone, resumable at any batch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Ordered(ABC, Generic[B]):
 
     @abstractmethod
     def identity(self) -> dict[str, int]:
-        """What must be the same for a state to mean the same place."""
+        """Values that must match for a saved state to be valid."""
 
     def __iter__(self) -> Iterator[B]:
         while self.position < len(self):
@@ -61,11 +61,11 @@ class Ordered(ABC, Generic[B]):
         self.position = 0
 
     def state(self) -> dict[str, int]:
-        """The place reached, as numbers that JSON can hold."""
+        """The current position, as JSON numbers."""
         return {"epoch": self.epoch, "position": self.position, **self.identity()}
 
     def resume(self, state: Mapping[str, int]) -> None:
-        """Go on exactly where `state()` was taken, on any number of processes."""
+        """Continue where `state()` was taken, with any number of processes."""
         for key, value in self.identity().items():
             if state.get(key) != value:
                 raise ValueError(

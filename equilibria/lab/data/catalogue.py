@@ -1,4 +1,4 @@
-"""The datasets by name: what they are, whether their files are there, fetching and loading them."""
+"""Datasets by name: information, loading, fetching and checking of their files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def names() -> list[str]:
 
 
 def info(name: str) -> Info:
-    """What is known of a dataset without loading it."""
+    """Information about a dataset, without loading it."""
     key = name.lower().replace("_", "-")
     if key not in CATALOGUE:
         raise ValueError(f"There is no dataset {name!r}. {nearest(key, CATALOGUE)}")
@@ -31,12 +31,12 @@ def info(name: str) -> Info:
 def load(
     name: str, root: Root = None, *, download: bool = True, progress: Progress | None = None, **options: Any
 ) -> Dataset[Any]:
-    """A dataset in memory; files that are missing are fetched first.
+    """Load a dataset into memory; missing files are fetched first.
 
         mnist = data.load("mnist")
         mnist.train.x  # uint8 (60000, 1, 28, 28)
 
-    root      folder of all data; None: $EQUILIBRIA_DATA, else a cache of the user
+    root      folder of all data, by default $EQUILIBRIA_DATA, else a cache of the user
     download  whether missing files may be fetched
     progress  called with file name, bytes there and bytes in all (or None) while they are
     options   of the set: `info(name).options`
@@ -52,7 +52,7 @@ def load(
 
 
 def fetch(name: str, root: Root = None, progress: Progress | None = None) -> list[Path]:
-    """Where the files of a dataset stand, after fetching those that are missing."""
+    """Fetch missing files of a dataset and return the paths of all."""
     entry = info(name)
     return list(obtain(entry.name, entry.files, data_root(root), progress, manual=entry.manual).values())
 

@@ -1,4 +1,4 @@
-"""Fetching what is missing: mirrors in turn, resumed where a transfer broke off, in place only when verified."""
+"""Download missing files: mirrors in turn, interrupted transfers resumed, files moved into place when verified."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def unpack(archive: Path, wanted: Mapping[str, Path]) -> None:
 
 
 def _fetch_missing(files: Sequence[File], root: Path, progress: Progress | None) -> str:
-    """Why it ended before all were there; empty otherwise."""
+    """The reason why not all files were fetched; empty if all are there."""
     try:
         with alone(root):
             for file in files:
@@ -146,7 +146,7 @@ def _transfer(url: str, part: Path, report: Callable[[int, int | None], None]) -
 
 
 def _members(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
-    """Base names and contents of the files inside: where they are written is for the caller to say, not for the archive."""
+    """Base names and contents of the files inside: paths inside the archive are ignored."""
     if zipfile.is_zipfile(archive):
         with zipfile.ZipFile(archive) as zipped:
             for info in zipped.infolist():

@@ -1,4 +1,4 @@
-"""Files below a data root: where they are looked for, whether they are the official ones, how they are written."""
+"""Files below a data root: paths, checksums and atomic writes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def state_of(file: File, root: Path) -> FileState:
 
 
 def matches(path: Path, checksum: str) -> bool:
-    """Whether a file has this checksum; any has the empty one."""
+    """True if a file has this checksum, or if the checksum is empty."""
     algorithm, _, expected = checksum.partition(":")
     return not checksum or digest(path, algorithm) == expected
 
@@ -97,7 +97,7 @@ def digest(path: Path, algorithm: str = "sha256") -> str:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """One process at a time, where the system can lock folders: ranks that start together must not download twice."""
+    """Lock a folder, where the system can: ranks that start together must not download twice."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         import fcntl

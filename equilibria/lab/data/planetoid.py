@@ -1,4 +1,4 @@
-"""The citation graphs of Planetoid: pickles of old, read without running anything that they ask for."""
+"""The citation graphs of Planetoid; their pickles are read without executing code from them."""
 
 from __future__ import annotations
 

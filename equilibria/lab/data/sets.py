@@ -1,4 +1,4 @@
-"""What a loaded dataset is: splits of samples, with the names of its classes."""
+"""Loaded datasets: splits of samples, with the names of the classes."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def chains(
     test: int = 200,
     seed: int = 42,
 ) -> Dataset[tuple[Graph, ...]]:
-    """Which class is a node's chain? Only its first node tells, by a one-hot feature (Gu and others 2020).
+    """Classify the nodes of chains; only the first node shows the class, as a one-hot feature (Gu and others 2020).
 
     One graph of classes * chains directed paths, each edge leading away from the first node. The nodes of the splits are
     drawn at random; `mask` has them.

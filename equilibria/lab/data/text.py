@@ -69,7 +69,7 @@ def _encode(path: Path, level: Level, index: _Index) -> Tensor:
 
 
 def _vocabulary(places: Sequence[Path], level: Level) -> tuple[str, ...]:
-    """From the cache where it stands there for the very same text."""
+    """Read the vocabulary from the cache if it was made for the same text."""
     cache = places[0].with_name(f"vocabulary-{level}.json")
     sums = [digest(place) for place in places]
     units = _cached(cache, sums)

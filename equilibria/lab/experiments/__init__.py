@@ -1,4 +1,4 @@
-"""Experiments: functions that return everything a run takes, and the tables they make up."""
+"""Experiments with all settings of a run, and the tables that report them beside published figures."""
 
 from equilibria.lab.experiments.assignments import SettingError
 from equilibria.lab.experiments.catalogue import UnknownName, experiment, experiments, table, tables

@@ -1,4 +1,4 @@
-"""Settings changed by dotted names: typed dataclasses in, typed dataclasses out."""
+"""Change fields of nested settings dataclasses by dotted names, with values given as text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "
 
 
 class SettingError(ValueError):
-    """A setting that does not exist, or a value of the wrong type; the message tells the choices."""
+    """A setting that does not exist, or a value of the wrong type; the message lists the choices."""
 
 
 def fields(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -27,7 +27,7 @@ def fields(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def assign(groups: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, Any]:
-    """Dataclasses by the prefix of their settings' names, changed: each assignment is `name=value`, the value as text."""
+    """Apply assignments `name=value` to the dataclasses in `groups`, which are keyed by the prefix of their names."""
     found: dict[str, list[_Change]] = {}
     known = {name: prefix for prefix, group in groups.items() for name in fields(group, prefix)}
     for text in assignments:
@@ -55,7 +55,7 @@ class _Change(NamedTuple):
 
 
 def _replace(config: Any, changes: Sequence[_Change]) -> Any:
-    """All at once: some settings fit only together."""
+    """Replace all changed fields at once, because some are only valid together."""
     if not changes:
         return config
     hints, values = get_type_hints(type(config)), {}
@@ -77,7 +77,7 @@ def _replace(config: Any, changes: Sequence[_Change]) -> Any:
 
 
 def convert(text: str, kind: Any, name: str) -> Any:
-    """Text as a value of a type: numbers, booleans, strings, choices, optional ones and tuples of them."""
+    """Parse text as a value of the type `kind`: numbers, booleans, strings, choices, optional ones and tuples of them."""
     origin, parts = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return _optional(text, parts, name)

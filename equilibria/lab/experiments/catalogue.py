@@ -29,7 +29,7 @@ from equilibria.lab.experiments.skip_deq.table import tables as skip_tables
 
 
 class UnknownName(ValueError):  # noqa: N818
-    """No experiment or table of that name; the message tells the nearest ones."""
+    """No experiment or table of that name; the message lists the nearest ones."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What an experiment is, and a table of them next to published figures."""
+"""Experiments, and tables of experiments next to published figures."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from equilibria.lab.training.task import Task
 S = TypeVar("S")
 
 Scale = Literal["debug", "reduced", "full"]
-MACHINE = "machine.json"  # in the folder of a run: where it was made
+MACHINE = "machine.json"  # in a run folder: the hardware it ran on
 SCALES: tuple[Scale, ...] = get_args(Scale)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment(Generic[S]):
-    """A training run with everything it takes.
+    """A training run: task settings, training settings and seeds.
 
     settings  of model, data and loss, a frozen dataclass
     training  of optimiser, epochs, seed
@@ -42,11 +42,11 @@ class Experiment(Generic[S]):
         return self.make(self.settings)
 
     def config(self) -> dict[str, Any]:
-        """What a run folder tells of it, beside the training settings."""
+        """The experiment's part of config.json."""
         return {"experiment": self.name, "scale": self.scale, "settings": to_plain(self.settings)}
 
     def changed(self, assignments: Iterable[str]) -> Experiment[S]:
-        """With settings changed by name, `variant=skip` or `training.epochs=1`."""
+        """A copy with settings changed by name, such as `variant=skip` or `training.epochs=1`."""
         groups = assign({"": self.settings, "training.": self.training}, assignments)
         return dataclasses.replace(self, settings=groups[""], training=groups["training."])
 
@@ -54,7 +54,7 @@ class Experiment(Generic[S]):
         return dataclasses.replace(self, training=dataclasses.replace(self.training, seed=seed))
 
     def restored(self, config: Mapping[str, Any]) -> Experiment[S]:
-        """As the config of a run says."""
+        """A copy with the settings in the config of a run."""
         try:
             settings: S = from_plain(type(self.settings), config["settings"])
             training = from_plain(Training, config["training"])
@@ -67,7 +67,7 @@ class Experiment(Generic[S]):
 
 @dataclass(frozen=True)
 class Column:
-    """A figure of a run.
+    """One number of a run.
 
     key       where it stands: "test.accuracy" in the last epoch's splits, "seconds_train" in the summary
     factor    that makes it the unit of the title
@@ -110,7 +110,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class TableRow:
-    """An experiment of a table, with what was published of it by column."""
+    """A row of a table: an experiment, and its published figures by column."""
 
     name: str
     title: str
@@ -120,7 +120,7 @@ class TableRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Experiments that are reported side by side.
+    """Experiments that are reported together.
 
     protocol  what a reader must know, for each scale
     hidden    columns that only claims and profiles use
@@ -154,5 +154,5 @@ class Table:
 
 
 def run_folder(base: Path, row: str, seed: int) -> Path:
-    """Where a run of a table lies below the table's folder."""
+    """The folder of a run below the table's folder."""
     return base / row / f"seed-{seed}"

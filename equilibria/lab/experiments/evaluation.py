@@ -1,4 +1,4 @@
-"""A run that is over, taken up again: its experiment, its model, and its metrics on a split."""
+"""Load the experiment and the model of a finished run, and evaluate it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from equilibria.lab.training.task import Loader
 
 
 def experiment_of(run: Run) -> Experiment[Any]:
-    """The experiment that a run was made with, its settings as they were."""
+    """The experiment of a run with the settings of its config.json."""
     name = run.config.get("experiment")
     file, scale = run.folder / CONFIG, run.config.get("scale", "full")
     if not isinstance(name, str):
@@ -41,7 +41,7 @@ def evaluate(run: Run, *, which: str = "last", root: Path | None = None) -> dict
 
 
 def model_and_batch(run: Run, *, which: str = "last", root: Path | None = None) -> tuple[nn.Module, Any]:
-    """The model of a run and the inputs of one batch, to look at."""
+    """The model of a run and the inputs of one batch, for diagnosis."""
     e = experiment_of(run)
     first = next(iter(_held_out(e, root)))
     return run.model(e.task(), which), first[0] if isinstance(first, (tuple, list)) else first

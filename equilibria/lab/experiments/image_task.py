@@ -1,4 +1,4 @@
-"""Classification of images as a task: the data, cut down where asked for, and what is measured."""
+"""Image classification as a task: data, loss and metrics."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SHAPES: dict[ImageSet, tuple[int, int]] = {  # channels, side
 
 @dataclass(frozen=True, kw_only=True)
 class ImageData:
-    """Which images, and what is done to them; their channels are always brought to mean 0 and deviation 1.
+    """Which images, and their preprocessing; channels are always normalised to mean 0 and deviation 1.
 
     train, test  how many, drawn at random under `seed`; None: all
     size         the side to which they are scaled: down by means over squares, up by interpolation; None: as they are
@@ -82,7 +82,7 @@ class ImageData:
         return split[torch.randperm(len(split), generator=generator(self.seed, name))[:count]]
 
     def _scaled(self, split: Split) -> Split:
-        """Once for all, as numbers from 0 to 1."""
+        """Scale the images once, as floats from 0 to 1."""
         if self.size is None or self.size == split.x.shape[-1]:
             return split
         x = split.x.float().div_(255) if split.x.dtype == torch.uint8 else split.x
@@ -93,7 +93,7 @@ class ImageData:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSettings:
-    """What every task on images has."""
+    """Settings that all tasks on images share."""
 
     data: ImageData = field(default_factory=ImageData)
 
@@ -132,7 +132,7 @@ class ImageTask(Task[Batch]):
         return Outcome(loss, metrics | {"predict_seconds": seconds} | self.seen(model, batch), len(y))
 
     def run(self, model: nn.Module, x: Tensor) -> tuple[Tensor, list[Solution]]:
-        """Scores, and the solutions behind them."""
+        """Scores, and the solutions of the equilibrium layers."""
         with record(model) as solutions:
             scores = model(x)
         return scores, solutions
@@ -142,7 +142,7 @@ class ImageTask(Task[Batch]):
         return {}
 
     def seen(self, model: nn.Module, batch: Batch) -> dict[str, Tensor | float]:
-        """More to measure on a batch of the test set."""
+        """Additional metrics on a batch of the test set."""
         return {}
 
 
@@ -153,7 +153,7 @@ def judged(scores: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor | float]
 
 
 def inside(model: nn.Module, kind: type[M]) -> M:
-    """The model itself, out of what several processes wrap around it."""
+    """The module of type `kind` inside the wrapper of distributed training."""
     return next(module for module in model.modules() if isinstance(module, kind))
 
 

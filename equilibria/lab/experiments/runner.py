@@ -1,4 +1,4 @@
-"""Running experiments: here, or several at once as processes of their own; finished ones are not run again."""
+"""Run experiments in this process, or several at once as separate processes; finished runs are skipped."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from equilibria.lab.training.processes import Strategy
 from equilibria.lab.training.trainer import Trainer
 
 LOG = "log.txt"
-POLL = 0.5  # seconds between two looks at the processes
+POLL = 0.5  # seconds between two polls of the processes
 
 
 @dataclass(frozen=True)
 class Job:
-    """An experiment, its seed set, and the folder its run lies in. `row` is its name for people."""
+    """An experiment with its seed, and the folder of its run. `row` is the name shown in messages."""
 
     row: str
     experiment: Experiment[Any]
@@ -53,7 +53,7 @@ class Job:
         return (self.folder / SUMMARY).is_file()
 
     def check_settings(self) -> None:
-        """Refuse to take a finished run of other settings for this one."""
+        """Raise if the folder holds a finished run with other settings."""
         if self.finished:
             check_settings(self.folder, whole_config(self.config(), self.experiment.training))
 
@@ -95,7 +95,7 @@ def plan(
 
 
 def seed_number(experiment: Experiment[Any], place: int) -> int:
-    """The experiment's own seeds in turn; beyond them, the smallest numbers that are none of them."""
+    """The experiment's own seeds in order, then the smallest numbers that are not among them."""
     if place < len(experiment.seeds):
         return experiment.seeds[place]
     others = (n for n in range(place + 1 + len(experiment.seeds)) if n not in experiment.seeds)
@@ -104,7 +104,7 @@ def seed_number(experiment: Experiment[Any], place: int) -> int:
 
 @dataclass(frozen=True)
 class Resources:
-    """Where jobs run: folder of the datasets (None: the default one), devices of this machine, how they share the work."""
+    """Folder of the datasets (default if None), number of devices, and strategy of distributed training."""
 
     root: Path | None = None
     devices: int = 1
@@ -115,7 +115,7 @@ THIS_PROCESS = Resources()
 
 
 def run_here(job: Job, place: Resources = THIS_PROCESS, listener: Listener | None = None) -> RunSummary:
-    """Run a job in this process, or go on with it."""
+    """Run or resume a job in this process."""
     job.folder.mkdir(parents=True, exist_ok=True)
     replace_file(job.folder / MACHINE, json.dumps(machine()).encode())
     e = job.experiment
@@ -134,7 +134,7 @@ def run_apart(
     place: Resources = THIS_PROCESS,
     watch: Callable[[Job, str], None] = lambda job, event: None,
 ) -> list[Failure]:
-    """Run jobs as processes, so many at once; `watch` is told "started", "finished" or "failed" and each epoch of each."""
+    """Run jobs as processes, `at_once` at a time; `watch(job, event)` gets "started", "epoch N", "finished" or "failed"."""
     waiting, failures = list(jobs), []
     running: dict[Job, subprocess.Popen[bytes]] = {}
     seen: dict[Job, int] = {}
@@ -166,7 +166,7 @@ def command(job: Job, place: Resources) -> list[str]:
 
 
 def machine() -> dict[str, Any]:
-    """What the times of a run depend on."""
+    """The hardware that the times of a run depend on."""
     found = {
         "processor": _processor(),
         "cores": f"{os.cpu_count()} cores",
@@ -178,7 +178,7 @@ def machine() -> dict[str, Any]:
 
 
 def _keep_gallery(job: Job, root: Path | None) -> None:
-    """The task's own pictures, with their titles beside them."""
+    """Store the pictures that the task draws of its trained model."""
     task = job.experiment.task()
     drawn = task.gallery(Run.open(job.folder).model(task, "last"), root, job.experiment.training)
     if drawn:

@@ -46,7 +46,7 @@ CURVES = (
 
 
 def pictures(results: TableResults, *, with_data: bool = True) -> dict[str, tuple[str, bytes]]:
-    """(title, PNG) by name; what no run tells is not drawn. Without `with_data` those that show samples are left out."""
+    """(title, PNG) by name; curves without data are not drawn. Without `with_data`, pictures of samples are left out."""
     found = {}
     for profile in results.table.profiles:
         axes = new_axes()
@@ -144,7 +144,7 @@ def _points(run: Run, curve: Curve) -> list[tuple[float, float]]:
 
 
 def _band(lines: Sequence[list[tuple[float, float]]]) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Mean x, and lowest, mean and highest y over the runs, as far as all of them go."""
+    """Mean x, and lowest, mean and highest y over the runs, up to the length of the shortest."""
     length = min(map(len, lines))
     rows = [[line[i] for line in lines] for i in range(length)]
     x = [sum(p[0] for p in row) / len(row) for row in rows]

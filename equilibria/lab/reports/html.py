@@ -12,7 +12,7 @@ CLASSES = {"held": "well", "did not hold": "ill", "undecided": "hint"}
 
 
 def page(results: TableResults, pictures: Pictures) -> str:
-    """One document."""
+    """The report as one document."""
     table = results.table
     claims = "".join(map(_claim, results.verdicts())) or "<li>None.</li>"
     notes = "".join(f"<li>{escape(line)}</li>" for line in protocol(results))

@@ -28,7 +28,7 @@ def page(results: TableResults, pictures: Mapping[str, str]) -> str:
 
 
 def published_columns(results: TableResults) -> set[str]:
-    """Those of which any row has a published figure."""
+    """Names of the columns with a published figure in any row."""
     return {name for row in results.table.rows for name in row.published}
 
 

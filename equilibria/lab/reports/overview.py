@@ -94,6 +94,6 @@ def _claims(tables: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _place(identity: str) -> int:
-    """C1, C2, ..., and what has no number after them."""
+    """Sort key: C1, C2, ..., then claims without a number."""
     number = identity.removeprefix("C")
     return int(number) if number.isdigit() else 1000

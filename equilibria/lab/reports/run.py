@@ -19,7 +19,7 @@ LOGARITHMIC = ("loss", "residual", "residual_max", "lr")
 
 
 def write_run_report(folder: Path) -> Path:
-    """Read the run and write its plots and page; the path of the page."""
+    """Read the run, write its plots and page, and return the path of the page."""
     run = Run.open(folder)
     drawn = {name: (name.replace("_", " "), content) for name, content in _pictures(run).items()}
     for name, (_, content) in drawn.items():
@@ -55,7 +55,7 @@ def _table(record: Mapping[str, Any]) -> str:
 
 
 def _scalars(record: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Of the epoch as a whole."""
+    """The numbers of an epoch that belong to no split."""
     skipped = ("epoch", "step", "split")
     return [(name, value) for name, value in record.items() if name not in skipped and isinstance(value, (int, float))]
 

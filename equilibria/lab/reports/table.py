@@ -27,7 +27,7 @@ class TableResults:
     unfinished: tuple[str, ...] = field(default=())
 
     def figure(self, row: str, column: Column) -> Figure | None:
-        """Mean and deviation over seeds; None without a run that tells."""
+        """Mean and deviation over seeds; None without a run that has the value."""
         found = self.values(row, column)
         if not found:
             return None
@@ -37,7 +37,7 @@ class TableResults:
         return Figure(_mean(found), statistics.stdev(found) if len(found) > 1 else None)
 
     def values(self, row: str, column: Column) -> list[float]:
-        """One per run."""
+        """The column's value of every run that has it."""
         found = (value(run, column) for run in self.runs.get(row, ()))
         return [number * column.factor for number in found if number is not None]
 
@@ -47,7 +47,7 @@ class TableResults:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a claim held in these runs; None where they do not tell. `seen` has the numbers."""
+    """Whether a claim held in these runs, None if undecided. `seen` has the numbers."""
 
     claim: Claim
     held: bool | None
@@ -59,7 +59,7 @@ class Verdict:
 
 
 def collect(table: Table, scale: Scale, folder: Path) -> TableResults:
-    """What lies in the table's folder of this scale."""
+    """Read the runs in the table's folder of this scale."""
     runs: dict[str, tuple[Run, ...]] = {}
     unfinished: list[str] = []
     for row in table.rows:
@@ -122,7 +122,7 @@ def judge(claim: Claim, results: Figures) -> Verdict:
 
 
 def as_published(claim: Claim, table: Table) -> str:
-    """What the published figures say of it; "–" where there are none."""
+    """The comparison with the published figures; "–" where there are none."""
     other, compared = _opposite(claim, table)
     left = table.row(claim.left).published.get(claim.column)
     right = None if compared is None else table.row(compared).published.get(other.name)
@@ -132,13 +132,13 @@ def as_published(claim: Claim, table: Table) -> str:
 
 
 def _opposite(claim: Claim, table: Table) -> tuple[Column, str | None]:
-    """The column and the row that `left` is compared with; None: the claim is about its value alone."""
+    """The column and the row that `left` is compared with; the row is None for a claim about one value."""
     column = table.column(claim.against or claim.column)
     return column, claim.right or (None if claim.against is None else claim.left)
 
 
 def _comparison(claim: Claim, left: Figure, right: Figure | None, digits: int) -> tuple[float, str]:
-    """The number a claim is about, and how it comes about.
+    """The number that a claim bounds, and its computation as text.
 
     Values and differences are rounded three digits beyond those shown: means of the same counts differ in their last bits.
     """
@@ -180,7 +180,7 @@ def deviations(row: TableRow, scale: Scale, run: Run) -> list[str]:
 
 
 def plain(results: TableResults) -> dict[str, Any]:
-    """All of it for table.json."""
+    """The report as JSON values, for table.json."""
     columns = (*results.table.columns, *results.table.hidden)
     return {
         "table": results.table.name,

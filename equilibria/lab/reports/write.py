@@ -18,7 +18,7 @@ PAGE, TEXT, NUMBERS = "report.html", "report.md", "table.json"
 
 
 def write_report(table: Table, scale: Scale, runs: Path, folder: Path | None = None) -> TableResults:
-    """Read the runs below `runs` and write their report there, or to another folder, but for pictures of the data."""
+    """Read the runs below `runs` and write their report there, or to `folder`, then without pictures of samples."""
     results = collect(table, scale, runs)
     drawn, folder = pictures(results, with_data=folder is None), runs if folder is None else folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -32,7 +32,7 @@ def write_report(table: Table, scale: Scale, runs: Path, folder: Path | None = N
 
 
 def reported_scale(folder: Path) -> Scale | None:
-    """Of the report in a folder; None where there is none."""
+    """The scale of the report in a folder; None without a report."""
     file = folder / NUMBERS
     scale = read_object(file, AGAIN).get("scale") if file.exists() else None
     return next((known for known in SCALES if known == scale), None)

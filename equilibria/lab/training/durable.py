@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whatever happens to the process or the disk."""
+"""Atomic file writes: after a crash a file is either complete or absent."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Evaluator:
         self.state, self.training, self.pause = state, training, pause
 
     def splits(self) -> dict[str, dict[str, float]]:
-        """By name, those there are; the first one with the spectral radius on its first batch."""
+        """Means by split name; the first split also has the spectral radius on its first batch."""
         loaders, rank = self.state.loaders, self.state.fabric.global_rank
         given = [(name, loader) for name, loader in (("valid", loaders.valid), ("test", loaders.test)) if loader is not None]
         known = verdicts(self.state.module)
@@ -51,7 +51,7 @@ class Evaluator:
             model.train()
 
     def means(self, meter: Meter) -> dict[str, float]:
-        """Over all processes, as the task reports them."""
+        """Means over all processes, passed through the task's `summarise`."""
         return self.state.task.summarise(Meter.merged(gather(self.state.fabric, meter.state())).means())
 
     def _split(self, loader: Loader[Any], look: bool) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The folder of a run: what is written while it goes on, and `Run`, which reads it."""
+"""The folder of a run: `Folder` writes it during training, `Run` reads it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FREE = {"training.checkpoint_minutes"}  # may differ when a run is resumed: the 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """How a finished run ended.
+    """The final and best record of a finished run.
 
     final  the last line of metrics.jsonl
     best   the line of the epoch that was best by `Task.better`
@@ -56,7 +56,7 @@ class Folder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside the block no other process holds the folder; a process that is killed lets go of it."""
+        """Lock the folder inside the block; the lock of a killed process is released."""
         self.path.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self.path / LOCK, timeout=0)
         try:
@@ -134,7 +134,7 @@ class Run:
 
     @staticmethod
     def open(folder: Path) -> Run:
-        """Read a run; a folder that is none is refused."""
+        """Open a run folder; raises if it is not one."""
         folder = Path(folder)
         if not (folder / CONFIG).is_file():
             what = "has no config.json" if folder.is_dir() else "does not exist"
@@ -267,7 +267,7 @@ def whole_config(config: Mapping[str, Any] | None, training: Training) -> dict[s
 
 
 def versions() -> dict[str, str]:
-    """Of what the numbers depend on."""
+    """Versions of python, torch and this library, on which the numbers depend."""
     names = ("equilibria", "torch", "lightning-fabric")
     return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in names}
 

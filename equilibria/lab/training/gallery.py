@@ -10,21 +10,22 @@ from equilibria._core.files import replace_file
 from equilibria.lab.training.durable import read_object
 
 FOLDER, TITLES = "gallery", "titles.json"
-SHOW_DATA = ("segmentation",)  # samples of a dataset: they stay beside the runs, since a report elsewhere may be published
+# These show samples of a dataset. Reports in other folders, which may be published, leave them out.
+SHOW_DATA = ("segmentation",)
 
 
 def write_gallery(run: Path, pictures: Mapping[str, tuple[str, bytes]]) -> None:
-    """(title, PNG) by name."""
+    """Store the pictures, each a (title, PNG) by name."""
     folder = run / FOLDER
     folder.mkdir(exist_ok=True)
     for name, (_, content) in pictures.items():
         replace_file(folder / f"{name}.png", content)
     titles = {name: title for name, (title, _) in pictures.items()}
-    replace_file(folder / TITLES, json.dumps(titles).encode())  # last: it says that all of them are there
+    replace_file(folder / TITLES, json.dumps(titles).encode())  # last: it means that all are there
 
 
 def read_gallery(run: Path) -> dict[str, tuple[str, bytes]]:
-    """What `write_gallery` kept, or nothing."""
+    """Read the stored pictures; empty if there are none."""
     index = run / FOLDER / TITLES
     if not index.is_file():
         return {}

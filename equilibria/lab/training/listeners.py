@@ -1,4 +1,4 @@
-"""Who is told how a run goes."""
+"""Listeners: objects that receive the progress of a run."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any, Protocol, TextIO
 
 
 class Listener(Protocol):
-    """Told on the first process; an exception raised here ends the run."""
+    """Receives the events of a run on rank 0; an exception raised here ends the run."""
 
     def epoch_started(self, epoch: int, epochs: int, steps: int, done: int) -> None:
         """Epoch `epoch` of `epochs` (from 1) has `steps` steps, `done` of which a resumed run has behind it."""
 
     def step_done(self, step: int, loss: float, seconds: float) -> None:
-        """`step` steps of the whole run are done; the last had this loss, nan or not, and took so long."""
+        """`step` steps of the whole run are done; `loss` (may be nan) and `seconds` are those of the last one."""
 
     def epoch_done(self, record: Mapping[str, Any]) -> None:
         """The line of metrics.jsonl."""
 
     def message(self, text: str) -> None:
-        """Something a person should know: resumed, skipped, corrupt, stopped."""
+        """A message for the user: resumed, skipped, corrupt, stopped."""
 
 
 class Silent:
-    """Says nothing; to build on."""
+    """Ignores all events; a base class for listeners that need only some."""
 
     def epoch_started(self, epoch: int, epochs: int, steps: int, done: int) -> None: ...
 

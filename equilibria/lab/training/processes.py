@@ -1,4 +1,4 @@
-"""The process a run lives in: devices and their strategy, random numbers, signals, time, memory."""
+"""Devices and strategy, random number generators, signals, clocks and memory of a training process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Strategy = Literal["auto", "ddp", "fsdp"]
 
 
 def make_fabric(devices: int, strategy: Strategy, accelerator: str, precision: Any) -> Fabric:
-    """Lightning's hand on devices, precision and processes; under torchrun there are as many processes as that started."""
+    """Create the Fabric object; under torchrun the number of processes is that of torchrun."""
     nodes = 1
     if dist.is_available() and dist.is_torchelastic_launched():
         devices = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -44,7 +44,7 @@ def make_fabric(devices: int, strategy: Strategy, accelerator: str, precision: A
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """The cells of equilibrium layers each for themselves, then all the rest.
+    """Shard the cell of every equilibrium layer separately, then the rest of the model.
 
     A run of a sharded cell is a collective, so its layer must take as many on every rank: all agree when to stop.
     The outermost module would stay gathered after a forward pass without a backward one, and evaluation is such a pass.
@@ -81,7 +81,7 @@ def _together(stop: Stop) -> Stop:
 
 
 def agree(fabric: Fabric, flags: Sequence[bool]) -> list[bool]:
-    """Each flag: does any process say so?"""
+    """True for every flag that is set on any process."""
     if fabric.world_size == 1:
         return list(flags)
     votes = torch.tensor(flags, dtype=torch.int64, device=fabric.device)
@@ -106,7 +106,7 @@ def seed_all(*parts: int) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """Of torch on every device and of python's `random`. numpy's is left alone: nothing here draws from it."""
+    """State of the generators of torch (every device) and of `random`; numpy's is not used here."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state_all()
@@ -173,7 +173,7 @@ class Interrupts:
 
 
 def step_clock(device: torch.device) -> Callable[[], float]:
-    """A clock for steps: of the work of one thread on a CPU, which other programs do not lengthen; else the wall's."""
+    """The clock of training steps: CPU time of the thread on a CPU, independent of other programs; else wall time."""
     return time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
 

@@ -1,4 +1,4 @@
-"""Everything a run changes as it goes on, to a checkpoint and back."""
+"""The mutable state of a run, and its conversion to and from a checkpoint."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from equilibria.lab.training.task import Loaders, Task
 
 @dataclass
 class Progress:
-    """Where a run is."""
+    """Epoch, step and best record of a run."""
 
     epoch: int = 1  # the current one
     trained: bool = False  # its steps are done, its evaluation is not
@@ -52,7 +52,7 @@ class State:
     meter: Meter = field(default_factory=Meter)
 
     def snapshot(self) -> dict[str, Any]:
-        """All of it, on every process the same; every process must take part."""
+        """The state as a tree, equal on all processes; a collective call."""
         own = {
             "rng": rng_state(),
             "meter": self.meter.state(),
@@ -72,7 +72,7 @@ class State:
         return parts
 
     def restore(self, parts: Mapping[str, Any]) -> None:
-        """Go on from a snapshot. With another number of processes than it had, random numbers are not restored."""
+        """Restore a snapshot. Generators are restored only if the number of processes is the same."""
         self.module.load_state_dict(_shared_like(self.module.state_dict(), parts["model"]))
         self.optimizer.load_state_dict(self._optimizer_state(parts["optimizer"]))
         if self.average is not None:
@@ -95,7 +95,7 @@ class State:
             self.meter = Meter.merged([each["meter"] for each in processes])
 
     def _optimizer_state(self, saved: Any) -> Any:
-        """With what belongs to a sharded weight sharded like it."""
+        """The optimiser's state, sharded like the weights it belongs to."""
         weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
         state = {
             i: {key: _like(weights[i], value) for key, value in entries.items()} for i, entries in saved["state"].items()
@@ -104,7 +104,7 @@ class State:
 
 
 def whole(tree: Any) -> Any:
-    """The tree with sharded tensors put together."""
+    """The tree with sharded tensors gathered."""
     return pytree.tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, tree)
 
 
@@ -113,7 +113,7 @@ def _shared_like(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, 
 
 
 def _like(own: Any, saved: Any) -> Any:
-    """`saved` where `own` is, and sharded like it."""
+    """`saved` on the device of `own`, sharded like it."""
     if not isinstance(saved, Tensor) or not isinstance(own, Tensor) or saved.shape != own.shape:
         return saved
     if isinstance(own, DTensor):

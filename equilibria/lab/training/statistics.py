@@ -1,4 +1,4 @@
-"""What steps were like, and means of it over an epoch: the task's metrics and those of every equilibrium."""
+"""Statistics of training steps and their means over an epoch: task metrics and solver statistics."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class BatchSolves:
 
 @dataclass(frozen=True)
 class Observed:
-    """One batch, read back from the device at once."""
+    """The statistics of one batch, read back from the device in one transfer."""
 
     loss: float
     metrics: dict[str, float]
@@ -43,7 +43,7 @@ class Observed:
 
 
 def observe(outcome: Outcome, solutions: Sequence[Solution]) -> Observed:
-    """What a batch gave; for the adjoint's statistics after `backward()`."""
+    """Collect the statistics of a batch; call it after `backward()` to include the adjoint solve."""
     loss = outcome.loss.detach()
     values = [torch.as_tensor(v, device=loss.device).detach().double().reshape(1) for v in outcome.metrics.values()]
     rows = [_summed(s.stats, s.adjoint) for s in solutions]
@@ -81,7 +81,7 @@ class Meter:
         self.maxima[name] = max(self.maxima.get(name, -math.inf), value)
 
     def add_batch(self, seen: Observed, skipped: bool = False) -> None:
-        """A batch that was skipped counts for its solves alone: its loss need not be a number."""
+        """Add a batch; of a skipped batch only the solves count, because its loss may be nan."""
         values = {} if skipped else {"loss": seen.loss, **seen.metrics}
         for name, value in values.items():
             self.add(name, value * seen.size, seen.size)
@@ -101,7 +101,7 @@ class Meter:
             self.add_max("residual_max", s.residual_max)
 
     def means(self) -> dict[str, float]:
-        """Of everything that has any weight, and the maxima."""
+        """Weighted means of all names with a positive weight, and the maxima."""
         return {name: total / weight for name, (total, weight) in self.sums.items() if weight} | self.maxima
 
     def state(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class Meter:
 
     @staticmethod
     def merged(states: Iterable[Mapping[str, Any]]) -> Meter:
-        """One meter of several `state()`, such as those of all processes."""
+        """Merge several `state()`, such as those of all processes, into one meter."""
         meter = Meter()
         for state in states:
             for name, (total, weight) in state["sums"].items():

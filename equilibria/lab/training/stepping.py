@@ -1,4 +1,4 @@
-"""One step of training: loss, gradients, and the decision whether to take them."""
+"""One training step: loss, gradients, and the decision whether to apply them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TrainingError(RuntimeError):
 
 @dataclass(frozen=True)
 class Stepped:
-    """What a step was like; `skipped` is the reason why the weights were left as they are."""
+    """The outcome of a step; `skipped` is the reason why the weights were not updated, or None."""
 
     loss: float
     skipped: str | None
@@ -35,7 +35,7 @@ class Stepped:
 
 
 class Stepper:
-    """Takes steps for a run; `steps` is how many there will be in all."""
+    """Takes the training steps of a run; `steps` is their total number."""
 
     def __init__(self, state: State, training: Training, optimizer: Any, steps: int) -> None:
         self.state, self.training, self.optimizer, self.steps = state, training, optimizer, steps
@@ -61,7 +61,7 @@ class Stepper:
         return Stepped(seen.loss, reason, asked, due)
 
     def _reason(self, no_loss: bool, no_gradient: bool, failed: bool, seen: Observed) -> str | None:
-        """Why not to take a step, if there is a reason; an error where the settings say so."""
+        """The reason to skip a step, or None; raises where the settings ask for an error."""
         if no_loss:
             return f"the loss is {seen.loss}"
         if no_gradient:
@@ -83,7 +83,7 @@ class Stepper:
             self.state.average.update(self.state.module)
 
     def _undo(self, buffers: Mapping[str, Tensor]) -> None:
-        """A skipped step leaves nothing behind, such as running statistics that are nan."""
+        """Undo side effects of a skipped step, such as running statistics that became nan."""
         with torch.no_grad():
             for name, buffer in self.state.module.named_buffers():
                 buffer.copy_(buffers.get(name, buffer))
@@ -95,7 +95,7 @@ class Stepper:
         return {name: buffer.clone() for name, buffer in self.state.module.named_buffers()}
 
     def _clip(self) -> float:
-        """Shorten the gradient if asked to; its length before."""
+        """Clip the gradient if asked to; returns its norm before clipping."""
         limit = math.inf if self.training.clip_norm is None else self.training.clip_norm
         norm = self.fabric.clip_gradients(self.state.model, self.optimizer, max_norm=limit, error_if_nonfinite=False)
         assert norm is not None

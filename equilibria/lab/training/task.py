@@ -1,4 +1,4 @@
-"""What an experiment says about itself, for the one training loop to run it."""
+"""`Task`: the model, data and loss that the trainer needs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Batch_co = TypeVar("Batch_co", covariant=True)
 
 
 class Loader(Protocol[Batch_co]):
-    """Batches in an order that can be left and resumed, such as `data.Batches`.
+    """Batches in a resumable order, such as `data.Batches`.
 
     An iteration that was left goes on where it was; one that ended begins the next epoch. `state()` has at least the keys
     "epoch" and "position".
@@ -44,7 +44,7 @@ class Loaders(Generic[Batch]):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a batch gave.
+    """Loss and metrics of a batch.
 
     loss     a scalar, the mean over the samples
     metrics  means over the samples too, by name
@@ -115,4 +115,4 @@ class Task(ABC, Generic[Batch]):
         return None
 
     def resume(self, state: Any) -> None:
-        """Go on from what `state` gave."""
+        """Restore what `state` returned."""

@@ -54,12 +54,12 @@ class Trainer:
     DEQ(compile=True), which chooses by the clock, nor with `eq.Remember`, whose memory is not kept.
 
     config       what to keep beside the training settings, as JSON: {"experiment": name, "settings": {...}}
-    root         folder of the datasets; None: the default one
+    root         folder of the datasets, by default that of `data`
     devices      of this machine; under torchrun, as many as that starts
     strategy     of several processes: "ddp" copies the model to each, "fsdp" shards every DEQ's cell, then the rest, with
                  torch's fully_shard, and lets all processes stop a solve together; "auto" is "ddp"
     accelerator  lightning-fabric's: "auto", "cpu", "cuda" ...
-    listener     who is told how it goes; None: a line per epoch on stderr
+    listener     receives the progress, by default a line per epoch on stderr
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Trainer:
         self.fabric: Fabric = make_fabric(devices, strategy, accelerator, training.precision)
 
     def fit(self) -> RunSummary:
-        """Start the run, or go on with it; a finished one is not trained again."""
+        """Start or resume the run; a finished run is not trained again."""
         self.fabric.launch()
         with self.folder.held() if self.fabric.is_global_zero else nullcontext():
             return self._fit()
@@ -141,7 +141,7 @@ class Trainer:
         seed_all(training.seed, fabric.global_rank)  # weights are the same everywhere, masks are not
 
     def _resume(self) -> None:
-        """From the last sound checkpoint, if there is one."""
+        """Restore the newest sound checkpoint, if there is one."""
         found = self.folder.checkpoints.newest(self._tell) if self.fabric.is_global_zero else None
         path = self.fabric.broadcast(None if found is None else str(found.path))
         if path is not None:
@@ -165,7 +165,7 @@ class Trainer:
 
     @contextmanager
     def _writer(self) -> Iterator[SummaryWriter | None]:
-        """TensorBoard's, on the first process; what a killed run wrote ahead of its checkpoint is hidden."""
+        """TensorBoard's writer on rank 0; events after the restored step are purged."""
         if not self.fabric.is_global_zero:
             yield None
             return
@@ -243,7 +243,7 @@ class Trainer:
     # the end of an epoch
 
     def _finish_epoch(self) -> None:
-        self._switch_pretraining(False)  # evaluated is what the weights are for, not what they are warmed up in
+        self._switch_pretraining(False)  # the equilibrium is evaluated, not the unrolled network of pre-training
         progress, entry = self._state.progress, self._entry()
         self._keep_best(entry)
         if self._events is not None:

@@ -1,4 +1,4 @@
-"""Copy memory: ten symbols to give back after a delay, by an equilibrium and by a recurrent network of its size."""
+"""Copy memory: repeat ten symbols after a delay, with a DEQ-Transformer and with a GRU of its size."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class ProcessRank(TypedDict):
-    """Of this process among all."""
+    """Rank of this process and number of processes."""
 
     rank: int
     world_size: int
@@ -36,7 +36,7 @@ class ProcessRank(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class CopySettings:
-    """Of a model, and of what it has to remember.
+    """Settings of the copy memory task.
 
     delay        between the symbols and the signal to give them back
     train, test  sequences
@@ -49,7 +49,7 @@ class CopySettings:
 
 
 class Copy(Task[Batch]):
-    """Trains a sequence model to copy; the loss is the mean over all places, most of which are to be zero."""
+    """Trains a sequence model to copy; the loss is the mean over all positions, most of which have the target zero."""
 
     def __init__(self, settings: CopySettings) -> None:
         self.settings = settings
@@ -69,7 +69,7 @@ class Copy(Task[Batch]):
         return Outcome(loss, {}, len(y))
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
-        """With `recalled`, the share of the symbols that come back right."""
+        """Loss, and `recalled`, the share of symbols that are repeated correctly."""
         x, y = batch
         with torch.no_grad():
             scores, _ = model(x)

@@ -20,7 +20,7 @@ TextName = Literal["toy", "ptb", "wikitext-2", "wikitext-103"]
 SplitName = Literal["train", "valid", "test"]
 SETTLED = 4  # segments after which every model has a full memory
 
-# characters of the training text, and <eos>; those of WikiText-103 have to be counted by who has it
+# characters of the training text, and <eos>; for WikiText-103 they are not known; set data.tokens
 CHARACTERS: dict[TextName, int] = {"ptb": 50, "wikitext-2": 283}
 
 _ARTICLES = ("the", "a", "some", "every")
@@ -36,7 +36,7 @@ class TextSegment(NamedTuple):
 
     x, y      (rows, length) tokens, and the one after each
     split     whose memory it goes on with
-    position  in the split; 0: nothing came before
+    position  index of the segment in its split
     look      the segment of its split to measure on, with the memory full where the split is long enough
     """
 
@@ -48,7 +48,7 @@ class TextSegment(NamedTuple):
 
 
 class Segments(Ordered[TextSegment]):
-    """`TextBatches` that say where in which split they stand."""
+    """`TextBatches` with the split and position of each segment."""
 
     def __init__(
         self, split: SplitName, tokens: Tensor, batch_size: int, length: int, *, rank: int = 0, world_size: int = 1
@@ -98,7 +98,7 @@ class TextData:
 
     @property
     def vocabulary(self) -> int:
-        """How many tokens a model needs, known without the files."""
+        """Size of the vocabulary, known without the files."""
         if self.tokens is not None:
             return self.tokens
         if self.name == "toy":
@@ -106,7 +106,7 @@ class TextData:
         if self.level == "word":
             return info(self.name).classes
         if self.name not in CHARACTERS:
-            raise ValueError(f"How many characters {self.name} has is not on record: count them and set data.tokens.")
+            raise ValueError(f"The number of characters of {self.name} is not known. Count them and set data.tokens.")
         return CHARACTERS[self.name]
 
     def load(self, root: Path | None) -> Dataset[Tensor]:
@@ -126,7 +126,7 @@ class TextData:
         return self.cut(self.load(root))
 
     def cut(self, whole: Dataset[Tensor]) -> dict[SplitName, Tensor]:
-        """The same of texts that are there."""
+        """Like `splits`, for texts that are loaded already."""
         parts: dict[SplitName, tuple[Tensor | None, int | None]] = {
             "train": (whole.train, self.train),
             "valid": (whole.valid, self.valid),
@@ -142,7 +142,7 @@ class TextData:
 
 @cache
 def toy_text(level: Level) -> Dataset[Tensor]:
-    """Sentences of one form; the article of each comes back at its second noun, so that a memory is worth something."""
+    """Sentences of one form; the article occurs again before the second noun, so that memory helps."""
     units = TOY_WORDS if level == "word" else TOY_LETTERS
     index = {unit: i for i, unit in enumerate(units)}
     draws = Random("toy text")

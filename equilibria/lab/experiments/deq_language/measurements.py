@@ -1,4 +1,4 @@
-"""Looks at a sequence model that leave it as it is: memory of a training step, other limits, plain iteration."""
+"""Measurements that do not change a sequence model: memory of a training step, other limits, plain iteration."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class _Headless(nn.Module):
-    """In place of a vocabulary: its vectors as constants, and a loss that costs nothing."""
+    """Replaces a vocabulary: constant embeddings and a loss of negligible cost."""
 
     def __init__(self, vocabulary: Any) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class _Headless(nn.Module):
 
 
 def inner_parameters(model: SequenceModel) -> int:
-    """Parameters but those of the vocabulary, as papers count them."""
+    """Number of parameters without those of the vocabulary, as papers count them."""
     vocabulary: Any = getattr(model, "vocabulary", None)
     outer = sum(weight.numel() for weight in vocabulary.parameters()) if isinstance(vocabulary, nn.Module) else 0
     return sum(weight.numel() for weight in model.parameters()) - outer
@@ -139,11 +139,11 @@ def changes(model: SequenceModel, batch: TextSegment, memory: Memory, depths: Se
 
 
 class _Noted(Exception):  # noqa: N818
-    """The layer has been reached."""
+    """Raised to stop the forward pass at the layer."""
 
 
 class _Noting(nn.Module):
-    """Notes what a layer is given, and goes no further."""
+    """Records the inputs of a layer and stops the forward pass."""
 
     def __init__(self, given: list[tuple[Any, Any]]) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class _Noting(nn.Module):
 
 
 def _twin(module: M) -> M:
-    """A module of the same parts, of which one may be replaced."""
+    """A shallow copy whose submodules can be replaced without changing the original."""
     twin = copy.copy(module)
     twin.__dict__["_modules"] = dict(module._modules)
     return twin

@@ -1,4 +1,4 @@
-"""Language models by their settings: which network, how it is solved and how it is differentiated."""
+"""Language models built from settings: the network, its solver and its gradient."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _NAMES: dict[Kind, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModel:
-    """A sequence model; None: as its configuration says.
+    """A sequence model; options that are None keep the value of the configuration.
 
     kind            "transformer" and "trellis" are equilibria, or explicit stacks of one layer with a depth; "untied" is
                     Transformer-XL, with layers of their own
@@ -118,7 +118,7 @@ class LanguageModel:
         )
 
     def transformer(self, tokens: int) -> TransformerConfig:
-        """The configuration, with what is changed of it."""
+        """The configuration with the given options replaced."""
         config = (TRANSFORMER_XL_CONFIGS if self.kind == "untied" else TRANSFORMER_CONFIGS)[self.size]
         vocabulary = config.vocabulary
         chosen = VocabularyConfig(
@@ -161,7 +161,7 @@ class LanguageModel:
         return net
 
     def _widened(self, model: SequenceModel) -> SequenceModel:
-        """With matrices `gain` times as large; of those with weight norm the lengths of their rows."""
+        """Scale the initial matrices by `gain`; with weight norm, scale the row lengths."""
         if self.gain != 1:
             with torch.no_grad():
                 for name, weight in model.named_parameters():

@@ -1,4 +1,4 @@
-"""What the tables of language models share: sizes and training at every scale, columns, notes."""
+"""Shared by the tables of language models: sizes and training at every scale, columns, notes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def text(
 
 
 def small_training(scale: Scale, *, pretraining: bool = False, trellis: bool = False) -> Training:
-    """Of the debug and the reduced scale."""
+    """Training settings of the debug and the reduced scale."""
     debug = scale == "debug"
     unrolled = 2 if debug else TRELLIS_PRETRAINING if trellis else 0
     return Training(

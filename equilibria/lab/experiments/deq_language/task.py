@@ -33,13 +33,13 @@ from equilibria.penalties import PenaltySchedule, jacobian_penalty, random_max_s
 from equilibria.solvers.base import require
 
 Metrics = dict[str, Tensor | float]
-NLL = "nll"  # -log p of a token; what its mean is good for is a perplexity
+NLL = "nll"  # metrics with this prefix are -log p of a token; `summarise` turns their means into perplexities
 SEPARATOR = "\n"  # of the vocabulary in a run's state: no unit has one, since texts are read line by line
 
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageSettings:
-    """Of a language model, its text and its loss.
+    """Settings of a language model, its text and its loss.
 
     jacobian_weight     of the Jacobian penalty, applied in a share `jacobian_frequency` of the steps after pre-training;
                         `jacobian_increment` is added to the weight every `jacobian_every` steps
@@ -72,12 +72,12 @@ class LanguageSettings:
 
 
 def network(model: nn.Module) -> SequenceModel:
-    """The model itself, out of what several processes wrap around it."""
+    """The sequence model inside the wrapper of distributed training."""
     return next(module for module in model.modules() if isinstance(module, SequenceModel))
 
 
 def may_be_copied(model: nn.Module) -> bool:
-    """Not with weights that FSDP shares out over processes: what is measured on copies is left out there."""
+    """False for weights sharded by FSDP; measurements on copies are skipped there."""
     return not is_sharded(list(model.modules()))
 
 
@@ -171,7 +171,7 @@ class Language(Task[TextSegment]):
         return tuple(part.to(batch.x.device) for part in self._memories.get(name, ()))
 
     def _keep(self, name: str, memory: Memory) -> None:
-        """A memory that is not finite would spoil all segments to come: then there is none."""
+        """Keep the memory for the next segment; drop it if it is not finite."""
         sound = all(bool(torch.isfinite(part).all()) for part in memory if part.is_floating_point())
         self._memories[name] = memory if sound else ()
 
@@ -230,7 +230,7 @@ class Language(Task[TextSegment]):
         return found
 
     def _memory_metrics(self, model: SequenceModel, batch: TextSegment, memory: Memory) -> Metrics:
-        """Peak memory of steps on copies of the model, which leave nothing behind."""
+        """Peak memory of training steps, measured on copies of the model."""
         weight = self.settings.jacobian_weight  # the steps with the penalty are the ones that count for the peak
 
         def loss(twin: SequenceModel) -> Tensor:

@@ -1,4 +1,4 @@
-"""Graphs for the experiments: folds of a set, graphs handed out whole, and small random sets for a first try."""
+"""Graphs for the experiments: cross-validation folds, whole graphs as batches, and small random sets for the debug scale."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LABELS = 5  # of `random_labels`
 
 
 class WholeGraphs(GraphBatches):
-    """One graph after the other, each as the object it is: what a model finds out about its adjacency is kept.
+    """Batches of one graph each; the same objects every epoch, so that cached adjacency data is reused.
 
     passes  how often an epoch hands out every graph
     """

@@ -42,7 +42,7 @@ SIZES: dict[NodeSet, tuple[int, int]] = {  # features, classes
 
 @dataclass(frozen=True, kw_only=True)
 class NodeSettings:
-    """Of classification of the nodes of one graph.
+    """Settings of node classification in one graph.
 
     data    of Planetoid; "random": a generated graph of 120 nodes
     passes  steps of an epoch, each on the whole graph
@@ -57,7 +57,7 @@ class NodeSettings:
 
 
 class Nodes(GraphTask):
-    """Trains a network that tells the class of a node of a citation graph."""
+    """Trains a network to classify the nodes of a citation graph."""
 
     def __init__(self, settings: NodeSettings) -> None:
         self.settings = settings
@@ -77,7 +77,7 @@ class Nodes(GraphTask):
 
 @dataclass(frozen=True, kw_only=True)
 class ChainSettings:
-    """Of chains whose class only the first node tells. All is in double precision: what comes from afar is small.
+    """Settings of chains whose class only the first node shows. In float64, because distant signals are small.
 
     lengths         of the chains; for each of them a network of its own is trained, one after the other
     chains          per class
@@ -122,7 +122,7 @@ class ChainNets(nn.Module):
 
 
 class Chains(GraphTask):
-    """Trains networks on chains of several lengths; accuracy and evaluations are told for each length."""
+    """Trains networks on chains of several lengths; accuracy and evaluations are reported for each length."""
 
     def __init__(self, settings: ChainSettings) -> None:
         self.settings = settings
@@ -168,7 +168,7 @@ def _double(graph: Graph) -> Graph:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelSettings:
-    """Of nodes with many labels.
+    """Settings of multi-label node classification.
 
     data   "ppi"; "random": 6 generated graphs in its manner
     width  h; the layers have 4h, 2h, 2h and h channels, and as many as there are labels
@@ -215,7 +215,7 @@ class Labels(GraphTask):
 def whole(
     found: Dataset[tuple[Graph, ...]], training: Training, world_size: int, passes: int = 1, *, shuffle: bool = False
 ) -> Loaders[Graph]:
-    """Loaders that hand out one graph a step."""
+    """Loaders with one graph per step."""
     if world_size > 1 or training.batch_size != 1:
         raise ValueError(
             f"A step takes one whole graph of {found.name}, which is not shared: got training.batch_size="

@@ -57,7 +57,7 @@ class LayerOptions:
     max_steps: int = 300
 
     def parts(self) -> dict[str, Any]:
-        """Solver, stop and gradient as networks take them. A solve that fails is counted by the trainer, and no more."""
+        """Solver, stop and gradient for the networks. Failed solves do not warn; the trainer counts them."""
         limits: dict[str, Any] = {"max_steps": self.max_steps, "on_failure": "ignore"}
         stop = dataclasses.replace(PUBLISHED_STOP, atol=self.tolerance, **limits)
         adjoint = dataclasses.replace(PUBLISHED_STOP, rtol=self.tolerance, atol=0.0, **limits)
@@ -86,7 +86,7 @@ class GraphTask(Task[Graph]):
 
 @dataclass(frozen=True, kw_only=True)
 class FoldSettings:
-    """Of classification of graphs by cross-validation.
+    """Settings of graph classification by cross-validation.
 
     data      of the TU collection; "random": 60 generated graphs
     width     of the layers
@@ -111,7 +111,7 @@ class FoldSettings:
 
 
 class Folds(GraphTask):
-    """Trains a network that tells the class of a graph, and tests it on the fold that the seed names."""
+    """Trains a graph classifier and tests it on fold `seed % folds`."""
 
     def __init__(self, settings: FoldSettings) -> None:
         self.settings = settings

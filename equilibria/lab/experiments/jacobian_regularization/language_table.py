@@ -46,7 +46,7 @@ class Recipe:
     """A row: where the norms are, how many steps the solvers have, what is added to the loss.
 
     steps      of the solvers forward and backward
-    nano       the same at the smaller scales; None: as at full scale
+    nano       the same at the smaller scales; None uses those of the full scale
     weight     of the Jacobian penalty at full scale, `every` so many steps more of it, in a share `frequency` of the steps
     extra      steps of the forward solver beyond `steps`
     length     of a segment at full scale
@@ -85,7 +85,7 @@ class Recipe:
         return tiny(model) if scale == "debug" else model
 
     def settings(self, scale: Scale, at: tuple[int, ...] = (), steps: int = STEPS) -> LanguageSettings:
-        """With `steps` in a reduced epoch."""
+        """The settings at a scale; a reduced epoch has `steps` steps."""
         full = scale == "full"
         name: TextName = "wikitext-103" if full else "ptb"
         data = text(scale, name, length=self.length, eval_length=150 if full else None, steps=steps)

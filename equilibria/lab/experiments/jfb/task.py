@@ -31,13 +31,13 @@ from equilibria.solvers.tableaus import Method as RungeKutta
 
 @dataclass(frozen=True, kw_only=True)
 class ResidualSettings(ImageSettings):
-    """Of an implicit ResNet of JFB.
+    """Settings of an implicit ResNet.
 
     kind       whose sizes
     by         "jfb" with batch norms in the cell; "jacobian": without, exact gradients by conjugate gradients on the normal
                equations; "explicit": the cell applied once
     blocks     of the encoder of the CIFAR-10 network
-    tolerance  None: the published one; likewise max_steps, which is also the limit of the conjugate gradients
+    tolerance  None keeps the published one; likewise max_steps, which also limits the conjugate gradients
     contract   scale the cell's weights after a step where it does not contract
     """
 
@@ -94,10 +94,10 @@ class Residual(ImageTask):
 
 @dataclass(frozen=True, kw_only=True)
 class FlowSettings(ImageSettings):
-    """Of a neural ODE.
+    """Settings of a neural ODE.
 
     augment  channels of zeros
-    steps    of equal length; None: adaptive, to a relative and absolute error of 1e-3
+    steps    number of equal steps; None adapts them to a relative and absolute error of 1e-3
     """
 
     filters: int = 92
@@ -128,7 +128,7 @@ class Flowing(ImageTask):
 
 @dataclass(frozen=True, kw_only=True)
 class PlainSettings(ImageSettings):
-    """Of an explicit ResNet."""
+    """Settings of an explicit ResNet."""
 
     depth: int = 56
     channels: tuple[int, int, int] = (16, 32, 64)

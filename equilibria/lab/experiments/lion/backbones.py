@@ -1,4 +1,4 @@
-"""Backbones that know some classes already, and what is trained around them for others."""
+"""Pre-trained backbones, and the modules that are trained around them for new classes."""
 
 from __future__ import annotations
 

@@ -25,13 +25,13 @@ NEW = 5  # classes: half of those of every set
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSettings:
-    """Of a backbone that is pre-trained on the first half of a set's classes and tuned to the other half.
+    """Settings: a backbone is pre-trained on the first half of the classes and tuned to the other half.
 
     data            whose classes; the labels of the other half count from 0
     tuning          what is trained: a linear classifier ("probe"), LION's prompts and a classifier, or everything
     backbone        "cnn" is a small one and pre-trained here; any other name is a model of timm with its published weights
     pretrain_steps  of the small CNN, with Adam
-    keep            LION's prompts are pruned to this share of their weights; None: they are not
+    keep            LION's prompts are pruned to this share of their weights; None does not prune
     train, test     images of the other half, drawn at random under `seed`; None: all
     size            the side to which images are scaled; None: as they are
     image_hidden    channels inside of LION's prompt before the backbone
@@ -144,7 +144,7 @@ class Prompt(Task[Batch]):
         self._pruning, self._resumed, self._chosen = None, state["pruning"], state["chosen"]
 
     def _pruned(self, lion: Lion) -> Pruning:
-        """Made with the first step: by then the weights are where they stay."""
+        """The pruning, created at the first step, when the weights are on their device."""
         if self._pruning is None:
             assert self.settings.keep is not None
             self._pruning = Pruning(lion.prunable(), PruningConfig(keep=self.settings.keep))

@@ -1,4 +1,4 @@
-"""What the CIFAR-10 tables of multiscale DEQs share."""
+"""Shared by the CIFAR-10 tables of multiscale DEQs: columns, images, schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What training a multiscale DEQ takes of memory and time, over the steps of the solver: claims C10 and C11."""
+"""Memory and time of training a multiscale DEQ over the number of solver steps: claims C10 and C11."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _TITLES: dict[Kind, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySettings(ImageSettings):
-    """Of the measurement: a model whose solver takes exactly so many steps, for each of `depths`."""
+    """Settings: a model whose solver takes exactly d steps is measured for every d in `depths`."""
 
     model: MDEQOptions = field(default_factory=MDEQOptions)
     kind: Kind = "implicit"
@@ -49,7 +49,7 @@ class MemorySettings(ImageSettings):
 
 
 class MemoryTask(ImageTask):
-    """Measures training steps of models of several depths; nothing is learnt but by the shallowest."""
+    """Measures training steps of models of several depths; only the shallowest one is trained."""
 
     def __init__(self, settings: MemorySettings) -> None:
         super().__init__(settings.data)
@@ -74,7 +74,7 @@ class MemoryTask(ImageTask):
         return replace(outcome, metrics={**outcome.metrics, **found})
 
     def _model(self, depth: int) -> MDEQ:
-        """One whose solver never meets its tolerance, and takes `depth` steps forward and back."""
+        """A model whose solver never meets its tolerance and takes `depth` steps in both directions."""
         s = self.settings
         options = replace(s.model, solver="picard", forward_steps=depth, tolerance=NEVER)
         model = options.model(self.data.shape[0])
@@ -102,7 +102,7 @@ def _train(model: MDEQ, batch: Batch) -> None:
 
 
 def experiment(kind: Kind, scale: Scale = "full") -> Experiment[Any]:
-    """One way to differentiate, at every depth."""
+    """A row of the table: one gradient method at every depth."""
     digits = ImageData(name="digits", train=32, test=32)
     images = {"debug": digits, "reduced": ImageData(name="cifar10", train=32, test=32, size=16)}
     size = "cifar-tiny-2021" if scale == "full" else "nano"

@@ -29,7 +29,7 @@ SHOWN = 6  # images in the gallery
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentSettings:
-    """Of a segmenter.
+    """Settings of image segmentation.
 
     data     "shapes" needs no files
     train    images of the training split, the first ones; None: all. Likewise valid and test
@@ -60,7 +60,7 @@ class SegmentSettings:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the labels stand for."""
+        """Names of the classes."""
         return NAMES[self.data]
 
     def load(self, root: Path | None) -> Dataset[Split]:

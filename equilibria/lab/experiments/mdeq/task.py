@@ -36,7 +36,7 @@ Differentiating = Literal["implicit", "upg", "npg", "jfb", "bptt"]
 
 @dataclass(frozen=True, kw_only=True)
 class MDEQOptions:
-    """A multiscale DEQ, how it is solved and how it is differentiated; None: as its configuration says.
+    """A multiscale DEQ, how it is solved and how it is differentiated; None keeps the configuration's value.
 
     size            a name of MDEQ_CONFIGS
     solver          of the equilibrium; "tsit5" is the continuous system
@@ -66,7 +66,7 @@ class MDEQOptions:
         require(self.size in MDEQ_CONFIGS, f"size must be one of {', '.join(MDEQ_CONFIGS)}, got {self.size!r}.")
 
     def config(self, inputs: int) -> MDEQConfig:
-        """The configuration with what is changed of it."""
+        """The configuration with the given options replaced."""
         names = ("dropout", "tolerance", "forward_steps", "backward_steps", "pretraining_depth")
         changes: dict[str, Any] = {name: value for name in names if (value := getattr(self, name)) is not None}
         return dataclasses.replace(MDEQ_CONFIGS[self.size], inputs=inputs, **changes)
@@ -102,7 +102,7 @@ class MDEQOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MDEQSettings(ImageSettings):
-    """Of a classifier.
+    """Settings of image classification with a multiscale DEQ.
 
     skip_weight         of the mean |f(z) - start|, where the variant has a start to train
     jacobian_weight     of the Jacobian penalty, applied in a share `jacobian_frequency` of the steps, with `jitter` on the
@@ -175,7 +175,7 @@ class Multiscale(ImageTask):
             return {name: judged(mdeq.head(z), y)[1]["accuracy"] for name, z in stopped.items()}
 
     def _stopped(self, layer: DEQ, injected: Tensor, steps: int) -> Any:
-        """The state after so many steps; by a layer of its own, which no record of the model's solves sees."""
+        """The state after `steps` steps, solved by a separate layer so that `record` does not see it."""
         stop = dataclasses.replace(layer.stop, max_steps=steps)
         return DEQ(layer.cell, layer.init, layer.solver, stop, batched=layer.batched).eval()(injected)
 
@@ -185,10 +185,10 @@ class Multiscale(ImageTask):
             own = self.settings.model.config(self.data.shape[0]).forward_steps
             stop = dataclasses.replace(layer.stop, max_steps=own)
             layer.stop = random_max_steps(stop, step, s.jitter, 1) if self.jacobian(step) else stop
-            layer.eval_stop = stop  # evaluation knows nothing of what the last step drew
+            layer.eval_stop = stop  # evaluation uses the fixed limit, not the one drawn for the last step
 
     def _cosines(self, mdeq: MDEQ, x: Tensor, y: Tensor) -> dict[str, float]:
-        """Of phantom gradients with the exact one, in the parameters of the cell; nothing where there is no exact one."""
+        """Cosines of phantom gradients with the exact one, over the cell's parameters; empty without a DEQ."""
         if not isinstance(mdeq.layer, DEQ):
             return {}
         damping = self.settings.model.damping

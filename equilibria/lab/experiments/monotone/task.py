@@ -25,7 +25,7 @@ RETUNE = 100  # training steps between two choices of the splitting's step
 
 @dataclass(frozen=True, kw_only=True)
 class MonotoneSettings(ImageSettings):
-    """Of a monotone operator network.
+    """Settings of a monotone operator network.
 
     kind       "mlp", "conv" (channels: one number) or "tiers" (one per tier)
     channels   or the width of the mlp

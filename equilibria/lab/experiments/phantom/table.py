@@ -16,7 +16,7 @@ from equilibria.lab.training.settings import Optimizer, Training
 PHANTOM, LARGE = "phantom-cifar10", "phantom-cifar10-large"
 SOURCE = "Geng, Zhang, Bai, Wang and Lin 2021, On Training Implicit Models, arXiv:2111.05177"
 COSINES = (1, 3, 5, 9, 15)
-TIGHT = 1e-6  # which nano models do not reach within the published limits: their solves take all steps, as published ones do
+TIGHT = 1e-6  # not reached by nano models within the published limits, so that their solves take all steps
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class _Recipe:
     pretraining: bool = True
     dropout: bool = True
     cosines: tuple[int, ...] = ()
-    reduced_lr: float = 0.1  # of SGD; training with NPG is lost at 0.1 in a nano model
+    reduced_lr: float = 0.1  # of SGD; training a nano model with NPG diverges at 0.1
     adaptive: bool = False  # stop at a relative residual of 0.001, as the library does; else run to the limit of steps
 
 

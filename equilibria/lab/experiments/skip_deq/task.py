@@ -29,9 +29,9 @@ PIXELS = {"mnist": 784, "fashion-mnist": 784, "digits": 64}
 
 @dataclass(frozen=True, kw_only=True)
 class SkipSettings:
-    """What the two tasks share.
+    """Settings that both tasks share.
 
-    depth            None: the equilibrium; a number: the explicit twin, its cell applied so many times
+    depth            None trains the equilibrium; a number trains the explicit twin with that many layers
     skip_weight      of the mean |f(z) - start|, where the variant has a start to train
     jacobian_weight  of the Jacobian penalty, one probe at every step; 0: none
     """
@@ -45,7 +45,7 @@ class SkipSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class MLPSettings(SkipSettings):
-    """Of the classifier; the released script has skip_weight 5, the paper prints 0.01."""
+    """Settings of the classifier; the released script has skip_weight 5, the paper prints 0.01."""
 
     data: Literal["mnist", "fashion-mnist", "digits"] = "mnist"
     width: int = 128
@@ -54,7 +54,7 @@ class MLPSettings(SkipSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class PolynomialSettings(SkipSettings):
-    """Of the regressor; the data are the same for every seed of a run."""
+    """Settings of the regressor; the data are the same for every seed of a run."""
 
     width: int = 100
     data_seed: int = 0
@@ -62,7 +62,7 @@ class PolynomialSettings(SkipSettings):
 
 
 class _SkipTask(Task[Batch]):
-    """Loss, penalties and counts; a subclass says what the model is and how its predictions are judged."""
+    """Loss, penalties and counts; a subclass defines the model, its loss and its metrics."""
 
     def __init__(self, settings: SkipSettings) -> None:
         self.settings = settings
@@ -101,7 +101,7 @@ class _SkipTask(Task[Batch]):
         return prediction, dataclasses.replace(solutions[0], z=z) if solutions else None
 
     def _penalties(self, s: Solution | None) -> list[tuple[str, float, Tensor]]:
-        """(name, weight, value) of those that are asked for."""
+        """(name, weight, value) of the penalties with a positive weight."""
         found = []
         if s is not None and self.settings.variant != "vanilla" and self.settings.skip_weight:
             found.append(("skip", self.settings.skip_weight, skip_penalty(s)))
