@@ -185,6 +185,7 @@ def _solve(
     compiler: Compiler | None = None,
     solves: int = 0,
 ) -> Solution:
+    autodiff_modes.check_recordable()
     fixed = FixedCell(cell)
     bad = _nonfinite_samples(inputs, batched) if hasattr(cell, "prepare") or init is not None else None
     # `prepare` and `init` lie outside of the equation, and 0 * nan is nan in their backward too: they get zeros for samples

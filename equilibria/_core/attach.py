@@ -49,13 +49,18 @@ class _Attach(Function):
     def backward(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() or autodiff_modes.inside_transform():
             raise RuntimeError(OUT_OF_REACH)
+        (u,) = autodiff_modes.pull_each(lambda v: _Attach._cotangent(ctx, v), v)
+        return None, None, u, None, None, None
+
+    @staticmethod
+    def _cotangent(ctx: Any, v: Tensor) -> tuple[Tensor]:
         keep = ctx.good.unsqueeze(1)
         v = torch.where(keep, v, torch.zeros_like(v))
         size = unit(ctx.task.problem.equation, v)
         system = _adjoint_map(ctx, v / size)
         u = ctx.task.cotangent(system)
         u = ctx.task.verified(system, u, system(u) - u, lambda u: system(u) - u)
-        return None, None, torch.where(keep, u * size, torch.zeros_like(v)), None, None, None
+        return (torch.where(keep, u * size, torch.zeros_like(v)),)
 
 
 def _adjoint_map(ctx: Any, right: Tensor) -> Affine:

@@ -78,6 +78,48 @@ def is_mapped(x: Tensor) -> bool:
     return bool(torch._C._functorch.is_batchedtensor(x))
 
 
+def has_values(*tensors: Tensor) -> bool:
+    """True if numbers can be read from these tensors: no vmap runs over one of them, at any level of transforms."""
+    functorch = torch._C._functorch
+    for tensor in tensors:
+        while functorch.is_functorch_wrapped_tensor(tensor):
+            if functorch.is_batchedtensor(tensor):
+                return False
+            tensor = functorch.get_unwrapped(tensor)
+    return True
+
+
+def check_recordable() -> None:
+    """Refuse to solve where torch records operations once and for all: how many a solve takes depends on values."""
+    if _tracing:
+        return
+    functorch = torch._C._functorch
+    stack = functorch.get_interpreter_stack() or ()
+    if any(level.key() == functorch.TransformType.Functionalize for level in stack):
+        raise RuntimeError(
+            "torch.func.functionalize cannot pass through an equilibrium: torch has no rule for functions with derivatives "
+            "of their own there. Functionalize what comes before and after it."
+        )
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        raise RuntimeError(
+            "torch.func.linearize and make_fx record operations once, and the number of steps to an equilibrium depends on "
+            "values. Take torch.func.jvp or torch.func.vjp in place of linearize; to ship a model, see eq.export."
+        )
+
+
+def pull_each(pull: Callable[[Tensor], Sequence[Tensor | None]], v: Tensor) -> Sequence[Tensor | None]:
+    """pull(v); for one cotangent after the other where torch.autograd.grad(is_grads_batched=True) brings many."""
+    if not torch._C._functorch.is_legacy_batchedtensor(v):
+        return pull(v)
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    pulled = [pull(each) for each in torch._remove_batch_dim(v, level, 1, 0)]
+    return [
+        None if parts[0] is None else torch._add_batch_dim(torch.stack(parts), 0, level)
+        for parts in zip(*pulled, strict=True)
+    ]
+
+
 def jvp(f: Callable[..., Tensor], primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Tensor:
     """The derivative of `f` at `primals` along `tangents`."""
     if not inside_dual_level():

@@ -199,10 +199,9 @@ class FixedPoint(Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         z, status, *args = ctx.saved_tensors
         needs = ctx.needs_input_grad[2:]
-        if torch.is_grad_enabled() or autodiff_modes.inside_transform() or autodiff_modes.inside_dual_level():
-            grads = _pull_any_order(ctx.task, z, status, args, needs, cotangents[0])
-        else:
-            grads = pull_once(ctx.task, z, status, args, needs, cotangents[0])
+        any_order = torch.is_grad_enabled() or autodiff_modes.inside_transform() or autodiff_modes.inside_dual_level()
+        pull = _pull_any_order if any_order else pull_once
+        grads = autodiff_modes.pull_each(lambda v: pull(ctx.task, z, status, args, needs, v), cotangents[0])
         return (None, None, *grads)
 
     @staticmethod

@@ -129,10 +129,11 @@ class MonotoneCell(nn.Module, ABC):
         """
         operator = self.operator()
         tensors = pytree.tree_leaves(operator)
+        wide = pytree.tree_map(widened, operator)
         if any(_is_followed(tensor) for tensor in tensors):
-            return self.invert(operator, alpha)
+            return self.invert(wide, alpha)
         if self._known is None or not self._known.fits(tensors, alpha):
-            self._known = _Inverse(alpha, tensors, self.invert(operator, alpha))
+            self._known = _Inverse(alpha, tensors, self.invert(wide, alpha))
         return self._known.value
 
     def check_state(self, z: State) -> None:
@@ -209,8 +210,14 @@ def each(f: Any, *states: State) -> State:
     return tuple(f(*parts) for parts in zip(*states, strict=True))
 
 
+def widened(x: Any) -> Any:
+    """A tensor in at least float32: torch has no inverse, eigenvalues or Fourier transform in half precision."""
+    return x.float() if isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16) else x
+
+
 def bounds(W: Tensor) -> Certificate:
     """The certificate of a W that falls into independent blocks, (..., n, n), real or complex."""
+    W = widened(W)
     identity = torch.eye(W.shape[-1], dtype=W.dtype, device=W.device)
     rest = identity - W
     smallest = torch.linalg.eigvalsh((rest + rest.mH) / 2).min()

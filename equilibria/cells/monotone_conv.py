@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from equilibria.cells.circular import (
     Torus,
@@ -38,6 +39,7 @@ from equilibria.cells.monotone import (
     check_shape,
     check_sizes,
     full_precision,
+    widened,
 )
 
 Image = int | tuple[int, int]
@@ -120,7 +122,7 @@ class MonotoneConv2d(MonotoneCell):
     @torch.no_grad()
     def certificate(self) -> Certificate:
         """The certificate of the whole torus; with a frame, a bound for the interior, which is a part of it."""
-        return bounds(response(self.operator()[0], self.shape[1:]))
+        return bounds(response(widened(self.operator()[0]), self.shape[1:]))
 
     def start(self, x: Tensor) -> Tensor:
         return x.new_zeros(x.shape[0], *self.shape)
@@ -252,7 +254,8 @@ class MonotoneTiers2d(MonotoneCell):
         plus the largest of one below it.
         """
         sizes = [shape[1:] for shape in self.shapes]
-        within, A, L = ([response(k[0], n, half=False) for k, n in zip(ks, sizes, strict=False)] for ks in self.operator())
+        operator = pytree.tree_map(widened, self.operator())
+        within, A, L = ([response(k[0], n, half=False) for k, n in zip(ks, sizes, strict=False)] for ks in operator)
         down = [_norm(decimated(kernel @ kernel.mH)) for kernel in L]  # |L L'|
         blocks = [bounds(kernel).norm + square for kernel, square in zip(within, [*down, 0.0], strict=True)]
         below = [2 * _norm(kernel) * math.sqrt(square) for kernel, square in zip(A[1:], down, strict=True)]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equilibria.cells.monotone import Certificate, MonotoneCell, State, Tensors, each
+from equilibria.cells.monotone import Certificate, MonotoneCell, State, Tensors, each, widened
 
 
 class Splitting(nn.Module):
@@ -92,7 +92,8 @@ class PeacemanRachford(Splitting):
         # with -r and V(-r - alpha c), every line is one pass over the state, in either direction
         minus_r = each(lambda a, s: torch.add(a, s, alpha=-2), u, self.cell.project(u, source))
         right = each(lambda a, c: torch.add(a, c, alpha=-alpha), minus_r, self.cell.injection(source))
-        return each(lambda a, v: torch.add(a, v, alpha=-2), minus_r, self.cell.solve(right, inverse))
+        solved = self.cell.solve(each(widened, right), inverse)  # V is at least float32
+        return each(lambda a, v: torch.add(a, v.to(a.dtype), alpha=-2), minus_r, solved)
 
     def readout(self, state: State, *inputs: Any) -> State:
         """z = s(u)."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
+from equilibria._core import autodiff_modes
 from equilibria._core.failures import judge
 from equilibria._core.linear import Linearisation
 from equilibria._core.maps import Map
@@ -110,23 +111,27 @@ class _Reversible(Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         check_first_order("Reversible", differentiable=torch.is_grad_enabled())
+        return (None, None, *autodiff_modes.pull_each(lambda v: _Reversible._pull(ctx, v), cotangents[0]))
+
+    @staticmethod
+    def _pull(ctx: Any, cotangent: Tensor) -> Sequence[Tensor | None]:
         y, z, steps, best, status, *args = ctx.saved_tensors
         equation, needs = ctx.problem.equation, ctx.needs_input_grad[2:]
         good, lost = status != Status.NONFINITE, torch.zeros_like(status, dtype=torch.bool)
         while bool(good.any()):
             rows = _same(good)
-            _, taken, v = quarantine(equation, z.to(cotangents[0].dtype), args, cotangents[0], good)
+            _, taken, v = quarantine(equation, z.to(cotangent.dtype), args, cotangent, good)
             grads, left, finite = _undo(ctx.problem, y[rows], z[rows], v, steps[rows], best[rows], taken, needs)
             bad = good & ~finite
             if not bool(bad.any()):
                 if not all(bool(torch.isfinite(grad).all()) for grad in grads if grad is not None):
                     lost = lost | good  # a sum of finite gradients, too large for its dtype
                 _file_rest(ctx.problem, left, v, steps, lost)
-                return (None, None, *grads)
+                return grads
             good, lost = good & ~bad, lost | bad
         if len(lost):
-            _file_rest(ctx.problem, torch.zeros_like(z), cotangents[0], steps, lost)
-        return (None, None, *[torch.zeros_like(arg) if need else None for arg, need in zip(args, needs, strict=True)])
+            _file_rest(ctx.problem, torch.zeros_like(z), cotangent, steps, lost)
+        return [torch.zeros_like(arg) if need else None for arg, need in zip(args, needs, strict=True)]
 
 
 def _same(good: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
+from equilibria._core import autodiff_modes
 from equilibria._core.loop import Stop
 from equilibria._core.maps import FlatMap
 from equilibria._core.norms import euclidean_norm
@@ -79,7 +80,9 @@ class _Shine(Function):
         check_first_order("Shine", differentiable=torch.is_grad_enabled())
         z, status, *args = ctx.saved_tensors
         task = dataclasses.replace(ctx.task, approximation=ctx.estimate)
-        return (None, None, None, *pull_once(task, z, status, args, ctx.needs_input_grad[3:], cotangents[0]))
+        needs = ctx.needs_input_grad[3:]
+        grads = autodiff_modes.pull_each(lambda v: pull_once(task, z, status, args, needs, v), cotangents[0])
+        return (None, None, None, *grads)
 
 
 def _task(problem: Problem, shine: Shine) -> Differentiable:

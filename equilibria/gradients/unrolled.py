@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from equilibria._core import autodiff_modes
 from equilibria._core.autocast import no_autocast
 from equilibria._core.checkpointing import Buffers, Checkpoint, Tensors, check_checkpoint, repeat
 from equilibria._core.maps import Map
@@ -46,6 +47,11 @@ class Unrolled(Gradient):
         require(self.depth is None or self.depth >= 1, f"Unrolled's depth must be at least 1, got {self.depth}.")
 
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
+        if not autodiff_modes.has_values(z0, *args):
+            raise RuntimeError(
+                "torch.func.vmap does not pass through Unrolled, whose number of steps depends on values: make the mapped "
+                "dimension a part of the batch, or take eq.Implicit(), which maps."
+            )
         # where no sample takes a step there is no graph
         return with_zero_gradient(self._unroll(problem, z0, args), [z0, *args])
 

@@ -856,3 +856,30 @@ def test_alpha_cannot_be_set_wrong_later() -> None:
     with pytest.raises(ValueError, match="alpha must be positive, got 0"):
         splitting.alpha = 0.0
     assert splitting.alpha == 1.0 and "alpha=1.0" in repr(splitting) and "m=1.0" in repr(splitting)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["linear", "convolution", "tiers"])
+def test_half_precision(kind: str, dtype: torch.dtype) -> None:
+    """torch has no inverse, eigenvalues or Fourier transform there: those are computed in float32."""
+    torch.manual_seed(0)
+    cells: dict[str, MonotoneCell] = {
+        "linear": MonotoneLinear(5, 6),
+        "convolution": MonotoneConv2d(2, 3, 3, 8),
+        "tiers": MonotoneTiers2d(2, (3, 4), 3, 8),
+    }
+    cell = cells[kind].to(dtype)
+    x = torch.randn(2, 5, dtype=dtype) if kind == "linear" else torch.randn(2, 2, 8, 8, dtype=dtype)
+    wide = copy.deepcopy(cell).float()
+    certificate, expected = cell.certificate(), wide.certificate()
+    torch.testing.assert_close(certificate.norm, expected.norm, rtol=2e-2, atol=0.0)
+    torch.testing.assert_close(certificate.monotonicity, expected.monotonicity, rtol=2e-2, atol=0.0)
+    for make in (PeacemanRachford, lambda cell: ForwardBackward(cell, 0.2)):
+        z = Readout(eq.DEQ(make(cell), solver=eq.Picard(), stop=eq.Stop(max_steps=200)))(x)
+        reference = Readout(eq.DEQ(make(wide), solver=eq.Picard(), stop=eq.Stop(rtol=1e-5, max_steps=500)))(x.float())
+        for part, exact in zip(*[(y,) if isinstance(y, Tensor) else y for y in (z, reference)], strict=True):
+            assert part.dtype == dtype
+            torch.testing.assert_close(part.float(), exact, rtol=0.1, atol=0.1 * float(exact.detach().abs().max()))
+        cell.zero_grad()
+        torch.stack([part.float().sum() for part in ((z,) if isinstance(z, Tensor) else z)]).sum().backward()
+        assert all(p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in cell.parameters())

@@ -213,3 +213,105 @@ def test_reversible_has_a_derivative_that_is_not_finite_quarantined() -> None:
     s.z.sum().backward()
     assert x.grad is not None and w.grad is not None
     assert bool(torch.isfinite(x.grad).all()) and bool(torch.isfinite(w.grad).all())
+
+
+BATCHED: list[Any] = [
+    eq.Implicit(),
+    eq.Implicit(solver=eq.Anderson()),
+    eq.JFB(),
+    eq.NeumannPhantom(),
+    eq.Escalate(),
+    eq.Unrolled(depth=5),
+    eq.Shine(),
+    eq.Reversible(),
+]
+
+
+@pytest.mark.parametrize("gradient", BATCHED, ids=repr)
+def test_many_cotangents_at_once(gradient: Any) -> None:
+    """torch.autograd.grad(is_grads_batched=True), as torch.autograd.functional.jacobian(vectorize=True) calls it."""
+    solvers: dict[Any, Any] = {eq.Shine: eq.Broyden(), eq.Reversible: eq.Picard()}
+    solver = solvers.get(type(gradient), eq.Anderson())
+    deq = eq.DEQ(TanhCell(3, norm=0.5), solver=solver, stop=eq.Stop(on_failure="ignore"), gradient=gradient)
+    x = inputs(4, 3).requires_grad_()
+    z, tensors = deq(x), [x, *deq.parameters()]
+    many = torch.randn(5, 4, 3, dtype=torch.float64)
+    one_by_one = [torch.autograd.grad(z, tensors, v, retain_graph=True) for v in many]
+    seen = torch.autograd.grad(z, tensors, many, is_grads_batched=True)
+    for found, expected in zip(seen, zip(*one_by_one, strict=True), strict=True):
+        torch.testing.assert_close(found, torch.stack(expected), **CLOSE)
+
+
+def test_many_cotangents_at_once_for_a_closure_and_to_second_order() -> None:
+    x = inputs(4, 3)
+    w = TanhCell(3).w.detach().requires_grad_()
+    many = torch.randn(5, 4, 3, dtype=torch.float64)
+    z = eq.fixed_point(lambda z: torch.tanh(z @ w.T + x), torch.zeros_like(x), stop=TIGHT).z
+    z_explicit = eq.fixed_point(lambda z, x, w: torch.tanh(z @ w.T + x), torch.zeros_like(x), x, w, stop=TIGHT).z
+    (seen,) = torch.autograd.grad(z, w, many, is_grads_batched=True)
+    (expected,) = torch.autograd.grad(z_explicit, w, many, is_grads_batched=True, create_graph=True)
+    torch.testing.assert_close(seen, expected, **CLOSE)
+    (second,) = torch.autograd.grad(expected.square().sum(), w, retain_graph=True)
+    single = [torch.autograd.grad(z_explicit, w, v, create_graph=True)[0] for v in many]
+    torch.testing.assert_close(second, torch.autograd.grad(torch.stack(single).square().sum(), w)[0], **CLOSE)
+
+
+@pytest.mark.parametrize("gradient", [eq.Unrolled(), eq.Unrolled(depth=4), eq.Unrolled(checkpoint="sqrt")], ids=repr)
+def test_vmap_over_unrolled_is_refused_and_jacrev_is_not(gradient: Any) -> None:
+    deq, x = eq.DEQ(TanhCell(3), gradient=gradient), inputs(2, 3)
+    with pytest.raises(RuntimeError, match=r"vmap does not pass through Unrolled.*eq.Implicit\(\)"):
+        torch.func.vmap(deq)(x.unsqueeze(1))
+    with pytest.raises(RuntimeError, match="vmap does not pass through Unrolled"):
+        torch.func.vmap(torch.func.grad(lambda row: deq(row.unsqueeze(0)).sum()))(x)
+    assert jacrev(deq)(x).shape == (2, 3, 2, 3)
+
+
+def test_linearize_and_functionalize_say_why_not() -> None:
+    deq, x = eq.DEQ(TanhCell(3)), inputs(2, 3)
+    with pytest.raises(RuntimeError, match=r"record operations once.*torch.func.jvp"):
+        torch.func.linearize(deq, x)
+    for transform in (torch.func.functionalize(deq), torch.func.grad(lambda x: torch.func.functionalize(deq)(x).sum())):
+        with pytest.raises(RuntimeError, match="functionalize cannot pass through an equilibrium"):
+            transform(x)
+
+
+def test_a_weight_of_as_many_rows_as_the_batch_beside_a_bad_sample_under_transforms() -> None:
+    """Its rows look like the samples', and must not be exchanged with them."""
+    x, w = inputs(3, 3), TanhCell(3).w.detach()
+    x[0] = float("nan")
+    stop = eq.Stop(rtol=1e-12, atol=0, max_steps=200, on_failure="ignore", compact=False)
+
+    def solve(w: Tensor, x: Tensor) -> Any:
+        return eq.fixed_point(lambda z, x, w: torch.tanh(z @ w.T + x), torch.zeros_like(x), x, w, stop=stop).z
+
+    good = x[1:]
+    seen = torch.func.grad(lambda w: solve(w, x)[1:].square().sum())(w)
+    torch.testing.assert_close(seen, torch.func.grad(lambda w: solve(w, good).square().sum())(w), **CLOSE)
+    seen = torch.func.jvp(lambda w: solve(w, x)[1:], (w,), (w.T,))[1]
+    torch.testing.assert_close(seen, torch.func.jvp(lambda w: solve(w, good), (w,), (w.T,))[1], **CLOSE)
+    torch.testing.assert_close(jacrev(lambda w: solve(w, x)[1:])(w), jacrev(lambda w: solve(w, good))(w), **CLOSE)
+
+
+IN_PLACE: list[Any] = [
+    eq.Newton(),
+    eq.Newton(linear=eq.BiCGSTAB()),
+    eq.GMRES(),
+    eq.BiCGSTAB(),
+    eq.Fallback(eq.Picard(), eq.Newton()),
+]
+
+
+@pytest.mark.parametrize("solver", IN_PLACE, ids=repr)
+def test_cells_that_write_in_place_under_inference_mode(solver: Any) -> None:
+    x = inputs(4, 3)
+    stop = eq.Stop(rtol=1e-10, atol=0, max_steps=100, on_failure="raise")
+    for cell in (lambda z, x: z.mul_(0.5).add_(x), lambda z, x: z.mul(0.5).add_(x)):
+        with torch.inference_mode():
+            z = eq.fixed_point(cell, torch.zeros_like(x), x, solver=solver, stop=stop).z
+        torch.testing.assert_close(z.clone(), 2 * x, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("solver", [eq.NormalCG(), eq.Newton(linear=eq.NormalCG())], ids=repr)
+def test_transposed_products_under_inference_mode_are_refused(solver: Any) -> None:
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"NormalCG takes, needs derivatives.*torch.no_grad\(\)"):
+        eq.fixed_point(lambda z, x: z.mul_(0.5).add_(x), torch.zeros(2, 3), torch.ones(2, 3), solver=solver)
