@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from equilibria._core.files import replace_file
+from equilibria._core.plain import to_plain
 from equilibria.analysis.diagnosis.examine import examine
 from equilibria.analysis.diagnosis.findings import Finding, Severity, findings
 from equilibria.analysis.diagnosis.layers import LayerDiagnosis, text
@@ -38,7 +39,7 @@ class Diagnosis:
 
     def to_json(self) -> str:
         """All numbers and findings; what is not finite is written as a string, so that any reader takes it."""
-        return json.dumps(_plain(self), indent=1, allow_nan=False)
+        return json.dumps(to_plain(self, _named), indent=1, allow_nan=False)
 
     def save(self, folder: str | Path) -> Path:
         """Write numbers (JSON), plots (PNG) and one self-contained page (HTML) to `folder`; the path of the page.
@@ -78,18 +79,10 @@ def diagnose(model: nn.Module, batch: Any) -> Diagnosis:
     return Diagnosis(tuple(LayerDiagnosis(e, tuple(findings(e))) for e in examinations))
 
 
-def _plain(value: Any) -> Any:
-    """Of strings, numbers, lists and dicts."""
+def _named(value: Any) -> Any:
+    """Gradients and severities by their names, numbers that JSON does not have as strings."""
     if isinstance(value, Gradient):
         return repr(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Severity):
         return value.value
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and value - value != 0:
-        return str(value)
-    return value
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

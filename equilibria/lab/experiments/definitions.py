@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar, get_args
 
+from equilibria._core.plain import to_plain
 from equilibria.lab.experiments.assignments import SettingError, assign
 from equilibria.lab.experiments.claims import Claim
-from equilibria.lab.training.settings import Training, from_plain, to_plain
+from equilibria.lab.training.settings import Training, from_plain
 from equilibria.lab.training.task import Task
 
 S = TypeVar("S")

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from equilibria._core.plain import to_plain
 from equilibria.lab.experiments.claims import Claim
 from equilibria.lab.experiments.definitions import MACHINE, Column, Figure, Scale, Table, TableRow
 from equilibria.lab.training.durable import read_object
 from equilibria.lab.training.folder import Run
-from equilibria.lab.training.settings import to_plain
 
 _FREE = {"training.seed", "training.checkpoint_minutes"}  # may differ between runs of one protocol
 

@@ -19,9 +19,10 @@ from filelock import FileLock, Timeout
 from torch import nn
 
 from equilibria._core.files import replace_file
+from equilibria._core.plain import to_plain
 from equilibria.lab.training.checkpoints import Checkpoints, CorruptCheckpointError, Found
 from equilibria.lab.training.durable import append_to, read_object
-from equilibria.lab.training.settings import Training, from_plain, one_of, to_plain
+from equilibria.lab.training.settings import Training, from_plain, one_of
 from equilibria.lab.training.task import Task
 from equilibria.models.states import take_dtypes
 
@@ -112,7 +113,7 @@ class Folder:
             raise OSError(error.errno, f"cannot write {self.path / METRICS}: {error.strerror or error}") from error
 
     def finish(self, summary: RunSummary) -> None:
-        replace_file(self.path / SUMMARY, _json(asdict(summary)))
+        replace_file(self.path / SUMMARY, _json(summary))
 
     def summary(self) -> RunSummary | None:
         found = read_summary(self.path)
@@ -288,17 +289,13 @@ def _not_as_written(path: Path, error: Exception) -> ValueError:
 
 
 def _json(value: Any) -> bytes:
-    return (json.dumps(_strict(value), indent=1, allow_nan=False) + "\n").encode()
+    return (json.dumps(to_plain(value, _finite), indent=1, allow_nan=False) + "\n").encode()
 
 
 def _line(record: Mapping[str, Any]) -> bytes:
-    return (json.dumps(_strict(record), allow_nan=False) + "\n").encode()
+    return (json.dumps(to_plain(record, _finite), allow_nan=False) + "\n").encode()
 
 
-def _strict(value: Any) -> Any:
-    """JSON has no nan and no inf: they become null."""
-    if isinstance(value, Mapping):
-        return {key: _strict(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_strict(each) for each in value]
+def _finite(value: Any) -> Any:
+    """None for nan and inf, which JSON does not have."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -119,19 +119,6 @@ class Training:
             raise ValueError(f"pretrain_steps and checkpoint_minutes must not be negative, got {self}.")
 
 
-def to_plain(settings: Any) -> Any:
-    """Settings as what JSON holds: dicts, lists, strings, numbers."""
-    if dataclasses.is_dataclass(settings) and not isinstance(settings, type):
-        return {field.name: to_plain(getattr(settings, field.name)) for field in dataclasses.fields(settings)}
-    if isinstance(settings, (tuple, list)):
-        return [to_plain(value) for value in settings]
-    if isinstance(settings, Mapping):
-        return {str(key): to_plain(value) for key, value in settings.items()}
-    if settings is None or isinstance(settings, (bool, int, float, str)):
-        return settings
-    raise TypeError(f"Settings are dataclasses, tuples, strings and numbers, got {settings!r}.")
-
-
 def from_plain(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
     """The dataclass `kind` from what `to_plain` gave; keys that are left out keep their defaults.
 

@@ -17,11 +17,11 @@ pytest.importorskip("typer")
 pytest.importorskip("lightning_fabric")
 from typer.testing import CliRunner
 
+from equilibria._core.plain import to_plain
 from equilibria.lab.cli.main import app
 from equilibria.lab.data.catalogue import info
 from equilibria.lab.experiments.catalogue import experiments
 from equilibria.lab.experiments.digits.table import digits
-from equilibria.lab.training.settings import to_plain
 
 ONE = ["--set", "training.epochs=1"]
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 pytest.importorskip("lightning_fabric")
+from equilibria._core.plain import to_plain
 from equilibria.lab.experiments.definitions import SCALES, Table, TableRow
 from equilibria.lab.experiments.deq_language import memory_table, trellis_table, wikitext_table
 from equilibria.lab.experiments.deq_language import table as transformer_table
 from equilibria.lab.experiments.deq_language.task import network
 from equilibria.lab.experiments.jacobian_regularization import language_table as jacobian_table
 from equilibria.lab.experiments.phantom import language_table as phantom_table
-from equilibria.lab.training.settings import to_plain
 from equilibria.lab.training.trainer import Trainer
 
 TABLES = [

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 pytest.importorskip("lightning_fabric")
+from equilibria._core.plain import to_plain
 from equilibria.lab.data.graphs import Graph
 from equilibria.lab.experiments.definitions import SCALES, Experiment, Table
 from equilibria.lab.experiments.ignn.data import WholeGraphs, random_communities, random_graphs, random_labels
@@ -19,7 +20,7 @@ from equilibria.lab.experiments.ignn.node_task import Chains, ChainSettings, Lab
 from equilibria.lab.experiments.ignn.table import experiment, tables
 from equilibria.lab.experiments.ignn.task import Folds, FoldSettings, LayerOptions, SolverName
 from equilibria.lab.training.listeners import Silent
-from equilibria.lab.training.settings import Training, to_plain
+from equilibria.lab.training.settings import Training
 from equilibria.lab.training.trainer import Trainer
 from equilibria.models.graphs.graph_ops import Adjacency
 from equilibria.models.graphs.ignn import IGNNLayer

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from equilibria._core.plain import to_plain
 from equilibria.lab.experiments.definitions import Scale, Table, run_folder
-from equilibria.lab.training.settings import to_plain
 
 
 def write_run(

@@ -1,0 +1,24 @@
+"""Settings and results as the values that JSON holds."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def to_plain(value: Any, replaced: Callable[[Any], Any] = lambda value: value) -> Any:
+    """Dataclasses and mappings as dicts, tuples as lists; `replaced` is applied to every value first.
+
+    TypeError for what is none of these and no string, number or None.
+    """
+    value = replaced(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_plain(getattr(value, field.name), replaced) for field in dataclasses.fields(value)}
+    if isinstance(value, (tuple, list)):
+        return [to_plain(each, replaced) for each in value]
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(each, replaced) for key, each in value.items()}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"JSON holds dataclasses, tuples, strings and numbers, got {value!r}.")
