@@ -215,7 +215,7 @@ def _solve(
     extra = first_steps(init) + int(known is not None) + int(equation.settle(z.detach()))
     fixed.hand_back()
     report.add_evaluations(extra, layout.batch)
-    return Solution(layout.unpack(z), start, f, report, layout, equation)
+    return Solution(layout.unpack(layout.saturate(z)), start, f, report, layout, equation)
 
 
 def _nonfinite_samples(inputs: Sequence[Any], batched: bool) -> Tensor | None:

@@ -63,6 +63,33 @@ class Layout:
         """The coarsest spacing of the numbers of this state: no residual gets much below it."""
         return max(torch.finfo(leaf.dtype).eps for leaf in self.leaves)
 
+    def refuse_overflow(self, matrix: Tensor, output: Tensor) -> Tensor:
+        """`output` with nan in the rows where `matrix` exceeds what a tensor of the state can hold.
+
+        A number such as 1e5 is finite in the float32 matrix, but the cell is given a float16 inf in its place.
+        """
+        if not self._narrow:
+            return output
+        beyond = (matrix.abs() > self._most(matrix)).any(dim=1, keepdim=True)
+        return torch.where(beyond, torch.full_like(output, float("nan")), output)
+
+    def saturate(self, matrix: Tensor) -> Tensor:
+        """`matrix` with numbers that the tensors of the state can hold."""
+        if not self._narrow:
+            return matrix
+        most = self._most(matrix)
+        return matrix.clamp(-most, most)
+
+    def _most(self, matrix: Tensor) -> Tensor:
+        """(n,), the largest number that each column's tensor can hold."""
+        parts = [torch.full((leaf.columns,), torch.finfo(leaf.dtype).max, dtype=self.dtype) for leaf in self.leaves]
+        return torch.cat(parts).to(matrix.device)
+
+    @cached_property
+    def _narrow(self) -> bool:
+        """Whether some tensor ends well before the matrix does: float16, or float32 beside float64."""
+        return any(torch.finfo(leaf.dtype).max < torch.finfo(self.dtype).max / 2 for leaf in self.leaves)
+
     def has_rows(self, tensor: Tensor) -> bool:
         """Does it look as if it had a row per sample?"""
         return self.batched and tensor.dim() > 0 and tensor.shape[0] == self.batch

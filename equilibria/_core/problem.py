@@ -184,12 +184,12 @@ class CellEquation(Equation):
         version = _version(given) if first else 0
         state, direct = self.layout.unpack(given), direct and self._moving is False
         if direct and not first and not self._needs_context:  # the innermost of all loops: a context would be felt
-            return self.layout.pack_output(self.cell.cell(state, *inputs), z.shape[0])
+            return self.layout.refuse_overflow(z, self.layout.pack_output(self.cell.cell(state, *inputs), z.shape[0]))
         with self.autocast.inside(), self.cell.in_place():
             out = self.cell.cell(state, *inputs) if direct else self._run_functional(state, inputs, args[self._inputs :])
         if first:
             self._writes = _changed(given, version)
-        return self.layout.pack_output(out, z.shape[0], cast=self.autocast.enabled)
+        return self.layout.refuse_overflow(z, self.layout.pack_output(out, z.shape[0], cast=self.autocast.enabled))
 
     def _run_functional(self, state: State, inputs: Sequence[Any], tensors: Sequence[Tensor]) -> State:
         named = dict(zip(self._names, tensors, strict=True))

@@ -75,14 +75,27 @@ class Unrolled(Gradient):
         flat = problem.run(z0.detach(), [arg.detach() for arg in args])
         if not torch.is_grad_enabled():
             return flat.z
-        best, good = flat.stats.best, flat.stats.status != Status.NONFINITE
+        good = flat.stats.status != Status.NONFINITE
+        chosen = self._steps_again(problem, z0, args, flat.stats.best, good)
+        sound = torch.isfinite(chosen).all(dim=1) | ~good
+        if not bool(sound.all()):  # steps whose derivatives exist can end elsewhere where numbers are hardly normal ones
+            good = good & sound
+            status = flat.stats.status.masked_fill(~sound, Status.NONFINITE)
+            problem.report.stats, problem.report.nonfinite = dataclasses.replace(flat.stats, status=status), True
+            chosen = self._steps_again(problem, z0, args, flat.stats.best, good)
+        # the value is the one that was judged, whatever the steps with a graph made of it
+        return torch.where(good.unsqueeze(1), flat.z + (chosen - chosen.detach()), flat.z)
+
+    def _steps_again(self, problem: Problem, z0: Tensor, args: Sequence[Tensor], best: Tensor, good: Tensor) -> Tensor:
+        """The iterates at step `best`, with a graph."""
+        assert isinstance(problem.solver, Solver)
         z0, args, _ = quarantine(problem.equation, z0, args, z0, good)
         f = Map(_bind(problem, args))
         start = problem.solver.init(f, z0)
         step = _ReplayedStep(problem.solver, f, start, best, self.truncate)
         _, chosen, *_ = repeat(step, step.first(start), int(best.max()) if best.numel() else 0, self.checkpoint)
         problem.report.add_evaluations(f.counter.evaluations, len(z0))
-        return torch.where(good.unsqueeze(1), chosen, flat.z)
+        return chosen
 
 
 class _ReplayedStep:

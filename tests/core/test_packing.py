@@ -170,3 +170,15 @@ def test_an_empty_batch_of_any_dtype_has_gradients(dtype: torch.dtype) -> None:
     x = torch.zeros(0, 3, dtype=dtype, requires_grad=True)
     eq.fixed_point(lambda z, x: 0.5 * z + x, torch.zeros(0, 3, dtype=dtype), x).z.sum().backward()
     assert x.grad is not None and x.grad.shape == (0, 3)
+
+
+def test_a_state_that_leaves_its_dtype_is_not_finite_but_returned_so() -> None:
+    """1e5 is a number of the float32 matrix that solvers work on, and inf in float16."""
+    layout = Layout.of((torch.zeros(3, 1, dtype=torch.float16), torch.zeros(3, 1)))
+    matrix = torch.tensor([[1e5, 1e5], [1.0, 1e5], [float("nan"), 0.0]])
+    marked = layout.refuse_overflow(matrix, torch.ones(3, 2))
+    assert torch.isnan(marked).all(dim=1).tolist() == [True, False, False]
+    half, single = layout.unpack(layout.saturate(matrix))
+    assert half[:2, 0].tolist() == [torch.finfo(torch.float16).max, 1.0] and single[:2, 0].tolist() == [1e5, 1e5]
+    plain = Layout.of(torch.zeros(3, 2))
+    assert plain.saturate(matrix) is matrix and plain.refuse_overflow(matrix, marked) is marked

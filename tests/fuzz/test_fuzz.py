@@ -26,6 +26,31 @@ def test_no_status_lies(case: Case) -> None:
     assert not verdict.findings, f"{case}: {verdict.findings}"
 
 
+# Minimal cases of what the fuzzer has found: each was a lie, a crash or a backward without an end.
+FOUND = [
+    Case(structure="tuple", in_place="state", seed=31446),
+    Case(cell="batch-norm", batch=0, seed=33417),
+    Case(batch=2, start="expanded", solver="newton", seed=8327),
+    Case(in_place="state", mode="inference", solver="newton", seed=15206),
+    Case(in_place="state", mode="inference", batch=4, width=3, solver="broyden"),
+    Case(cell="batch-norm", mode="inference", batch=3, seed=2585),
+    Case(cell="batch-norm", batch=3, call="closure", mode="no_grad", solver="newton", seed=3459),
+    Case(batch=0, width=5, gradient="reversible", seed=35571),
+    Case(special="nan", gradient="unrolled-depth", seed=28925),
+    Case(dtype="bfloat16", batch=0, width=3),
+    Case(dtype="float32", width=2, special="denormal", solver="anderson", gradient="unrolled-sqrt", seed=11009),
+    Case(gain=0.0, special="denormal", solver="anderson-3", gradient="unrolled-sqrt", seed=18896),
+    Case(cell="tanh", dtype="float16", batch=33, width=5, gain=1.0, scale=1000.0, solver="gmres", seed=11674),
+    Case(change="gain-before-backward", seed=29256),
+    Case(cell="batch-norm", batch=2, gradient="phantom-checkpointed", change="eval-between", seed=52426),
+]
+
+
+@pytest.mark.parametrize("case", FOUND, ids=str)
+def test_what_was_found_once_stays_mended(case: Case) -> None:
+    assert not judge(case).findings
+
+
 def solved() -> Run:
     run = attempt(build(SOLVED))
     assert isinstance(run, Run)
