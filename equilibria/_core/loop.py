@@ -83,9 +83,15 @@ class Stop:
             return self
         return dataclasses.replace(self, rtol=DefaultTolerance(precision))
 
-    def holds(self, residual: Tensor, precision: float) -> Tensor:
-        """(batch,) whether measured relative residuals meet rtol, up to the rounding of solvers that carry theirs."""
-        return residual <= self.rtol + min(FLOOR * precision, RECURRENCE * self.rtol)
+    def holds(self, residual: Tensor, precision: float, scale: Tensor | None = None) -> Tensor:
+        """(batch,) whether measured relative residuals meet the tolerance, up to the rounding of solvers that carry theirs.
+
+        `scale` is what the residuals are relative to; with it, atol counts too.
+        """
+        wanted = self.rtol + min(FLOOR * precision, RECURRENCE * self.rtol)
+        if scale is None or self.atol == 0:
+            return residual <= wanted
+        return residual <= wanted + self.atol / scale.clamp_min(torch.finfo(scale.dtype).tiny)
 
     def any_rank(self) -> Callable[[bool], bool] | None:
         """How the ranks of `process_group` agree; None where there is nobody to agree with."""

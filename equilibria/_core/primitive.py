@@ -150,8 +150,9 @@ class Differentiable:
         """(batch,) samples whose status said converged and whose residual does not: they are STALLED now."""
         stats, norm = self.problem.report.adjoint, self.stop.norm
         assert stats is not None
-        residual = norm(left) / norm(right).clamp_min(torch.finfo(right.dtype).tiny)
-        short = stats.converged & ~self.stop.holds(residual, self.problem.equation.precision)
+        scale = norm(right)
+        residual = norm(left) / scale.clamp_min(torch.finfo(right.dtype).tiny)
+        short = stats.converged & ~self.stop.holds(residual, self.problem.equation.precision, scale)
         status = stats.status.masked_fill(short, Status.STALLED)
         self.problem.report.adjoint = dataclasses.replace(stats, residual=residual, status=status)
         return short

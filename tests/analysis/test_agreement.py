@@ -11,11 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import equilibria as eq
-from equilibria import (
-    Agreement,
-    dense_jacobian,
-    gradient_agreement,
-)
+from equilibria.analysis import Agreement, dense_jacobian, gradient_agreement
 from tests.problems import TIGHT, BatchNormCell, NestedCell, TanhCell, generator, inputs, matrix
 
 # both solves to 1e-13 or better, amplified by |(I - J)^{-1}| <= 5 once for the equilibrium and once for the adjoint
