@@ -87,7 +87,7 @@ def run_scipy(system: System, method: str, *, tight: bool) -> dict[str, Any]:
 
 
 def measure() -> dict[str, Any]:
-    methods: dict[str, dict[str, dict[str, Any]]] = {}
+    about, methods = protocol(), dict[str, dict[str, dict[str, Any]]]()  # the commit may change while it runs
     for name in [*OURS, *(f"scipy {method}" for method in SCIPY)]:
         methods[name] = {}
         for setting in ("tight", "default"):
@@ -99,7 +99,7 @@ def measure() -> dict[str, Any]:
                 rows[system.name] = run | {"error": run["error"] if numpy.isfinite(run["error"]) else None}
             methods[name][setting] = rows
         print(f"{name}: {solved(methods[name]['tight'], TIGHT)}, {solved(methods[name]['default'], DEFAULT)}", flush=True)
-    return {"protocol": protocol(), "systems": [system.name for system in SYSTEMS], "methods": methods}
+    return {"protocol": about, "systems": [system.name for system in SYSTEMS], "methods": methods}
 
 
 def protocol() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,15 @@ def test_robust_solves_one_system_of_every_kind(system: System) -> None:
         solution = eq.fixed_point(system.cell, system.z0(), solver=eq.Robust(), stop=comparison.TIGHT_STOP)
     assert bool(solution.stats.converged.all())
     assert comparison.largest(system, solution.z) <= comparison.TIGHT
+
+
+def test_the_table_in_the_documentation_is_that_of_the_results() -> None:
+    results = json.loads(comparison.RESULTS.read_text())
+    assert results["systems"] == [system.name for system in SYSTEMS]
+    assert comparison.table(results) in DOCS.read_text()
+    counts = {name: comparison.solved(runs["tight"], comparison.TIGHT) for name, runs in results["methods"].items()}
+    assert counts["Robust()"] >= 48
+    assert counts["Robust()"] == max(counts.values())
 
 
 @pytest.mark.slow
