@@ -336,8 +336,8 @@ def _chain(problem: _Problem, z0: Tensor, chain: Fallback) -> Flat:
     flat = _verified(impatient, z0, first[0])
     untried = [_gave_up(problem, flat)]  # per solver the samples for which its own run from the start is still to be seen
     for before, solver in zip(chain.solvers, (*first[1:], last), strict=False):
-        if not problem.f.any(flat.stats.failed):
-            return flat
+        if flat.faint is not None or not problem.f.any(flat.stats.failed):
+            return flat  # answers that are too small for the numbers they were found with are followed first
         start = flat.z if flat.sound is None else torch.where((flat.sound | flat.stats.converged).unsqueeze(1), flat.z, z0)
         flat, more = _hand_over(problem if solver is last else impatient, flat, before, solver, start)
         moved = (start != z0).any(dim=1)

@@ -181,14 +181,15 @@ class CellEquation(Equation):
     def _run(self, z: Tensor, args: Sequence[Tensor], inputs: Sequence[Any], *, direct: bool) -> Tensor:
         first = self._writes is None
         given = _copied(z) if first or self._writes else z  # a cell may write over its state, which is the solver's
-        version = _version(given) if first else 0
         state, direct = self.layout.unpack(given), direct and self._moving is False
+        # not `given`: a tensor of the state may be a copy of its part, and a view of it in a batch of another size
+        watched = [(part, _version(part)) for part in pytree.tree_leaves(state)] if first else []
         if direct and not first and not self._needs_context:  # the innermost of all loops: a context would be felt
             return self.layout.refuse_overflow(z, self.layout.pack_output(self.cell.cell(state, *inputs), z.shape[0]))
         with self.autocast.inside(), self.cell.in_place():
             out = self.cell.cell(state, *inputs) if direct else self._run_functional(state, inputs, args[self._inputs :])
         if first:
-            self._writes = _changed(given, version)
+            self._writes = any(_changed(part, version) for part, version in watched)
         return self.layout.refuse_overflow(z, self.layout.pack_output(out, z.shape[0], cast=self.autocast.enabled))
 
     def _run_functional(self, state: State, inputs: Sequence[Any], tensors: Sequence[Tensor]) -> State:

@@ -373,9 +373,9 @@ def _compare_forward(run: Run, dense: Dense, verdict: Verdict) -> None:
 def _compare_told(run: Run, dense: Dense, told: Tensor, rows: Tensor, verdict: Verdict) -> None:
     """Is what is told about these rows the length of their residual?"""
     residual, rounding = dense.norm(dense.f - dense.z), dense.rounding()
-    # what is relative to a size below the normal numbers is told relative to the smallest of these
-    rounding = rounding + torch.finfo(_matrix_dtype(run.problem)).smallest_normal
-    known = rows & torch.isfinite(dense.rough).all(dim=1) & torch.isfinite(told)
+    # a residual relative to a size below the normal numbers is too large for the dtype
+    normal = dense.norm(dense.rough) >= torch.finfo(_matrix_dtype(run.problem)).smallest_normal
+    known = rows & normal & torch.isfinite(dense.rough).all(dim=1) & torch.isfinite(told)
     for row in (known & ((told - residual).abs() > TOLD_SLACK * residual + rounding)).nonzero().flatten().tolist():
         verdict.add("residual told", f"told {float(told[row]):.2e}, true {float(residual[row]):.2e}", row)
 
@@ -438,9 +438,11 @@ def _compare_gradients(run: Run, dense: Dense, verdict: Verdict) -> None:
         verdict.gradients += int(judged.sum())
         for i in (judged & ~(off <= allowed_x)).nonzero().flatten().tolist():
             verdict.add("gradient of x", _numbers(off[i], allowed_x[i], expected[index[i]].norm()), int(index[i]))
-        lost = bad & ~(gx == 0).all(dim=1)
+        lost = (stats.status == eq.Status.NONFINITE) & ~(gx == 0).all(dim=1)
         for row in lost.nonzero().flatten().tolist():
             verdict.add("quarantine", "a sample that is not finite has a gradient", row)
+        for row in (bad & ~torch.isfinite(gx).all(dim=1)).nonzero().flatten().tolist():
+            verdict.add("quarantine", "a sample whose adjoint is not finite has such a gradient", row)
     if bool(claims[index].all()) and expected_w.numel() and float(expected_w.abs().max()) < most:
         off = torch.linalg.vector_norm(gw - expected_w)
         if not bool(off <= allowed_w):

@@ -243,7 +243,9 @@ def legal(case: Case) -> Case:
             fixed["memory"] = "contiguous"  # torch makes no dual of an expanded tensor
         if not case.gradient.startswith(("implicit", "neumann", "escalate")) and not rare:
             fixed["gradient"] = "implicit"
-    if case.mode in ("no_grad", "inference", "forward") and case.change.endswith(("backward", "between")):
+    if (case.threads > 1 or case.mode in ("no_grad", "inference", "forward")) and case.change.endswith(
+        ("backward", "between")
+    ):
         fixed["change"] = "none"
     return Case(**{**vars(case), **fixed})
 

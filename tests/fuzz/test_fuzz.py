@@ -41,6 +41,10 @@ FOUND = [
     Case(dtype="float32", width=2, special="denormal", solver="anderson", gradient="unrolled-sqrt", seed=11009),
     Case(gain=0.0, special="denormal", solver="anderson-3", gradient="unrolled-sqrt", seed=18896),
     Case(cell="tanh", dtype="float16", batch=33, width=5, gain=1.0, scale=1000.0, solver="gmres", seed=11674),
+    Case(cell="tanh", width=2, scale=1e-30, start="input", special="huge", solver="fallback", atol=1e-6, seed=40941),
+    Case(
+        dtype="complex128", batch=2, width=3, structure="tuple", start="nan-row", in_place="state", solver="Robust", seed=5
+    ),
     Case(change="gain-before-backward", seed=29256),
     Case(cell="batch-norm", batch=2, gradient="phantom-checkpointed", change="eval-between", seed=52426),
 ]
