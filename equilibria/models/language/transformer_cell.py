@@ -97,7 +97,8 @@ class TransformerCell(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.blocks))
         self.positions = Positions(config)
-        self._seen: dict[int, Tensor] | None = None
+        # in a list, which copies of this cell share: a solve runs a copy that was taken before the watching began
+        self._seen: list[dict[int, Tensor]] = []
 
     def prepare(self, u: Tensor, memory: Memory) -> tuple[Any, ...]:
         earlier, *states = memory if memory else (None, *[None] * len(self.blocks))
@@ -107,8 +108,8 @@ class TransformerCell(nn.Module):
 
     def forward(self, z: Tensor, u: Tensor, around: tuple[Around, ...]) -> Tensor:
         for i, (block, known) in enumerate(zip(self._blocks(), around, strict=True)):
-            if self._seen is not None:
-                self._seen[i] = z.detach()
+            for seen in self._seen:
+                seen[i] = z.detach()
             z = block(z, u, known)
         return z
 
@@ -116,11 +117,11 @@ class TransformerCell(nn.Module):
     def watched(self) -> Iterator[dict[int, Tensor]]:
         """The states that each block gets in the last run inside."""
         seen: dict[int, Tensor] = {}
-        self._seen = seen
+        self._seen.append(seen)
         try:
             yield seen
         finally:
-            self._seen = None
+            self._seen[:] = [other for other in self._seen if other is not seen]
 
     def _blocks(self) -> list[TransformerBlock]:
         return [block for block in self.blocks if isinstance(block, TransformerBlock)]

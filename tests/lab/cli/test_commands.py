@@ -67,7 +67,7 @@ def test_reproduce_in_debug_scale(table: str, tmp_path: Path) -> None:
     assert again["rows"] == numbers["rows"]
     assert before == {path: path.stat().st_mtime_ns for path in base.glob("*/seed-*/*")}  # nothing was run again
     other = run("reproduce", table, "--scale", "debug", "--set", "training.epochs=2", code=1)
-    assert "was started with other settings: training.epochs was 1, now 2" in other
+    assert "was started with other settings" in other and "training.epochs was 1, now 2" in other
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_what_is_used_of_a_text() -> None:
         TextData(name="toy", train=10**6).splits(None)
     with pytest.raises(ValueError, match=r"data\.length counts tokens, at least 1, got 0"):
         TextData(length=0)
-    with pytest.raises(ValueError, match=r"count them and set data\.tokens"):
+    with pytest.raises(ValueError, match=r"Count them and set data\.tokens"):
         _ = TextData(name="wikitext-103", level="character").vocabulary
 
 
