@@ -21,6 +21,7 @@ from equilibria._core.files import replace_file
 from equilibria.lab.experiments.catalogue import current_name
 from equilibria.lab.experiments.catalogue import row as find_row
 from equilibria.lab.experiments.definitions import MACHINE, Experiment, Scale, Table, run_folder
+from equilibria.lab.experiments.source import source_commit
 from equilibria.lab.training.folder import CONFIG, SUMMARY, Run, RunSummary, check_settings, whole_config
 from equilibria.lab.training.gallery import write_gallery
 from equilibria.lab.training.listeners import Listener
@@ -166,7 +167,7 @@ def command(job: Job, place: Resources) -> list[str]:
 
 
 def machine() -> dict[str, Any]:
-    """The hardware that the times of a run depend on."""
+    """The hardware that the times of a run depend on, and the commit of the code."""
     found = {
         "processor": _processor(),
         "cores": f"{os.cpu_count()} cores",
@@ -174,6 +175,8 @@ def machine() -> dict[str, Any]:
     }
     if torch.cuda.is_available():
         found["devices"] = torch.cuda.get_device_name()
+    if (commit := source_commit()) is not None:
+        found["commit"] = commit
     return found
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from equilibria._core.recording import record
 from equilibria.lab.training.optimisers import lr_factor, set_lr
-from equilibria.lab.training.processes import agree
+from equilibria.lab.training.processes import agree, step_clock
 from equilibria.lab.training.run_state import State
 from equilibria.lab.training.settings import Training
 from equilibria.lab.training.statistics import Observed, observe
@@ -26,9 +26,13 @@ class TrainingError(RuntimeError):
 
 @dataclass(frozen=True)
 class Stepped:
-    """The outcome of a step; `skipped` is the reason why the weights were not updated, or None."""
+    """The outcome of a step; `skipped` is the reason why the weights were not updated, or None.
+
+    backward  seconds of the backward pass alone
+    """
 
     loss: float
+    backward: float
     skipped: str | None
     asked: bool  # for whatever the flags of `Stepper.step` were, by any process
     due: bool
@@ -47,7 +51,7 @@ class Stepper:
         set_lr(state.optimizer, self._lr())
         with self.fabric.autocast(), record(state.model) as solutions:
             outcome = state.task.loss(state.model, batch, state.progress.step)
-        self.fabric.backward(outcome.loss * self._share(outcome.size))
+        backward = self._backward(outcome.loss * self._share(outcome.size))
         norm, seen = self._clip(), observe(outcome, solutions)
         flags = (not math.isfinite(seen.loss), not math.isfinite(norm), _failed(seen), asked, due)
         no_loss, no_gradient, failed, asked, due = agree(self.fabric, flags)
@@ -58,7 +62,17 @@ class Stepper:
             self._undo(before)
         self.optimizer.zero_grad()
         state.meter.add_batch(seen, skipped=reason is not None)
-        return Stepped(seen.loss, reason, asked, due)
+        return Stepped(seen.loss, backward, reason, asked, due)
+
+    def _backward(self, loss: Tensor) -> float:
+        """Run the backward pass; returns its seconds, by the clock of training steps."""
+        device = self.fabric.device
+        clock = step_clock(device)
+        begin = clock()
+        self.fabric.backward(loss)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # kernels are queued: without it only the launches are timed
+        return clock() - begin
 
     def _reason(self, no_loss: bool, no_gradient: bool, failed: bool, seen: Observed) -> str | None:
         """The reason to skip a step, or None; raises where the settings ask for an error."""

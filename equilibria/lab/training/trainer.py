@@ -179,6 +179,7 @@ class Trainer:
     def _train_epoch(self) -> None:
         progress, loader = self._state.progress, self._state.loaders.train
         self._seconds: list[float] = []
+        self._backward: list[float] = []
         if progress.trained:
             return
         if self.fabric.is_global_zero:
@@ -193,6 +194,7 @@ class Trainer:
             self._tell_pretraining()
             stepped = self._stepper.step(self.fabric.to_device(batch), self._interrupts.asked, self._checkpoint_is_due())
             self._seconds.append(clock() - step_begin)
+            self._backward.append(stepped.backward)
             self._count(stepped, time.perf_counter() - begin)
             if stepped.asked:
                 raise Interrupted(f"Interrupted after step {progress.step}.")
@@ -266,6 +268,7 @@ class Trainer:
             "lr": self._state.optimizer.param_groups[0]["lr"],
             "seconds_train": progress.seconds_epoch,
             "seconds_step": statistics.median(self._seconds) if self._seconds else None,
+            "seconds_backward": statistics.median(self._backward) if self._backward else None,
             "peak_bytes": peak_bytes(self.fabric.device),
             "bad_steps": progress.bad_steps,
             "failed_share": train.get("failed", 0.0),

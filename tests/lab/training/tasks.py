@@ -88,5 +88,5 @@ def weights(folder: Path, task: Task[Any]) -> dict[str, Tensor]:
 
 def timeless(folder: Path) -> list[dict[str, Any]]:
     """The metrics without times and memory, all that may differ between equal runs."""
-    free = ("seconds_train", "seconds_step", "peak_bytes")
+    free = ("seconds_train", "seconds_step", "seconds_backward", "peak_bytes")
     return [{key: value for key, value in line.items() if key not in free} for line in Run.open(folder).metrics]

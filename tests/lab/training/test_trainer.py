@@ -38,7 +38,18 @@ def test_a_run_learns_and_leaves_a_complete_folder(tmp_path: Path) -> None:
     assert last["valid"].keys() == {"loss", "accuracy", "spectral_radius"} | equilibrium
     assert 0 < last["valid"]["spectral_radius"] < 2 and 0 < last["train"]["residual"] < last["train"]["residual_max"] < 1e-2
     assert run.metrics[-1].keys() == {
-        *("epoch", "step", "split", "lr", "seconds_train", "seconds_step", "peak_bytes", "bad_steps", "failed_share")
+        *(
+            "epoch",
+            "step",
+            "split",
+            "lr",
+            "seconds_train",
+            "seconds_step",
+            "seconds_backward",
+            "peak_bytes",
+            "bad_steps",
+            "failed_share",
+        )
     }
     assert summary.final == run.metrics[-1] and summary.finished and run.summary == dataclasses.asdict(summary)
     assert summary.best["by"]["value"] == max(line["split"]["valid"]["accuracy"] for line in run.metrics)

@@ -1,0 +1,32 @@
+"""The commit of this library's source, where it runs from a git checkout."""
+
+from __future__ import annotations
+
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import equilibria
+
+LENGTH = 12  # digits of a commit that reports show
+
+
+@cache
+def source_commit() -> str | None:
+    """The first digits of the commit, "+" appended where tracked files were changed; None outside a checkout."""
+    package = Path(equilibria.__file__).parent
+    # a package installed below somebody else's repository is not tracked there
+    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    commit = _git(package, "rev-parse", f"--short={LENGTH}", "HEAD")
+    changed = _git(package, "status", "--porcelain", "--untracked-files=no", "--", ".")
+    return None if commit is None else commit + ("+" if changed else "")
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    """Output of a git command; None where it fails or git is not installed."""
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
