@@ -48,11 +48,14 @@ from equilibria.models.language.sequence import GRUModel, SequenceModel, generat
 from equilibria.models.language.transformer_configs import TRANSFORMER_CONFIGS, TRANSFORMER_XL_CONFIGS, TransformerConfig
 from equilibria.models.language.trellis_cell import TRELLIS_CONFIGS, TrellisConfig
 from equilibria.models.language.trellisnet import TrellisNet, TrellisParts, activation_penalty
+from equilibria.models.reasoning.configs import REASONER_CONFIGS, ReasonerConfig
+from equilibria.models.reasoning.reasoner import Reasoner, Thought
 from equilibria.models.registry import create, info, names
 
 __all__ = [
     "MDEQ",
     "MDEQ_CONFIGS",
+    "REASONER_CONFIGS",
     "TRANSFORMER_CONFIGS",
     "TRANSFORMER_XL_CONFIGS",
     "TRELLIS_CONFIGS",
@@ -94,6 +97,8 @@ __all__ = [
     "PlanetoidNetConfig",
     "Pruning",
     "PruningConfig",
+    "Reasoner",
+    "ReasonerConfig",
     "ResNet",
     "ResNetConfig",
     "SVHNResNet",
@@ -105,6 +110,7 @@ __all__ = [
     "SkipSolver",
     "SplittingConfig",
     "Summary",
+    "Thought",
     "TransformerConfig",
     "TransformerXL",
     "TrellisConfig",

@@ -32,6 +32,8 @@ from equilibria.models.language.sequence import GRUModel
 from equilibria.models.language.transformer_configs import TRANSFORMER_CONFIGS, TRANSFORMER_XL_CONFIGS
 from equilibria.models.language.trellis_cell import TRELLIS_CONFIGS
 from equilibria.models.language.trellisnet import TrellisNet
+from equilibria.models.reasoning.configs import REASONER_CONFIGS
+from equilibria.models.reasoning.reasoner import Reasoner
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,14 @@ def _graph_models() -> list[ModelInfo]:
     return [ModelInfo(name, summary, build, (("config", config),)) for name, (summary, build, config) in kinds.items()]
 
 
+def _reasoners() -> list[ModelInfo]:
+    return [
+        ModelInfo(f"reasoner-{name}", f"looped reasoner, {config.summary}", Reasoner, (("config", config),))
+        for name, config in REASONER_CONFIGS.items()
+    ]
+
+
 def entries() -> list[ModelInfo]:
     """All models by name."""
     vision = [*_mdeq_models(), *_skip_models(), *_vision_models(), *_monotone_models(), *_flows()]
-    return sorted([*vision, *_sequence_models(), *_graph_models()], key=lambda entry: entry.name)
+    return sorted([*vision, *_sequence_models(), *_graph_models(), *_reasoners()], key=lambda entry: entry.name)

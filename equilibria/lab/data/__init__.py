@@ -14,10 +14,13 @@ from equilibria.lab.data.catalogue import check, fetch, info, load, names
 from equilibria.lab.data.entries import Info
 from equilibria.lab.data.files import DataError, File, FileState, data_root
 from equilibria.lab.data.graphs import Graph, join
+from equilibria.lab.data.mazes import MAZE_TOKENS, MazeSymmetry
 from equilibria.lab.data.sets import IGNORE, Dataset, Split, hold_out
+from equilibria.lab.data.sudoku import SudokuSymmetry
 
 __all__ = [
     "IGNORE",
+    "MAZE_TOKENS",
     "Augmentation",
     "Batches",
     "Crop",
@@ -30,7 +33,9 @@ __all__ = [
     "Graph",
     "GraphBatches",
     "Info",
+    "MazeSymmetry",
     "Split",
+    "SudokuSymmetry",
     "TextBatches",
     "check",
     "data_root",

@@ -12,6 +12,7 @@ from equilibria.lab.data.camvid import camvid
 from equilibria.lab.data.files import File
 from equilibria.lab.data.graphs import ppi, tu
 from equilibria.lab.data.images import cifar10, digits, fashion_mnist, mnist, svhn
+from equilibria.lab.data.mazes import mazes, prefix_sums
 from equilibria.lab.data.planetoid import planetoid
 from equilibria.lab.data.sets import Dataset
 from equilibria.lab.data.sources import (
@@ -28,10 +29,11 @@ from equilibria.lab.data.sources import (
     tu_files,
     wikitext_files,
 )
+from equilibria.lab.data.sudoku import sudoku
 from equilibria.lab.data.synthetic import chains, copy_memory, polynomial, shapes
 from equilibria.lab.data.text import corpus
 
-Kind = Literal["images", "segmentation", "text", "graphs", "nodes", "regression", "sequences"]
+Kind = Literal["images", "segmentation", "text", "graphs", "nodes", "regression", "sequences", "puzzles"]
 
 
 @dataclass(frozen=True)
@@ -299,6 +301,39 @@ def _synthetic() -> list[Info]:
             shape="3x32x32 colour",
             classes=4,
             read=shapes,
+        ),
+        *_puzzles(),
+    ]
+
+
+def _puzzles() -> list[Info]:
+    return [
+        Info(
+            "sudoku",
+            "puzzles",
+            "boards of 4x4, 6x6 or 9x9 with one solution, none an image of another",
+            counts=(1_000, 0, 200),
+            shape="81 cells",
+            classes=10,
+            read=sudoku,
+        ),
+        Info(
+            "mazes",
+            "puzzles",
+            "mazes with one path from start to goal, none an image of another",
+            counts=(1_000, 0, 200),
+            shape="9x9 cells",
+            classes=5,
+            read=mazes,
+        ),
+        Info(
+            "prefix-sums",
+            "puzzles",
+            "parity of every prefix of a sequence of bits",
+            counts=(2_000, 0, 500),
+            shape="16 bits",
+            classes=2,
+            read=prefix_sums,
         ),
     ]
 

@@ -1,0 +1,150 @@
+"""Generated puzzles on a grid and on a line: perfect mazes with their one path, and prefix sums of bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from random import Random
+
+import torch
+from torch import Tensor
+
+from equilibria.lab.data.sets import Dataset, Split, generator
+
+WALL, FREE, START, GOAL, PATH = range(5)
+MAZE_TOKENS = ("#", " ", "S", "G", "o")
+ATTEMPTS = 200  # mazes drawn per maze asked for
+
+Grid = list[list[int]]
+
+
+def carve(size: int, draws: Random) -> Grid:
+    """A perfect maze, walls around it: between any two free cells there is exactly one path. By depth-first search."""
+    grid = [[WALL] * size for _ in range(size)]
+    trail = [(1, 1)]
+    grid[1][1] = FREE
+    while trail:
+        r, c = trail[-1]
+        steps = [(r + dr, c + dc) for dr, dc in ((0, 2), (2, 0), (0, -2), (-2, 0))]
+        ways = [(a, b) for a, b in steps if 0 < a < size and 0 < b < size and grid[a][b] == WALL]
+        if not ways:
+            trail.pop()
+            continue
+        a, b = draws.choice(ways)
+        grid[(r + a) // 2][(c + b) // 2] = grid[a][b] = FREE
+        trail.append((a, b))
+    return grid
+
+
+def paths_from(grid: Grid, start: tuple[int, int]) -> dict[tuple[int, int], tuple[int, int]]:
+    """For each cell that can be reached, the cell before it on the way from `start`."""
+    before, front = {start: start}, [start]
+    for r, c in front:
+        for cell in ((r, c + 1), (r + 1, c), (r, c - 1), (r - 1, c)):
+            if grid[cell[0]][cell[1]] != WALL and cell not in before:
+                before[cell] = (r, c)
+                front.append(cell)
+    return before
+
+
+def _path(before: dict[tuple[int, int], tuple[int, int]], goal: tuple[int, int]) -> list[tuple[int, int]]:
+    """From the start to `goal`, both included."""
+    way = [goal]
+    while before[way[-1]] != way[-1]:
+        way.append(before[way[-1]])
+    return way[::-1]
+
+
+def make_maze(size: int, length: int, draws: Random) -> tuple[Tensor, Tensor] | None:
+    """A maze with S and G `length` steps apart and its solution, (size, size) each; None if the maze has no such cells."""
+    grid = carve(size, draws)
+    free = [(r, c) for r in range(size) for c in range(size) if grid[r][c] == FREE]
+    before = paths_from(grid, start := draws.choice(free))
+    ways = [way for goal in free if len(way := _path(before, goal)) == length + 1]
+    if not ways:
+        return None
+    way = draws.choice(ways)
+    maze = torch.tensor(grid)
+    maze[start], maze[way[-1]] = START, GOAL
+    solution = maze.clone()
+    for cell in way[1:-1]:
+        solution[cell] = PATH
+    return maze, solution
+
+
+def least_image(maze: Tensor) -> bytes:
+    """The least of the eight rotations and reflections, with S and G as they are and exchanged, as bytes."""
+    swapped = torch.tensor([WALL, FREE, GOAL, START, PATH])[maze]
+    images = [turned for m in (maze, swapped) for k in range(4) for turned in (m.rot90(k), m.rot90(k).T)]
+    return min(bytes(image.flatten().tolist()) for image in images)
+
+
+@lru_cache(maxsize=8)
+def mazes(
+    *, size: int = 9, train: int = 1_000, test: int = 200, lengths: tuple[int, int] | None = None, seed: int = 0
+) -> Dataset[Split]:
+    """Perfect mazes: x (n, size^2) of `MAZE_TOKENS`, y the same with the one path from S to G marked.
+
+    The lengths of paths are uniform in their range. No two mazes are images of each other under rotation, reflection and
+    exchange of S and G.
+
+    size     odd, walls included
+    lengths  range of steps from S to G; None: from 4 to 3 size
+    """
+    if size < 5 or size % 2 == 0:
+        raise ValueError(f"A maze has an odd size of at least 5, got {size}.")
+    low, high = (4, 3 * size) if lengths is None else lengths
+    draws, seen = Random(f"maze {size} {seed}"), set()
+    found: list[tuple[Tensor, Tensor]] = []
+    length = draws.randint(low, high)
+    for _ in range(ATTEMPTS * (train + test)):
+        if len(found) == train + test:
+            break
+        made = make_maze(size, length, draws)
+        if made is None or (mark := least_image(made[0])) in seen:
+            continue  # with the same length, or long paths would be rare
+        seen.add(mark)
+        found.append(made)
+        length = draws.randint(low, high)
+    if len(found) < train + test:
+        raise ValueError(
+            f"Only {len(found)} different mazes of size {size} with paths of {low} to {high} steps were found, "
+            f"{train + test} are asked for: ask for fewer, shorter paths or a larger size."
+        )
+    x, y = (torch.stack([entry[i] for entry in found]).flatten(1) for i in (0, 1))
+    return Dataset(f"maze-{size}", Split(x[:train], y[:train]), Split(x[train:], y[train:]), classes=MAZE_TOKENS)
+
+
+def prefix_sums(*, length: int = 16, train: int = 2_000, test: int = 500, seed: int = 0) -> Dataset[Split]:
+    """Bits and the parity of each prefix: x (n, length) of 0 and 1, y[i] = x[0] + ... + x[i] modulo 2; no sequence twice."""
+    if train + test > 2 ** min(length, 40):
+        raise ValueError(f"There are {2**length} sequences of {length} bits, {train + test} are asked for.")
+    draws, seen = generator(seed, "prefix sums", length), set()
+    rows: list[list[int]] = []
+    while len(rows) < train + test:
+        for row in torch.randint(2, (train + test, length), generator=draws).tolist():
+            if (key := tuple(row)) not in seen and len(rows) < train + test:
+                seen.add(key)
+                rows.append(row)
+    x = torch.tensor(rows)
+    y = x.cumsum(dim=1) % 2
+    return Dataset("prefix-sums", Split(x[:train], y[:train]), Split(x[train:], y[train:]), classes=("0", "1"))
+
+
+@dataclass(frozen=True)
+class MazeSymmetry:
+    """An augmentation: a rotation or reflection of every maze, and S and G exchanged in half of them."""
+
+    size: int = 9
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        """(count, size^2 + 5): the cell that each place takes its token from, then the new names of the tokens."""
+        cells = torch.arange(self.size**2).view(self.size, self.size)
+        images = torch.stack([turned.flatten() for k in range(4) for turned in (cells.rot90(k), cells.rot90(k).T)])
+        names = torch.tensor([[WALL, FREE, START, GOAL, PATH], [WALL, FREE, GOAL, START, PATH]])
+        source = images[torch.randint(len(images), (count,), generator=generator)]
+        return torch.cat([source, names[torch.randint(2, (count,), generator=generator)]], dim=1)
+
+    def __call__(self, x: Tensor, y: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
+        source, names = draws.split([self.size**2, len(MAZE_TOKENS)], dim=1)
+        return names.gather(1, x.gather(1, source)), names.gather(1, y.gather(1, source))

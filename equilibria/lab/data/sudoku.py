@@ -1,0 +1,239 @@
+"""Generated Sudoku boards: 4x4, 6x6 and 9x9, each with one solution, all different under the symmetries of the board."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equilibria.lab.data.sets import Dataset, Split
+
+BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # rows and columns of a box, by the size of the board
+Board = list[int]  # row by row; 0 is an empty cell
+ATTEMPTS = 60  # boards drawn per board asked for, before there are said to be too few different ones
+REFINEMENTS = 4  # rounds of the signature: more tell no more boards apart
+
+
+@dataclass(frozen=True)
+class Solved:
+    """What the solver found."""
+
+    solutions: int  # at most the limit it was given
+    first: Board | None
+    guesses: int  # cells at which more than one digit had to be tried
+
+
+@lru_cache
+def peers(size: int) -> tuple[tuple[int, ...], ...]:
+    """For each cell the others in its row, column and box."""
+    return tuple(
+        tuple(sorted({other for unit in units(size) if cell in unit for other in unit} - {cell})) for cell in range(size**2)
+    )
+
+
+@lru_cache
+def units(size: int) -> tuple[tuple[int, ...], ...]:
+    """The cells of every row, then of every column, then of every box."""
+    height, width = BOXES[size]
+    rows = [tuple(range(size * r, size * (r + 1))) for r in range(size)]
+    columns = [tuple(range(c, size**2, size)) for c in range(size)]
+    boxes = [
+        tuple(size * (top + r) + left + c for r in range(height) for c in range(width))
+        for top in range(0, size, height)
+        for left in range(0, size, width)
+    ]
+    return (*rows, *columns, *boxes)
+
+
+def solve_board(board: Board, limit: int = 2, order: Random | None = None) -> Solved:
+    """Backtracking at the cell with the fewest candidates; stops at `limit` solutions.
+
+    order  in which digits are tried at random; None: ascending
+    """
+    size = int(len(board) ** 0.5)
+    whole = (1 << size) - 1
+    allowed = [whole] * len(board)
+    cells = list(board)
+    for cell, digit in enumerate(board):
+        if digit:
+            if not allowed[cell] >> (digit - 1) & 1:
+                return Solved(0, None, 0)
+            for peer in peers(size)[cell]:
+                allowed[peer] &= ~(1 << (digit - 1))
+    found: list[Board] = []
+    guesses = _search(cells, allowed, peers(size), found, limit, order)
+    return Solved(len(found), found[0] if found else None, guesses)
+
+
+def _search(
+    cells: Board,
+    allowed: list[int],
+    near: tuple[tuple[int, ...], ...],
+    found: list[Board],
+    limit: int,
+    order: Random | None,
+) -> int:
+    """Fill `cells` on, collect solutions in `found`; the number of guesses made."""
+    best, fewest = -1, 100
+    for cell, digit in enumerate(cells):
+        if digit == 0:
+            count = allowed[cell].bit_count()
+            if count < fewest:
+                best, fewest = cell, count
+                if count <= 1:
+                    break
+    if best < 0:
+        found.append(list(cells))
+        return 0
+    digits = [d for d in range(allowed[best].bit_length()) if allowed[best] >> d & 1]
+    if order is not None:
+        order.shuffle(digits)
+    guesses = int(fewest > 1)
+    for d in digits:
+        changed = [peer for peer in near[best] if allowed[peer] >> d & 1]
+        cells[best] = d + 1
+        for peer in changed:
+            allowed[peer] &= ~(1 << d)
+        guesses += _search(cells, allowed, near, found, limit, order)
+        cells[best] = 0
+        for peer in changed:
+            allowed[peer] |= 1 << d
+        if len(found) >= limit:
+            break
+    return guesses
+
+
+def make_board(size: int, givens: int, draws: Random) -> tuple[Board, Board]:
+    """A puzzle with one solution, and the solution: givens are removed in a random order while it stays unique.
+
+    givens  to stop at; there may remain more, where every further removal would allow a second solution
+    """
+    solution = solve_board([0] * size**2, 1, draws).first
+    assert solution is not None
+    board, left = list(solution), size**2
+    for cell in draws.sample(range(size**2), size**2):
+        if left <= givens:
+            break
+        kept, board[cell] = board[cell], 0
+        if solve_board(board).solutions == 1:
+            left -= 1
+        else:
+            board[cell] = kept
+    return board, solution
+
+
+def signature(board: Board) -> int:
+    """A number that every symmetry of the board leaves as it is: boards of different signatures are no images of each other.
+
+    Colours of cells, digits, rows, columns and boxes are refined by the colours of their neighbours (Weisfeiler and Leman).
+    Two boards that are no images may still share it.
+    """
+    size = int(len(board) ** 0.5)
+    lines = units(size)
+    square = BOXES[size][0] == BOXES[size][1]  # only then does a transposed board have boxes of the same shape
+    kinds = [0] * size + [0 if square else 1] * size + [2] * size
+    groups = [(kind, line) for kind, line in zip(kinds, lines, strict=True)]
+    digits = [[cell for cell, given in enumerate(board) if given == d] for d in range(1, size + 1)]
+    colour = [int(given > 0) for given in board]
+    for _ in range(REFINEMENTS):
+        heard: list[list[int]] = [[] for _ in board]
+        for kind, line in [*groups, *((3, cells) for cells in digits)]:
+            word = _mixed((kind, *sorted(colour[cell] for cell in line)))
+            for cell in line:
+                heard[cell].append(word)
+        colour = [_mixed((own, *sorted(words))) for own, words in zip(colour, heard, strict=True)]
+    return _mixed(tuple(sorted(colour)))
+
+
+def _mixed(values: tuple[int, ...]) -> int:
+    """A hash of integers that is the same in every process."""
+    mixed = 0xCBF29CE484222325
+    for value in values:
+        mixed = ((mixed ^ (value & 0xFFFFFFFFFFFFFFFF)) * 0x100000001B3 + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        mixed ^= mixed >> 29
+    return mixed
+
+
+def different_boards(size: int, givens: tuple[int, int], guesses: tuple[int, int], draws: Random) -> Iterator[Any]:
+    """(puzzle, solution, guesses) without end, no two of one signature; givens and guesses within their ranges."""
+    seen: set[int] = set()
+    while True:
+        board, solution = make_board(size, draws.randint(*givens), draws)
+        hard, mark = solve_board(board).guesses, signature(board)
+        new = mark not in seen and guesses[0] <= hard <= guesses[1]
+        if new:
+            seen.add(mark)
+        yield (board, solution, hard) if new else None
+
+
+@lru_cache(maxsize=8)
+def sudoku(
+    *,
+    size: int = 9,
+    train: int = 1_000,
+    test: int = 200,
+    givens: tuple[int, int] | None = None,
+    guesses: tuple[int, int] = (0, 1_000_000),
+    seed: int = 0,
+) -> Dataset[Split]:
+    """Sudoku: x (n, size^2) has the givens, 0 for an empty cell; y the one solution, digits from 1.
+
+    No two boards, of either split, are images of each other under the symmetries of Sudoku: digits, rows in bands, columns
+    in stacks, bands, stacks, and transposition where boxes are square.
+
+    givens   range from which the number of givens is drawn that removal stops at; None: half of the cells
+    guesses  range of guesses that a backtracking solver needs: the difficulty
+    """
+    if size not in BOXES:
+        raise ValueError(f"A Sudoku has the size {', '.join(map(str, BOXES))}, got {size}.")
+    givens = (size**2 // 2, size**2 // 2) if givens is None else tuple(givens)  # type: ignore[assignment]
+    boards = different_boards(size, givens, tuple(guesses), Random(f"sudoku {size} {seed}"))  # type: ignore[arg-type]
+    wanted = train + test
+    found: list[tuple[Board, Board, int]] = []
+    for _ in range(ATTEMPTS * wanted):
+        if len(found) == wanted:
+            break
+        if (board := next(boards)) is not None:
+            found.append(board)
+    if len(found) < wanted:
+        raise ValueError(
+            f"Only {len(found)} different boards were found in {ATTEMPTS * wanted} draws, {wanted} are asked for: "
+            f"ask for fewer, or widen givens={givens} and guesses={guesses}."
+        )
+    x, y = (torch.tensor([entry[i] for entry in found]) for i in (0, 1))
+    classes = (".", *map(str, range(1, size + 1)))
+    return Dataset(f"sudoku-{size}", Split(x[:train], y[:train]), Split(x[train:], y[train:]), classes=classes)
+
+
+@dataclass(frozen=True)
+class SudokuSymmetry:
+    """An augmentation: a random symmetry of the board for every sample, applied to puzzle and solution alike."""
+
+    size: int = 9
+
+    def draw(self, count: int, generator: torch.Generator) -> Tensor:
+        """(count, size^2 + size + 1): the cell that each place takes its digit from, then the new names of 0 and digits."""
+        n, (height, width) = self.size, BOXES[self.size]
+        rows, columns = _lines(count, n, height, generator), _lines(count, n, width, generator)
+        source = rows.unsqueeze(2) * n + columns.unsqueeze(1)  # (count, n, n)
+        if height == width:
+            turned = torch.rand(count, 1, 1, generator=generator) < 0.5
+            source = torch.where(turned, source.transpose(1, 2), source)
+        names = torch.rand(count, n, generator=generator).argsort(dim=1) + 1
+        return torch.cat([source.flatten(1), names.new_zeros(count, 1), names], dim=1)
+
+    def __call__(self, x: Tensor, y: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
+        source, names = draws.split([self.size**2, self.size + 1], dim=1)
+        return names.gather(1, x.gather(1, source)), names.gather(1, y.gather(1, source))
+
+
+def _lines(count: int, size: int, thick: int, generator: torch.Generator) -> Tensor:
+    """(count, size) permutations of lines that keep bands of `thick` lines together."""
+    bands = torch.rand(count, size // thick, generator=generator).argsort(dim=1)
+    inside = torch.rand(count, size // thick, thick, generator=generator).argsort(dim=2)
+    return (bands.unsqueeze(2) * thick + inside).flatten(1)

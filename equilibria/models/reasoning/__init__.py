@@ -1,0 +1,1 @@
+"""Looped models that reason by iterating one small block."""

@@ -1,0 +1,99 @@
+"""The block of a reasoner: layers that mix positions, then channels, each followed by an RMS norm."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Mixer = Literal["mlp", "attention"]
+EPS = 1e-5  # of the RMS norms
+ROTARY_BASE = 10_000.0
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)) over the last dimension, without biases.
+
+    The hidden width is 2/3 of expansion * width, rounded up to a multiple of `multiple`: as many weights as an MLP of that
+    expansion with two matrices.
+    """
+
+    def __init__(self, width: int, expansion: float, multiple: int) -> None:
+        super().__init__()
+        hidden = math.ceil(round(expansion * width * 2 / 3) / multiple) * multiple
+        self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class PositionMLP(nn.Module):
+    """A SwiGLU over the positions of (batch, positions, width), the same for every channel; for boards of one size."""
+
+    def __init__(self, positions: int, expansion: float, multiple: int) -> None:
+        super().__init__()
+        self.mlp = SwiGLU(positions, expansion, multiple)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.mlp(h.transpose(1, 2)).transpose(1, 2)
+
+
+class RotaryAttention(nn.Module):
+    """Self-attention without a mask; queries and keys are turned by angles that grow with the position."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        if width % (2 * heads):
+            raise ValueError(f"Rotary attention needs an even width per head: {heads} heads do not divide {width} so.")
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, h: Tensor) -> Tensor:
+        q, k, v = self.qkv(h).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (batch, heads, positions, d)
+        cos, sin = rotary_angles(h.shape[1], q.shape[-1], h)
+        mixed = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+def rotary_angles(positions: int, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines, (positions, size / 2), of position * base^(-2 i / size)."""
+    frequency = ROTARY_BASE ** (-torch.arange(0, size, 2, device=like.device, dtype=torch.float64) / size)
+    angle = torch.arange(positions, device=like.device, dtype=torch.float64).unsqueeze(1) * frequency
+    return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (x_i, x_{i + d/2}) of the last dimension by their angles."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class Layer(nn.Module):
+    """h <- norm(h + mix(h)), then h <- norm(h + mlp(h)); the norm is the RMS over channels, without weights."""
+
+    def __init__(self, mixer: nn.Module, width: int, expansion: float, multiple: int) -> None:
+        super().__init__()
+        self.mixer = mixer
+        self.mlp = SwiGLU(width, expansion, multiple)
+
+    def forward(self, h: Tensor) -> Tensor:
+        h = rms_norm(h + self.mixer(h))
+        return rms_norm(h + self.mlp(h))
+
+
+def rms_norm(h: Tensor) -> Tensor:
+    return F.rms_norm(h, h.shape[-1:], eps=EPS)
+
+
+def initialize(module: nn.Module) -> None:
+    """Truncated normal weights with standard deviation 1 / sqrt(inputs), cut at two of them."""
+    for part in module.modules():
+        if isinstance(part, nn.Linear):
+            std = part.in_features**-0.5
+            nn.init.trunc_normal_(part.weight, std=std, a=-2 * std, b=2 * std)

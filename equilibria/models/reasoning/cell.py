@@ -1,0 +1,98 @@
+"""The two-state cell of recursive reasoners, and where its states start."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from equilibria.models.reasoning.blocks import Layer, PositionMLP, RotaryAttention, initialize
+from equilibria.models.reasoning.configs import ReasonerConfig
+from equilibria.solvers.base import require
+
+Pair = tuple[Tensor, Tensor]
+
+
+class ReasonerCell(nn.Module):
+    """One latent recursion on the pair (answer z_H, scratch pad z_L), each (batch, positions, width).
+
+        z_L <- R(z_L, B(z_L + z_H + x))  l_cycles times,  then  z_H <- R(z_H, B(z_H + z_L)),
+        R(h, b) = (1 - relaxation) h + relaxation b + noise e,  e standard normal
+
+    B is one stack of layers for both states (Tiny Recursive Model: relaxation 1, noise 0; Equilibrium Reasoners: 0.95,
+    0.01). With `noise_per="solve"` the normal numbers are drawn once per solve, so that the cell is one function with an
+    equilibrium that any solver finds. With "call" every call draws its own, as in the published code; plain iteration
+    without a tolerance is the one solver for that.
+    """
+
+    def __init__(self, config: ReasonerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.layers = nn.Sequential(*[_layer(config) for _ in range(config.layers)])
+        initialize(self)
+
+    def prepare(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The input and, where they are fixed for the solve, the normal numbers, (batch, l_cycles + 1, positions, width)."""
+        c = self.config
+        if c.noise == 0 or c.noise_per == "call":
+            return (x,)
+        return x, torch.randn(x.shape[0], c.l_cycles + 1, *x.shape[1:], dtype=x.dtype, device=x.device)
+
+    def forward(self, z: Pair, x: Tensor, noise: Tensor | None = None) -> Pair:
+        answer, scratch = z
+        for cycle in range(self.config.l_cycles):
+            scratch = self._relaxed(scratch, answer + x, noise, cycle)
+        return self._relaxed(answer, scratch, noise, self.config.l_cycles), scratch
+
+    def _relaxed(self, h: Tensor, inject: Tensor, noise: Tensor | None, place: int) -> Tensor:
+        c = self.config
+        out = self.layers(h + inject)
+        out = out if c.relaxation == 1 else torch.lerp(h, out, c.relaxation)
+        if c.noise == 0:
+            return out
+        return torch.add(out, torch.randn_like(out) if noise is None else noise[:, place], alpha=c.noise)
+
+
+def _layer(c: ReasonerConfig) -> Layer:
+    mixer: nn.Module
+    if c.mixer == "mlp":
+        mixer = PositionMLP(c.positions, c.expansion, c.multiple)
+    else:
+        mixer = RotaryAttention(c.width, c.heads)
+    return Layer(mixer, c.width, c.expansion, c.multiple)
+
+
+class PairStart(nn.Module):
+    """Where both states of a reasoner start: one vector for each of them, the same at every position of every sample.
+
+    learned  True: the vectors are parameters. The solver takes a start as a constant, so they are trained only by gradients
+             that follow the start, as `Unrolled`, or by `skip_penalty`. False: drawn once and kept
+    """
+
+    def __init__(self, width: int, learned: bool) -> None:
+        super().__init__()
+        vectors = nn.init.trunc_normal_(torch.empty(2, width), std=1.0, a=-2.0, b=2.0)
+        if learned:
+            self.vectors = nn.Parameter(vectors)
+        else:
+            self.register_buffer("vectors", vectors)
+
+    def forward(self, x: Tensor) -> Pair:
+        answer, scratch = self.vectors.to(x.dtype).unbind()
+        return answer.expand_as(x), scratch.expand_as(x)
+
+
+class RandomPairStart(nn.Module):
+    """A truncated normal draw for every entry of both states of every sample: standard deviation `std`, cut at 2 std."""
+
+    def __init__(self, std: float = 1.0) -> None:
+        super().__init__()
+        require(std > 0, f"The standard deviation of random starts must be positive, got {std}.")
+        self.std = std
+
+    def forward(self, x: Tensor) -> Pair:
+        draws = torch.empty(2, *x.shape, dtype=x.dtype, device=x.device)
+        answer, scratch = nn.init.trunc_normal_(draws, std=self.std, a=-2 * self.std, b=2 * self.std)
+        return answer, scratch
+
+    def extra_repr(self) -> str:
+        return f"std={self.std}"

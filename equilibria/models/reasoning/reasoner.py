@@ -1,0 +1,130 @@
+"""Reasoners: tokens in, tokens out, by the equilibrium of a small two-state cell."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from equilibria._core.loop import Stop
+from equilibria.deq import DEQ
+from equilibria.explicit import WeightTied
+from equilibria.gradients.base import Gradient
+from equilibria.gradients.phantom import JFB
+from equilibria.models.reasoning.blocks import initialize
+from equilibria.models.reasoning.cell import Pair, PairStart, RandomPairStart, ReasonerCell
+from equilibria.models.reasoning.configs import ReasonerConfig
+from equilibria.solution import Stats
+from equilibria.solvers.fallback import AnySolver
+from equilibria.solvers.picard import Picard
+
+HALT_BIAS = -5.0  # of the halting head at the beginning: nothing halts before it has learned to
+
+
+class Thought(NamedTuple):
+    """One supervised step of a reasoner."""
+
+    logits: Tensor  # (batch, positions, tokens)
+    halt: Tensor  # (batch,), the halting head: positive where it takes the answer for right
+    state: Pair  # (z_H, z_L), to go on from; without a graph
+    stats: Stats  # of the solve
+
+
+class Reasoner(nn.Module):
+    """Tiny Recursive Model and Equilibrium Reasoners: a DEQ on (z_H, z_L) whose cell is one latent recursion.
+
+        model = eq.models.create("reasoner-nano")
+        thought = model.think(tokens)  # one supervised step
+        thought = model.think(tokens, thought.state)  # the next one, from where that ended
+
+    The published supervised step is h_cycles - 1 recursions without a gradient and one with. With `stop=None` that is what
+    runs: h_cycles - 1 plain recursions, then a solve of no steps, which measures the residual, with the `gradient`, `JFB`
+    being the published one. With a `stop` the solver takes the place of the plain recursions, and of its iterates the one
+    with the least residual goes on.
+
+    solver     of the equilibrium
+    stop       of the solve in a supervised step; None: plain recursions in its place
+    gradient   of a supervised step
+    eval_stop  in eval mode; None: the same
+    """
+
+    def __init__(
+        self,
+        config: ReasonerConfig,
+        *,
+        solver: AnySolver = Picard(),
+        stop: Stop | None = None,
+        gradient: Gradient = JFB(),
+        eval_stop: Stop | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.tokens, config.width)
+        self.registers = nn.Parameter(torch.zeros(config.registers, config.width)) if config.registers else None
+        cell = ReasonerCell(_with_registers(config))
+        init = RandomPairStart() if config.start == "random" else PairStart(config.width, config.start == "learned")
+        self.plain = config.h_cycles - 1 if stop is None else 0  # recursions before the solve, without a gradient
+        self.layer = DEQ(cell, init, solver, recursions(0) if stop is None else stop, gradient, eval_stop)
+        self.head = nn.Linear(config.width, config.tokens, bias=False)
+        self.halt = nn.Linear(config.width, 1)
+        initialize(self.head)
+        nn.init.trunc_normal_(self.embedding.weight, std=config.width**-0.5)
+        nn.init.zeros_(self.halt.weight)
+        nn.init.constant_(self.halt.bias, HALT_BIAS)
+
+    def forward(self, tokens: Tensor, state: Pair | None = None, *, with_thought: bool = False) -> Tensor | Thought:
+        """Logits (batch, positions, tokens) of one supervised step; `with_thought` gives the `Thought`.
+
+        state  where to go on; None: a new start
+        """
+        x = self.embed(tokens)
+        if self.plain:
+            with torch.no_grad():
+                state = WeightTied(self.layer.cell, self.plain, self.layer.init)(x, init=state)
+        s = self.layer.solve(x, init=state)
+        logits, halt = self.read(s.z)
+        if not with_thought:
+            return logits
+        answer, scratch = s.z
+        return Thought(logits, halt, (answer.detach(), scratch.detach()), s.stats)
+
+    def think(self, tokens: Tensor, state: Pair | None = None) -> Thought:
+        """One supervised step."""
+        thought = self(tokens, state, with_thought=True)
+        assert isinstance(thought, Thought)
+        return thought
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The input of the cell, (batch, positions, width), entries of size 1."""
+        c = self.config
+        if tokens.dim() != 2 or (c.mixer == "mlp" and tokens.shape[1] != c.positions):
+            raise ValueError(
+                f"Tokens must have the shape (batch, {c.positions}), got {tuple(tokens.shape)}. "
+                "Flatten boards row by row; for boards of several sizes use mixer='attention'."
+            )
+        x = self.embedding(tokens)
+        if self.registers is not None:
+            x = torch.cat([self.registers.expand(len(x), -1, -1), x], dim=1)
+        return math.sqrt(c.width) * x
+
+    def read(self, z: Pair) -> tuple[Tensor, Tensor]:
+        """Logits and the halting head's value of a state."""
+        answer = z[0]
+        return self.head(answer[:, self.config.registers :]), self.halt(answer[:, 0]).squeeze(-1)
+
+    def start(self, tokens: Tensor) -> Pair:
+        """A new start for these samples."""
+        answer, scratch = self.layer.init(self.embed(tokens))  # type: ignore[operator, misc]
+        return answer, scratch
+
+
+def recursions(steps: int) -> Stop:
+    """A fixed number of steps, whatever the residual."""
+    return Stop(rtol=0.0, atol=0.0, max_steps=steps, on_failure="ignore", compact=False)
+
+
+def _with_registers(config: ReasonerConfig) -> ReasonerConfig:
+    return dataclasses.replace(config, positions=config.positions + config.registers, registers=0)
