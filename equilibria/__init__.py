@@ -20,6 +20,7 @@ from equilibria.gradients.reversible import Reversible
 from equilibria.gradients.shine import Shine
 from equilibria.gradients.unrolled import Unrolled
 from equilibria.gradients.warmup import Warmup
+from equilibria.looped import Carry, Halting, RandomStart, breadth
 from equilibria.penalties import correction_penalty, jacobian_penalty, random_max_steps, skip_penalty
 from equilibria.remember import Remember
 from equilibria.solution import ConvergenceError, ConvergenceWarning, Solution, Stats, Status
@@ -51,6 +52,7 @@ __all__ = [
     "Anderson",
     "BiCGSTAB",
     "Broyden",
+    "Carry",
     "ConvergenceError",
     "ConvergenceWarning",
     "DFSane",
@@ -58,6 +60,7 @@ __all__ = [
     "Fallback",
     "FirstStep",
     "Gradient",
+    "Halting",
     "Implicit",
     "Iterate",
     "NeumannPhantom",
@@ -65,6 +68,7 @@ __all__ = [
     "NormalCG",
     "Picard",
     "PseudoTransient",
+    "RandomStart",
     "Remember",
     "Restart",
     "Reversible",
@@ -83,6 +87,7 @@ __all__ = [
     "WeightTied",
     "Zeros",
     "analysis",
+    "breadth",
     "cells",
     "correction_penalty",
     "diagnose",

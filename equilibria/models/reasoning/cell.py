@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from equilibria.models.reasoning.blocks import Layer, PositionMLP, RotaryAttention, initialize
 from equilibria.models.reasoning.configs import ReasonerConfig
-from equilibria.solvers.base import require
 
 Pair = tuple[Tensor, Tensor]
 
@@ -79,20 +78,3 @@ class PairStart(nn.Module):
     def forward(self, x: Tensor) -> Pair:
         answer, scratch = self.vectors.to(x.dtype).unbind()
         return answer.expand_as(x), scratch.expand_as(x)
-
-
-class RandomPairStart(nn.Module):
-    """A truncated normal draw for every entry of both states of every sample: standard deviation `std`, cut at 2 std."""
-
-    def __init__(self, std: float = 1.0) -> None:
-        super().__init__()
-        require(std > 0, f"The standard deviation of random starts must be positive, got {std}.")
-        self.std = std
-
-    def forward(self, x: Tensor) -> Pair:
-        draws = torch.empty(2, *x.shape, dtype=x.dtype, device=x.device)
-        answer, scratch = nn.init.trunc_normal_(draws, std=self.std, a=-2 * self.std, b=2 * self.std)
-        return answer, scratch
-
-    def extra_repr(self) -> str:
-        return f"std={self.std}"

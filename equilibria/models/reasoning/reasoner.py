@@ -14,10 +14,10 @@ from equilibria.deq import DEQ
 from equilibria.explicit import WeightTied
 from equilibria.gradients.base import Gradient
 from equilibria.gradients.phantom import JFB
+from equilibria.looped.random_start import RandomStart
 from equilibria.models.reasoning.blocks import initialize
-from equilibria.models.reasoning.cell import Pair, PairStart, RandomPairStart, ReasonerCell
+from equilibria.models.reasoning.cell import Pair, PairStart, ReasonerCell
 from equilibria.models.reasoning.configs import ReasonerConfig
-from equilibria.solution import Stats
 from equilibria.solvers.fallback import AnySolver
 from equilibria.solvers.picard import Picard
 
@@ -30,7 +30,7 @@ class Thought(NamedTuple):
     logits: Tensor  # (batch, positions, tokens)
     halt: Tensor  # (batch,), the halting head: positive where it takes the answer for right
     state: Pair  # (z_H, z_L), to go on from; without a graph
-    stats: Stats  # of the solve
+    residual: Tensor  # (batch,), relative, of the state before the extra steps of the gradient
 
 
 class Reasoner(nn.Module):
@@ -65,7 +65,7 @@ class Reasoner(nn.Module):
         self.embedding = nn.Embedding(config.tokens, config.width)
         self.registers = nn.Parameter(torch.zeros(config.registers, config.width)) if config.registers else None
         cell = ReasonerCell(_with_registers(config))
-        init = RandomPairStart() if config.start == "random" else PairStart(config.width, config.start == "learned")
+        init = RandomStart(states=2) if config.start == "random" else PairStart(config.width, config.start == "learned")
         self.plain = config.h_cycles - 1 if stop is None else 0  # recursions before the solve, without a gradient
         self.layer = DEQ(cell, init, solver, recursions(0) if stop is None else stop, gradient, eval_stop)
         self.head = nn.Linear(config.width, config.tokens, bias=False)
@@ -89,7 +89,7 @@ class Reasoner(nn.Module):
         if not with_thought:
             return logits
         answer, scratch = s.z
-        return Thought(logits, halt, (answer.detach(), scratch.detach()), s.stats)
+        return Thought(logits, halt, (answer.detach(), scratch.detach()), s.stats.residual)
 
     def think(self, tokens: Tensor, state: Pair | None = None) -> Thought:
         """One supervised step."""

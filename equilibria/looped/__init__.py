@@ -1,0 +1,8 @@
+"""Looped models: random starts, many starts per sample, states carried over training steps, halting."""
+
+from equilibria.looped.breadth import Breadth, BreadthSolution, breadth
+from equilibria.looped.carry import Carry
+from equilibria.looped.halting import Halted, Halting
+from equilibria.looped.random_start import RandomStart
+
+__all__ = ["Breadth", "BreadthSolution", "Carry", "Halted", "Halting", "RandomStart", "breadth"]

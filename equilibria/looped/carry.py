@@ -1,0 +1,87 @@
+"""Carry: states and samples that stay in their rows over several training steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from equilibria._core.packing import State
+
+
+class Carry:
+    """The rows of a batch in deep supervision: each keeps its sample and its state until it halts.
+
+        carry = eq.Carry()
+        for batch in loader:  # of one size
+            (x, y), state = carry.admit(batch, lambda batch: model.start(batch[0]))
+            answer, halt, state, residual = model.think(x, state)
+            loss = ...
+            carry.advance(state, halting.in_training(carry.steps + 1, halt, residual))
+
+    A row that has halted takes the sample in the same row of the next batch; samples in rows that are not free are not used.
+    States are kept without their graphs. A row whose state is not finite halts. `state_dict` holds everything, so that a run
+    resumes to the bit; every process carries rows of its own.
+    """
+
+    def __init__(self) -> None:
+        self._rows: tuple[Any, Any] | None = None  # samples and states
+        self.steps = torch.zeros(0, dtype=torch.int64)  # (batch,) supervised steps each row has behind it
+        self.halted = torch.zeros(0, dtype=torch.bool)  # (batch,) rows that are free
+
+    def admit(self, batch: Any, start: Callable[[Any], State]) -> tuple[Any, State]:
+        """The samples and states to train on: those of `batch` in the rows that are free, the others as they were.
+
+        batch  a nesting of tensors, batch first
+        start  batch -> a start for each of its samples
+        """
+        leaves = pytree.tree_leaves(batch)
+        rows, device = len(leaves[0]), leaves[0].device
+        fresh = pytree.tree_map(torch.Tensor.detach, start(batch))
+        if self._rows is None:
+            self._rows = batch, fresh
+            self.steps = torch.zeros(rows, dtype=torch.int64, device=device)
+            self.halted = torch.zeros(rows, dtype=torch.bool, device=device)
+            return self._rows
+        if rows != len(self.halted):
+            raise ValueError(
+                f"Carry holds {len(self.halted)} rows and got a batch of {rows}: every batch must have the same size. "
+                "Use drop_last=True."
+            )
+        free = self.halted.to(device)
+        held = pytree.tree_map(lambda leaf: leaf.to(device), self._rows)
+        self._rows = pytree.tree_map(lambda new, old: _where(free, new, old), (batch, fresh), held)
+        self.steps = torch.where(free, 0, self.steps.to(device))
+        self.halted = torch.zeros_like(free)
+        return self._rows
+
+    def advance(self, state: State, halted: Tensor) -> None:
+        """Store the states after a supervised step, and which rows have halted with it."""
+        if self._rows is None:
+            raise RuntimeError("Carry.advance stores the states of samples that Carry.admit has taken; call that first.")
+        state = pytree.tree_map(torch.Tensor.detach, state)
+        sound = torch.stack([torch.isfinite(leaf).flatten(1).all(dim=1) for leaf in pytree.tree_leaves(state)]).all(dim=0)
+        self._rows = self._rows[0], state
+        self.steps = self.steps + 1
+        self.halted = halted | ~sound
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything as lists of tensors, for a checkpoint."""
+        if self._rows is None:
+            return {"leaves": [], "steps": self.steps, "halted": self.halted}
+        return {"leaves": pytree.tree_leaves(self._rows), "steps": self.steps, "halted": self.halted}
+
+    def load_state_dict(self, saved: Mapping[str, Any], like: Any) -> None:
+        """Restore what `state_dict` returned; `like` is (batch, state) with the structure of what was carried."""
+        self.steps, self.halted = saved["steps"], saved["halted"]
+        leaves, structure = list(saved["leaves"]), pytree.tree_structure(like)
+        if leaves and len(leaves) != structure.num_leaves:
+            raise ValueError(f"The state has {len(leaves)} tensors, samples and states like these {structure.num_leaves}.")
+        self._rows = pytree.tree_unflatten(leaves, structure) if leaves else None
+
+
+def _where(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    return torch.where(rows.view(-1, *[1] * (new.dim() - 1)), new, old)

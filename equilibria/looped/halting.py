@@ -1,0 +1,131 @@
+"""Halting: when a sample of a looped model is done, in training and in evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from equilibria._core.loop import Stop
+from equilibria._core.packing import State
+from equilibria.solvers.base import require
+
+By = Literal["head", "convergence", "both", "either", "limit"]
+Step = Callable[[Any, State | None], tuple[Any, Tensor, State, Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halting:
+    """When a row of a looped model halts: at `max_steps` supervised steps, or before by a learned head or by convergence.
+
+        found = eq.Halting(by="both", max_steps=16).run(model.think, boards)
+
+    by         "head": the halting head is positive. "convergence": the residual meets the tolerances of `stop`. "both" of
+               them, "either", or at the "limit" alone
+    stop       whose rtol the residual must meet
+    max_steps  supervised steps of a row at most
+    explore    share of the rows of a training step that may not halt before a number of steps drawn from 2 to max_steps;
+               without it the head never sees what more steps would have given
+    """
+
+    by: By = "head"
+    stop: Stop = Stop(rtol=0.05)
+    max_steps: int = 16
+    explore: float = 0.1
+
+    def __post_init__(self) -> None:
+        choices = get_args(By)
+        require(self.by in choices, f"by must be one of {', '.join(choices)}, got {self.by!r}.")
+        require(self.max_steps >= 1, f"max_steps must be at least 1, got {self.max_steps}.")
+        require(0 <= self.explore <= 1, f"explore is a share of the rows, in [0, 1], got {self.explore}.")
+
+    def wants(self, halt: Tensor, residual: Tensor) -> Tensor:
+        """(batch,) bool, rows that are done whatever the number of their steps.
+
+        halt      (batch,) the value of the halting head
+        residual  (batch,) the relative residual
+        """
+        sure, settled = halt > 0, self.stop.holds(residual, torch.finfo(residual.dtype).eps)
+        match self.by:
+            case "head":
+                return sure
+            case "convergence":
+                return settled
+            case "both":
+                return sure & settled
+            case "either":
+                return sure | settled
+            case _:
+                return torch.zeros_like(sure)
+
+    def in_training(self, steps: Tensor, halt: Tensor, residual: Tensor) -> Tensor:
+        """(batch,) bool, rows to replace after `steps` supervised steps; draws for `explore` from torch's generator."""
+        with torch.no_grad():
+            exploring = torch.rand(steps.shape, device=steps.device) < self.explore
+            least = torch.randint(2, max(self.max_steps, 2) + 1, steps.shape, device=steps.device)
+            allowed = ~exploring | (steps >= least)
+            return (self.wants(halt, residual) & allowed) | (steps >= self.max_steps)
+
+    @torch.no_grad()
+    def run(self, step: Step, inputs: Any, state: State | None = None) -> Halted:
+        """Take supervised steps until every row has halted; rows that have halted leave the batch.
+
+        step    (inputs, state or None) -> (answer, halt, state, residual), as `Reasoner.think`; a row must not depend on
+                others
+        inputs  a tensor, or a nesting of tensors, batch first
+        state   to start from; None: the model's own start
+        """
+        rows = torch.arange(_batch(inputs), device=_device(inputs))
+        parts: list[tuple[Tensor, Any]] = []
+        evaluated = 0
+        for count in range(1, self.max_steps + 1):
+            answer, halt, state, residual = step(inputs, state)
+            evaluated += len(rows)
+            done = self.wants(halt, residual) if count < self.max_steps else torch.ones_like(rows, dtype=torch.bool)
+            leaving, staying = done.nonzero().squeeze(1), (~done).nonzero().squeeze(1)
+            taken = torch.full_like(rows, count)
+            parts.append((rows[leaving], _take((answer, halt, state, residual, taken), leaving)))
+            rows = rows[staying]
+            if len(rows) == 0:
+                break
+            inputs, state = _take((inputs, state), staying)
+        return _joined(parts, evaluated)
+
+
+@dataclass(frozen=True)
+class Halted:
+    """What rows were when they halted, in the order of the batch."""
+
+    answer: Any  # as the step returned it
+    halt: Tensor  # (batch,) the halting head
+    state: State
+    residual: Tensor  # (batch,)
+    steps: Tensor  # (batch,) supervised steps taken
+    row_steps: int  # their sum: the cost, since rows that halt leave the batch
+
+
+def _joined(parts: list[tuple[Tensor, Any]], evaluated: int) -> Halted:
+    order = torch.cat([rows for rows, _ in parts]).argsort()
+    leaves = [pytree.tree_flatten(part) for _, part in parts]
+    joined = [torch.cat(group)[order] for group in zip(*[flat for flat, _ in leaves], strict=True)]
+    answer, halt, state, residual, steps = pytree.tree_unflatten(joined, leaves[0][1])
+    return Halted(answer, halt, state, residual, steps, evaluated)
+
+
+def _take(tree: Any, rows: Tensor) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.index_select(0, rows), tree)
+
+
+def _batch(tree: Any) -> int:
+    leaves = pytree.tree_leaves(tree)
+    require(bool(leaves) and all(isinstance(leaf, Tensor) for leaf in leaves), "Inputs must be tensors, batch first.")
+    return len(leaves[0])
+
+
+def _device(tree: Any) -> torch.device:
+    device: torch.device = pytree.tree_leaves(tree)[0].device
+    return device
