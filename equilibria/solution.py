@@ -159,7 +159,11 @@ class Solution:
 
     @property
     def adjoint(self) -> Stats | None:
-        """The backward solve; None before `backward()`, and of gradients that solve nothing."""
+        """The backward solve; None before `backward()`, and of gradients that solve nothing: JFB, UnrolledPhantom, Unrolled.
+
+        Where those had to set samples aside, because a derivative of theirs or its share of a weight's gradient is not
+        finite, the samples are NONFINITE here. The others are MAX_STEPS with a residual of nan: nothing was solved.
+        """
         return self.report.adjoint
 
     @property

@@ -15,7 +15,7 @@ from torch.autograd.function import Function
 
 from equilibria._core import autodiff_modes
 from equilibria._core.maps import Affine
-from equilibria._core.primitive import Differentiable
+from equilibria._core.primitive import Differentiable, file_lost
 from equilibria._core.problem import OUT_OF_REACH
 from equilibria.gradients.base import quarantine, unit
 from equilibria.solution import Status
@@ -54,12 +54,15 @@ class _Attach(Function):
 
     @staticmethod
     def _cotangent(ctx: Any, v: Tensor) -> tuple[Tensor]:
-        keep = ctx.good.unsqueeze(1)
+        lost = ctx.good & ~torch.isfinite(v).all(dim=1)
+        keep = (ctx.good & ~lost).unsqueeze(1)
         v = torch.where(keep, v, torch.zeros_like(v))
         size = unit(ctx.task.problem.equation, v)
         system = _adjoint_map(ctx, v / size)
         u = ctx.task.cotangent(system)
         u = ctx.task.verified(system, u, system(u) - u, lambda u: system(u) - u)
+        if bool(lost.any()):
+            file_lost(ctx.task, lost)
         return (torch.where(keep, u * size, torch.zeros_like(v)),)
 
 

@@ -177,16 +177,14 @@ def _followed(problem: _Problem, flat: Flat, solver: AnySolver) -> Flat:
 
 
 def _divided(problem: _Problem, z0: Tensor, fz: Tensor, solver: AnySolver) -> Flat:
-    """The solve of g(y) = f(unit y) / unit, whose states are of usual size; rows that are so already have the unit 1."""
+    """The solve of g(y) = f(unit y) / unit, whose states are of usual size; units are powers of two."""
     unit = binary_size(z0, fz).unsqueeze(1)
     y0 = z0 / unit
     f = Map(_divide(problem.f.raw, unit), problem.f.counter, problem.f.any_rank).remember(y0, fz / unit)
     inner = dataclasses.replace(problem.with_stop(compact=False), f=f, unit=unit.squeeze(1), origin=None)
     flat = _answer(inner, y0, solver)
     stats = dataclasses.replace(flat.stats, iterates=tuple(y * unit for y in flat.stats.iterates))
-    state = flat.state
-    if state is not None:
-        state = dataclasses.replace(state, z=state.z * unit, fz=state.fz * unit)
+    state = None if flat.state is None else flat.state.rescaled(unit)
     return dataclasses.replace(flat, z=flat.z * unit, stats=stats, state=state)
 
 
@@ -313,9 +311,7 @@ def _confirm(problem: _Problem, claimed: Flat) -> Flat:
     """
     fz = problem.f(claimed.z)
     problem.f.remember(claimed.z, fz)
-    ledger = problem.ledger(claimed.z)
-    ledger.observe(Iterate(claimed.z, fz), step=0, look=False)
-    _, seen = ledger.close(problem.f.counter)
+    seen = _measured(problem, claimed.z, fz)
     unless = torch.where(claimed.stats.converged, Status.STALLED, claimed.stats.status)
     holds = seen.converged | (claimed.stats.converged & problem.stop.holds(seen.residual, problem.precision))
     status = torch.where(holds, Status.CONVERGED, unless).to(torch.int8)
@@ -323,6 +319,18 @@ def _confirm(problem: _Problem, claimed: Flat) -> Flat:
     stats = dataclasses.replace(seen, status=status, steps=before.steps, rejected=before.rejected, best=before.best)
     stats = dataclasses.replace(stats, trace=before.trace, iterates=before.iterates)
     return dataclasses.replace(claimed, stats=stats, failed=True)
+
+
+def _measured(problem: _Problem, z: Tensor, fz: Tensor) -> Stats:
+    """Statistics of one iterate of any size: divided by it before its entries are squared."""
+    unit = None if problem.scale is not None else binary_size(z, fz)
+    if unit is not None:
+        z, fz = z / unit.unsqueeze(1), fz / unit.unsqueeze(1)
+    ledger = problem.ledger(z)
+    if unit is not None:
+        ledger.divide(unit)
+    ledger.observe(Iterate(z, fz), step=0, look=False)
+    return ledger.close(problem.f.counter)[1]
 
 
 def _chain(problem: _Problem, z0: Tensor, chain: Fallback) -> Flat:

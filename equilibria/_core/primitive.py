@@ -231,7 +231,7 @@ def pull_once(
         if some_bad:
             if not bool(good.any()):
                 if lost is not None:
-                    _file_lost(task, lost)
+                    file_lost(task, lost)
                 return [torch.zeros_like(arg) if need else None for arg, need in zip(args, needs, strict=True)]
             z, args, v = quarantine(equation, z, args, v, good)
         at = Linearisation(equation, z, args, needs)
@@ -260,7 +260,7 @@ def pull_once(
             # a sum of finite gradients, too large for its dtype: it belongs to every sample
             lost = good if lost is None else lost | good
         if lost is not None:
-            _file_lost(task, lost)
+            file_lost(task, lost)
         return pull.grads
 
 
@@ -348,7 +348,7 @@ def _added(first: Stats, then: Stats) -> Stats:
     )
 
 
-def _file_lost(task: Differentiable, lost: Tensor) -> None:
+def file_lost(task: Differentiable, lost: Tensor) -> None:
     """Statistics of samples that were left out since a derivative of theirs is not finite."""
     stats = task.problem.report.adjoint or empty_stats(len(lost), lost.device)
     status = stats.status.masked_fill(lost, Status.NONFINITE)

@@ -160,10 +160,19 @@ def _args_with_rows(equation: Equation, z: Tensor, args: Sequence[Tensor], index
     """
     if getattr(equation, "opaque", False):  # to run it is a collective, which other ranks would not join
         return equation.rowwise
+    rows = list(equation.rowwise)
     with torch.no_grad():
-        expected, rows = equation(z, *args)[good], list(equation.rowwise)
-        for i, looks_like in enumerate(rows):
-            if looks_like:
-                exchanged = [*args[:i], args[i][index], *args[i + 1 :]]
-                rows[i] = torch.equal(equation(z, *exchanged)[good], expected)
+        # beside the state itself another one: a weight that is multiplied by a state of zero could be any
+        for state in (z, _another_state(z)):
+            expected = equation(state, *args)[good]
+            for i, looks_like in enumerate(rows):
+                if looks_like:
+                    exchanged = [*args[:i], args[i][index], *args[i + 1 :]]
+                    rows[i] = torch.equal(equation(state, *exchanged)[good].nan_to_num(), expected.nan_to_num())
     return rows
+
+
+def _another_state(z: Tensor) -> Tensor:
+    """A state of about the size of `z` without a zero in it."""
+    largest = _sound(torch.nan_to_num(z, nan=0.0, posinf=0.0, neginf=0.0).abs().amax(dim=1, keepdim=True))
+    return largest * (1 + torch.arange(z.shape[1], device=z.device, dtype=z.dtype) / z.shape[1])

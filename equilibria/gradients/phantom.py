@@ -12,9 +12,11 @@ from torch.utils.checkpoint import checkpoint as run_checkpointed
 
 from equilibria._core import autodiff_modes
 from equilibria._core.attach import attach
+from equilibria._core.failures import judge
 from equilibria._core.primitive import Differentiable, differentiable_fixed_point
 from equilibria.gradients.approximations import Neumann
 from equilibria.gradients.base import Gradient, Problem, quarantine, with_zero_gradient
+from equilibria.gradients.watched import watched
 from equilibria.solution import Status
 from equilibria.solvers.base import require
 from equilibria.solvers.krylov import GMRES
@@ -41,7 +43,7 @@ class UnrolledPhantom(Gradient):
 
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
         z, status = solve_detached(problem, z0, args)
-        return unroll_from(problem, z, status, args, self._advance)
+        return unroll_from(problem, z, status, args, self._advance, replays=self.checkpoint)
 
     def _advance(self, f: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
         for _ in range(self.steps):
@@ -99,23 +101,51 @@ def unroll_from(
     status: Tensor,
     args: Sequence[Tensor],
     advance: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor],
+    *,
+    replays: bool = False,
 ) -> Tensor:
     """`advance(f, z)` with its graph, for good samples; a non-finite one keeps its iterate, and no gradient."""
-    equation, good = problem.equation, status != Status.NONFINITE
-    if problem.report.nonfinite and not autodiff_modes.inside_transform() and not bool(good.any()):
+    report, good = problem.report, status != Status.NONFINITE
+    concrete = autodiff_modes.has_values(z, good, *args)
+    if report.nonfinite and not autodiff_modes.inside_transform() and not bool(good.any()):
         return with_zero_gradient(z, args)  # there is no good sample to put in place of the bad ones
-    start, inputs, _ = quarantine(equation, z, args, z, good)
-    runs = [0]
-
-    def f(h: Tensor) -> Tensor:
-        runs[0] += 1
-        return equation(h, *inputs)
-
-    out = torch.where(good.unsqueeze(1), advance(f, start), z)
-    problem.report.add_evaluations(runs[0], len(z))
-    assert problem.report.stats is not None
-    problem.report.stats = dataclasses.replace(problem.report.stats, extra_steps=runs[0])
+    steps = _Advance(advance, good)
+    out = watched(steps, problem, z, args, replays=replays)
+    if concrete and not bool(torch.isfinite(out.detach().sum())):
+        finite = torch.isfinite(out.detach()).all(dim=1)
+        if not bool(finite.all()):  # steps from an iterate that is no equilibrium may overflow
+            _set_aside(problem, ~finite)
+            return unroll_from(problem, z, status.masked_fill(~finite, Status.NONFINITE), args, advance, replays=replays)
+    problem.report.add_evaluations(steps.runs, len(z))
+    assert report.stats is not None
+    report.stats = dataclasses.replace(report.stats, extra_steps=steps.runs)
     return out
+
+
+class _Advance:
+    """The steps from an equilibrium, for the samples that are good."""
+
+    def __init__(self, advance: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor], good: Tensor) -> None:
+        self.advance, self.good, self.runs = advance, good, 0
+
+    def __call__(self, problem: Problem, z: Tensor, args: Sequence[Tensor]) -> Tensor:
+        start, inputs, _ = quarantine(problem.equation, z, args, z, self.good)
+        self.runs = 0
+
+        def f(h: Tensor) -> Tensor:
+            self.runs += 1
+            return problem.equation(h, *inputs)
+
+        return torch.where(self.good.unsqueeze(1), self.advance(f, start), z)
+
+
+def _set_aside(problem: Problem, rows: Tensor) -> None:
+    """Samples whose steps are not finite keep their iterate and get no gradient: NONFINITE."""
+    stats = problem.report.stats
+    assert stats is not None
+    status = stats.status.masked_fill(rows, Status.NONFINITE)
+    problem.report.stats, problem.report.nonfinite = dataclasses.replace(stats, status=status), True
+    judge(problem.report.stats, problem.stop, problem.solver, what="forward", owner=problem.equation.owner)
 
 
 def _check(name: str, steps: int, damping: float) -> None:

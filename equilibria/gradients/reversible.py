@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from equilibria._core import autodiff_modes
 from equilibria._core.failures import judge
 from equilibria._core.linear import Linearisation
 from equilibria._core.maps import Map
+from equilibria._core.search import all_finite, sum_finite_shares
 from equilibria.gradients.base import Gradient, Problem, check_first_order, quarantine
 from equilibria.solution import Status, empty_stats
 from equilibria.solvers.base import Iterate, Solver, require
@@ -81,6 +82,10 @@ class ReversibleState(Iterate):
     y: Tensor  # (batch, n), double
     wide: Tensor  # (batch, n), double
 
+    def rescaled(self, unit: Tensor) -> Self:
+        state = super().rescaled(unit)
+        return dataclasses.replace(state, y=self.y * unit, wide=self.wide * unit)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReversiblePicard(Solver[ReversibleState]):
@@ -118,20 +123,30 @@ class _Reversible(Function):
         y, z, steps, best, status, *args = ctx.saved_tensors
         equation, needs = ctx.problem.equation, ctx.needs_input_grad[2:]
         good, lost = status != Status.NONFINITE, torch.zeros_like(status, dtype=torch.bool)
-        while bool(good.any()):
+        zero = [torch.zeros_like(arg) if need else None for arg, need in zip(args, needs, strict=True)]
+
+        def undo(good: Tensor) -> tuple[list[Tensor | None], Tensor, Tensor]:
             rows = _same(good)
             _, taken, v = quarantine(equation, z.to(cotangent.dtype), args, cotangent, good)
-            grads, left, finite = _undo(ctx.problem, y[rows], z[rows], v, steps[rows], best[rows], taken, needs)
+            return _undo(ctx.problem, y[rows], z[rows], v, steps[rows], best[rows], taken, needs)
+
+        while bool(good.any()):
+            grads, left, finite = undo(good)
             bad = good & ~finite
             if not bool(bad.any()):
-                if not all(bool(torch.isfinite(grad).all()) for grad in grads if grad is not None):
-                    lost = lost | good  # a sum of finite gradients, too large for its dtype
-                _file_rest(ctx.problem, left, v, steps, lost)
-                return grads
+                sound: Sequence[Tensor | None] = grads
+                if not all_finite(grads):
+                    sound, spoilt = sum_finite_shares(good, lambda rows: undo(rows)[0], zero)
+                    # a sum of finite gradients may be too large for its dtype: it belongs to every sample
+                    lost = lost | (spoilt if all_finite(sound) else good)
+                _file_rest(
+                    ctx.problem, left, torch.where(good.unsqueeze(1), cotangent, torch.zeros_like(cotangent)), steps, lost
+                )
+                return sound
             good, lost = good & ~bad, lost | bad
         if len(lost):
             _file_rest(ctx.problem, torch.zeros_like(z), cotangent, steps, lost)
-        return [torch.zeros_like(arg) if need else None for arg, need in zip(args, needs, strict=True)]
+        return zero
 
 
 def _same(good: Tensor) -> Tensor:

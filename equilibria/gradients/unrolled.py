@@ -17,6 +17,7 @@ from equilibria._core.maps import Map
 from equilibria._core.norms import scaled_norm
 from equilibria._core.problem import Equation
 from equilibria.gradients.base import Gradient, Problem, quarantine, with_zero_gradient
+from equilibria.gradients.watched import watched
 from equilibria.solution import Status, empty_stats
 from equilibria.solvers.base import Iterate, Solver, collect, rebuild, require
 from equilibria.solvers.fallback import Fallback
@@ -52,6 +53,9 @@ class Unrolled(Gradient):
                 "torch.func.vmap does not pass through Unrolled, whose number of steps depends on values: make the mapped "
                 "dimension a part of the batch, or take eq.Implicit(), which maps."
             )
+        return watched(self._steps, problem, z0, args, replays=self.checkpoint is not None)
+
+    def _steps(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
         # where no sample takes a step there is no graph
         return with_zero_gradient(self._unroll(problem, z0, args), [z0, *args])
 

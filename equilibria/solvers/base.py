@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,13 @@ class Iterate:
     def length(self) -> Tensor:
         """(batch,), of the residual."""
         return torch.linalg.vector_norm(self.residual, dim=1)
+
+    def rescaled(self, unit: Tensor) -> Self:
+        """This state of a map that was divided by `unit`, (batch, 1), with its iterates in the scale of the map itself.
+
+        A history stays as it is: what is estimated from it, the Jacobian, does not depend on the scale.
+        """
+        return dataclasses.replace(self, z=self.z * unit, fz=self.fz * unit)
 
 
 S = TypeVar("S", bound=Iterate)

@@ -153,3 +153,13 @@ def test_residuals_of_explicit_networks_of_any_scale(scale: float) -> None:
     assert s.stats.status.tolist() == [eq.Status.MAX_STEPS] * 3
     seen = true_residual(cell, s.z.detach(), x, scale)
     torch.testing.assert_close(s.stats.residual.double(), seen, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("solver", [eq.GMRES(), eq.BiCGSTAB(), eq.NormalCG()], ids=repr)
+def test_measured_residuals_of_tiny_states_are_those_of_the_state(solver: eq.Solver[Any]) -> None:
+    w, x = torch.tensor([[0.2, 0.1], [0.1, 0.3]]), torch.tensor([[-1.5e-30, 1.5e-32]])
+    solution = eq.fixed_point(
+        lambda z, x: z @ w + x, torch.full((1, 2), float("nan")), x, solver=solver, stop=eq.Stop(rtol=1e-3, atol=1e-6)
+    )
+    assert solution.stats.converged.all() and torch.equal(solution.z, torch.zeros(1, 2))  # by atol: |x| is far below it
+    torch.testing.assert_close(solution.stats.residual, torch.ones(1))

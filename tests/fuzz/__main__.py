@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tests.fuzz.oracle import Verdict, judge
-from tests.fuzz.strategies import CHOICES, Case, numbered
+from tests.fuzz.strategies import CHOICES, Case, numbered, uncoupled
 
 EXAMPLES = 8  # cases kept of every category
 SAVE_EVERY = 200  # cases between two writings of the file
@@ -61,18 +61,22 @@ def machine() -> dict[str, Any]:
 class Tally:
     """Counts over all cases so far; as JSON, what another start goes on from."""
 
-    def __init__(self, seed: int, start: int) -> None:
-        self.counts: dict[str, Any] = {"seed": seed, "start": start, "next": start, "seconds": 0.0}
+    def __init__(self, seed: int, start: int, uncoupled: bool) -> None:
+        self.counts: dict[str, Any] = {"seed": seed, "start": start, "uncoupled": uncoupled, "next": start, "seconds": 0.0}
         self.counts |= dict.fromkeys(("cases", "samples", "converged", "gradients", "refused", "lies", "unclear"), 0)
         self.categories: dict[str, dict[str, Any]] = {}
         self.refusals: collections.Counter[str] = collections.Counter()
 
     @classmethod
     def load(cls, saved: dict[str, Any]) -> Tally:
-        tally = cls(saved["seed"], saved["start"])
+        tally = cls(saved["seed"], saved["start"], saved["uncoupled"])
         tally.counts = {name: saved[name] for name in tally.counts}
         tally.categories, tally.refusals = saved["categories"], collections.Counter(saved["refusals"])
         return tally
+
+    def case(self, number: int) -> Case:
+        case = numbered(self.counts["seed"], number)
+        return uncoupled(case) if self.counts["uncoupled"] else case
 
     def enter(self, number: int, case: Case, verdict: Verdict) -> None:
         counts = self.counts
@@ -102,27 +106,28 @@ def main() -> int:
     parser.add_argument("--start", type=int, default=0, help="number of the first case: several ranges may run side by side")
     parser.add_argument("--json", type=Path, help="file of the figures; if it exists, the run goes on from there")
     parser.add_argument("--case", type=int, help="run this case alone and print what is found")
+    parser.add_argument("--uncoupled", action="store_true", help="no cells that mix rows, but for batch statistics")
     parser.add_argument("--keep", action="store_true", help="do not make the findings' cases smaller at the end")
     args = parser.parse_args()
+    tally = Tally(args.seed, args.start, args.uncoupled)
     if args.case is not None:
-        return _one(numbered(args.seed, args.case))
-    tally = Tally(args.seed, args.start)
+        return _one(tally.case(args.case))
     if args.json is not None and args.json.exists():
         tally = Tally.load(json.loads(args.json.read_text()))
     _run(tally, args.samples, args.json)
     if not args.keep:
         for name, entry in tally.categories.items():
-            entry["minimal"] = _reproductions(name, entry, tally.counts["seed"])
+            entry["minimal"] = _reproductions(name, entry, tally)
     _save(tally, args.json)
     _print(tally)
     return int(tally.counts["lies"] + tally.counts["unclear"] > 0)
 
 
-def _reproductions(name: str, entry: dict[str, Any], seed: int) -> list[dict[str, str]]:
+def _reproductions(name: str, entry: dict[str, Any], tally: Tally) -> list[dict[str, str]]:
     """The kept examples of a category made smaller, one for each set of choices that it takes."""
     found: dict[tuple[str, ...], dict[str, str]] = {}
     for example in entry["examples"]:
-        smaller = minimal(numbered(seed, example["number"]), name)
+        smaller = minimal(tally.case(example["number"]), name)
         details = [f.detail for f in judge(smaller).findings if category(f.kind, f.detail) == name]
         shown = {"case": str(smaller), "detail": details[0] if details else "not shown again"}
         found.setdefault(tuple(smaller.changed()), shown)
@@ -149,7 +154,7 @@ def _run(tally: Tally, samples: int, file: Path | None) -> None:
     began, before = time.monotonic(), tally.counts["seconds"]
     while tally.counts["samples"] < samples:
         number = tally.counts["next"]
-        case = numbered(tally.counts["seed"], number)
+        case = tally.case(number)
         signal.alarm(ENDLESS)
         tally.enter(number, case, judge(case))
         signal.alarm(0)

@@ -153,3 +153,9 @@ def numbered(seed: int, number: int) -> Case:
     """Case `number` of the stream `seed`: the same on every machine, whichever others are run."""
     draw = random.Random(f"{seed}:{number}")
     return Case(**{name: draw.choice(choices) for name, choices in CHOICES.items()}, seed=draw.randrange(SEEDS))
+
+
+def uncoupled(case: Case) -> Case:
+    """The case with rows that do not depend on each other, but for batch statistics."""
+    change = "none" if case.change == "coupling" else case.change
+    return dataclasses.replace(case, coupling=0.0, change=change)

@@ -45,6 +45,10 @@ FOUND = [
     Case(
         dtype="complex128", batch=2, width=3, structure="tuple", start="nan-row", in_place="state", solver="Robust", seed=5
     ),
+    Case(dtype="float32", batch=2, start="far", special="denormal", solver="bicgstab", seed=32325),
+    Case(dtype="float32", width=2, scale=1e-30, start="nan-row", solver="gmres", atol=1e-6, seed=62068),
+    Case(gain=4.0, start="input", special="huge", gradient="phantom", max_steps=0, seed=64006),
+    Case(call="closure", gradient="neumann", cotangent="nan-row", seed=40244),
     Case(change="gain-before-backward", seed=29256),
     Case(cell="batch-norm", batch=2, gradient="phantom-checkpointed", change="eval-between", seed=52426),
 ]
