@@ -1,0 +1,213 @@
+"""Reasoners on generated puzzles: deep supervision with carried states, and the explicit networks beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from equilibria._core.loop import Stop
+from equilibria._core.recording import record
+from equilibria.gradients.base import Gradient
+from equilibria.gradients.implicit import Implicit
+from equilibria.gradients.phantom import JFB
+from equilibria.gradients.unrolled import Unrolled
+from equilibria.lab.data.augment import Augmentation
+from equilibria.lab.data.batches import Batches
+from equilibria.lab.data.catalogue import load
+from equilibria.lab.data.mazes import MazeSymmetry
+from equilibria.lab.data.sets import Dataset, Split
+from equilibria.lab.data.sudoku import SudokuSymmetry
+from equilibria.lab.experiments.image_task import inside
+from equilibria.lab.experiments.reasoning.losses import HALT_WEIGHT, Likelihood, answer_loss, halting_loss
+from equilibria.lab.experiments.reasoning.scaling import measure_scaling
+from equilibria.lab.training.settings import Training
+from equilibria.lab.training.task import Loaders, Outcome, Task
+from equilibria.looped.carry import Carry
+from equilibria.looped.halting import By, Halting
+from equilibria.models.reasoning.cell import PairStart
+from equilibria.models.reasoning.configs import ReasonerConfig
+from equilibria.models.reasoning.reasoner import Reasoner, Thought
+from equilibria.models.reasoning.stack import ReasonerStack
+from equilibria.models.solve_options import relative_stop
+from equilibria.penalties import jacobian_penalty
+from equilibria.solvers.krylov import GMRES
+
+Batch = tuple[Tensor, Tensor]
+Kind = Literal["jfb", "exact", "bptt", "stack"]
+EXACT_STEPS = 12  # products with the Jacobian in the adjoint solve of the exact gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class PuzzleData:
+    """Which puzzles: `size` is that of a Sudoku or a maze, or the length of a sequence of bits.
+
+    low, high   range of givens of a Sudoku, or of the path lengths of a maze
+    repeats     times that an epoch goes through the training puzzles, each time under other symmetries
+    """
+
+    name: Literal["sudoku", "mazes", "prefix-sums"] = "sudoku"
+    size: int = 4
+    train: int = 400
+    test: int = 128
+    low: int = 4
+    high: int = 7
+    repeats: int = 1
+    seed: int = 0
+
+    def load(self) -> Dataset[Split]:
+        options: dict[str, Any] = {"train": self.train, "test": self.test, "seed": self.seed}
+        match self.name:
+            case "sudoku":
+                return load("sudoku", size=self.size, givens=(self.low, self.high), **options)
+            case "mazes":
+                return load("mazes", size=self.size, lengths=(self.low, self.high), **options)
+            case _:
+                return load("prefix-sums", length=self.size, **options)
+
+    def symmetries(self) -> list[Augmentation]:
+        match self.name:
+            case "sudoku":
+                return [SudokuSymmetry(self.size)]
+            case "mazes":
+                return [MazeSymmetry(self.size)]
+            case _:
+                return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReasoningSettings:
+    """Settings of a reasoner, or of the explicit stack beside it, on puzzles.
+
+    kind             how it is trained: the published one-step gradient ("jfb"), the "exact" one, back-propagation through
+                     `unrolled` recursions from the start ("bptt"), or a "stack" of `stack_layers` layers of their own
+    halt_by, rtol    when a row is replaced in training: see `Halting`
+    max_steps        supervised steps of a row at most
+    jacobian_weight  of the penalty on the Jacobian at the state after a step
+    depths, starts   that are measured on the test split; `depths` in supervised steps
+    """
+
+    data: PuzzleData = field(default_factory=PuzzleData)
+    config: ReasonerConfig = field(default_factory=ReasonerConfig)
+    kind: Kind = "jfb"
+    stack_layers: int = 1
+    unrolled: int = 8
+    halt_by: By = "head"
+    rtol: float = 0.05
+    max_steps: int = 16
+    explore: float = 0.1
+    likelihood: Likelihood = "softmax"
+    jacobian_weight: float = 0.0
+    depths: tuple[int, ...] = (1, 2, 4, 8, 16)
+    starts: tuple[int, ...] = (1, 4)
+
+
+class Reasoning(Task[Batch]):
+    """Trains a reasoner on puzzles; the rows in flight are part of the run's state."""
+
+    better = ("exact", "max")
+
+    def __init__(self, settings: ReasoningSettings) -> None:
+        s = self.settings = settings
+        steps = s.max_steps if s.kind in ("jfb", "exact") else 1
+        self.halting = Halting(by=s.halt_by, stop=Stop(rtol=s.rtol), max_steps=steps, explore=s.explore)
+        self.carry = Carry()
+
+    def model(self) -> nn.Module:
+        s = self.settings
+        if s.kind == "stack":
+            return ReasonerStack(s.config, s.stack_layers)
+        gradient: Gradient = JFB()
+        stop = None
+        if s.kind == "bptt":
+            stop, gradient = _steps(s.unrolled), Unrolled(depth=s.unrolled)
+        if s.kind == "exact":
+            stop = _steps(s.config.h_cycles)
+            gradient = Implicit(solver=GMRES(restart=EXACT_STEPS), stop=relative_stop(1e-2, EXACT_STEPS))
+        return Reasoner(s.config, stop=stop, gradient=gradient)
+
+    def batches(self, root: Path | None, training: Training, rank: int, world_size: int) -> Loaders[Batch]:
+        data = self.settings.data
+        found = data.load()
+        split = Split(found.train.x.repeat(data.repeats, 1), found.train.y.repeat(data.repeats, 1))
+        train = Batches(
+            split,
+            training.batch_size,
+            seed=training.seed,
+            augment=data.symmetries(),
+            drop_last=True,
+            rank=rank,
+            world_size=world_size,
+        )
+        test = Batches(found.test, training.eval_batch_size, shuffle=False, rank=rank, world_size=world_size)
+        return Loaders(train, None, test)
+
+    def loss(self, model: nn.Module, batch: Batch, step: int) -> Outcome:
+        if self.settings.kind == "stack":
+            return self._plain(model, batch)
+        net = inside(model, Reasoner)
+        (x, y), state = self.carry.admit(batch, lambda fresh: net.start(fresh[0]))
+        with record(net) as solutions:
+            thought: Thought = model(x, state, with_thought=True)
+        right = (thought.logits.argmax(dim=-1) == y).all(dim=-1)
+        answer = answer_loss(thought.logits, y, self.settings.likelihood)
+        loss = answer + HALT_WEIGHT * halting_loss(thought.halt, right)
+        if self.settings.jacobian_weight and solutions:
+            loss = loss + self.settings.jacobian_weight * jacobian_penalty(solutions[0])
+        halted = self.halting.in_training(self.carry.steps + 1, thought.halt, thought.residual)
+        self.carry.advance(thought.state, halted)
+        metrics = {"answer_loss": answer.detach(), "exact": right.float().mean(), "halted": halted.float().mean()}
+        return Outcome(loss, metrics, len(y))
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
+        with torch.no_grad():
+            if self.settings.kind == "stack":
+                return self._plain(model, batch)
+            return self._scaled(inside(model, Reasoner), *batch)
+
+    def state(self) -> Any:
+        return self.carry.state_dict()
+
+    def resume(self, state: Any) -> None:
+        pair = torch.zeros(0), torch.zeros(0)
+        self.carry.load_state_dict(state, (pair, pair))
+
+    def _plain(self, model: nn.Module, batch: Batch) -> Outcome:
+        x, y = batch
+        logits = model(x)
+        exact = (logits.argmax(dim=-1) == y).all(dim=-1).float().mean()
+        return Outcome(answer_loss(logits, y, self.settings.likelihood), {"exact": exact, "best": exact}, len(y))
+
+    def _scaled(self, model: Reasoner, x: Tensor, y: Tensor) -> Outcome:
+        """Accuracy over depth and breadth; "exact" is that of the deepest and widest.
+
+        The area under the curve is that of a batch: with `eval_batch_size` at least the size of the split it is exact.
+        """
+        s, random = self.settings, not isinstance(model.layer.init, PairStart)
+        widths = s.starts if random else (1,)  # starts that are all the same need not be compared
+        found = measure_scaling(model, x, y, s.depths, max(widths))
+        metrics: dict[str, Tensor | float] = {}
+        for depth in s.depths:
+            for width in widths:
+                metrics[f"exact_{depth}x{width}"] = found.exact(depth, width)
+            metrics[f"change_{depth}"] = float(found.change[found.depths.index(depth)].median())
+        metrics["exact"] = found.exact(max(s.depths), max(widths))
+        metrics["best"] = max(found.exact(depth, width) for depth in s.depths for width in widths)
+        metrics |= {f"auc_{depth}": auc for depth in s.depths if (auc := found.auc(depth)) == auc}
+        metrics |= self._halted(model, x, y)
+        return Outcome(answer_loss(model.think(x).logits, y, s.likelihood), metrics, len(y))
+
+    def _halted(self, model: Reasoner, x: Tensor, y: Tensor) -> dict[str, Tensor | float]:
+        """Accuracy and steps where rows halt by the head, with the limit of training."""
+        limit = max(self.settings.max_steps, 2) if self.settings.kind != "bptt" else 2
+        found = dataclasses.replace(self.halting, max_steps=limit).run(model.think, x)
+        right = (found.answer.argmax(dim=-1) == y).all(dim=-1)
+        return {"exact_halted": right.float().mean(), "steps_halted": found.steps.float().mean()}
+
+
+def _steps(count: int) -> Stop:
+    return Stop(rtol=0.0, atol=0.0, max_steps=count, on_failure="ignore", compact=False)
