@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from equilibria._core.files import replace_file
 from equilibria._core.plain import to_plain
-from equilibria.analysis.diagnosis.examine import examine
+from equilibria.analysis.diagnosis.attractor_findings import attractor_findings
+from equilibria.analysis.diagnosis.attractors import measure_attractors, wrong_answers
+from equilibria.analysis.diagnosis.examine import Examination, examine
 from equilibria.analysis.diagnosis.findings import Finding, Severity, findings
 from equilibria.analysis.diagnosis.layers import LayerDiagnosis, text
-from equilibria.analysis.measuring import captured
+from equilibria.analysis.measuring import Call, captured, muted, untouched
+from equilibria.deq import DEQ
 from equilibria.gradients.base import Gradient
+from equilibria.solvers.base import require
 
 PAGE, NUMBERS = "diagnosis.html", "diagnosis.json"
 
@@ -61,22 +67,43 @@ class Diagnosis:
         return "\n\n".join(map(text, self.layers))
 
 
-def diagnose(model: nn.Module, batch: Any) -> Diagnosis:
+def diagnose(model: nn.Module, batch: Any, *, restarts: int = 0, labels: Tensor | None = None) -> Diagnosis:
     """Examine every DEQ in `model` on the inputs it gets in model(batch), and say what is wrong and what to try.
 
     Measured per layer: convergence of every sample, spectral radius of the Jacobian, the backward solve, other solvers to
     the same residual, agreement of gradients with the exact one, memory, whether the cell is one function of one sample. The
     model is examined in the mode it is in (call model.train() first to see it as in training) and left as it was.
 
-    batch  a tensor, or a tuple or list of the model's arguments
+    batch     a tensor, or a tuple or list of the model's arguments
+    restarts  solves from random starts, which tell of several equilibria, path dependence, drift with depth and lazy cells;
+              0: none of these is looked for
+    labels    (batch, ...) for logits (batch, ..., classes) that the model returns; with restarts, they tell whether the
+              residual of wrong answers is larger
     """
+    require(restarts >= 0, f"restarts must not be negative, got {restarts}.")
+    require(labels is None or restarts > 0, "labels are used with restarts, which are 0: give restarts=8, for instance.")
     calls = captured(model, batch)
     if not calls:
         raise ValueError(
             "No equilibrium layer was solved in model(batch): the model has eq.DEQ layers, and did not call them."
         )
-    examinations = [examine(name, call) for name, call in calls.items()]
-    return Diagnosis(tuple(LayerDiagnosis(e, tuple(findings(e))) for e in examinations))
+    wrong = None if labels is None else _wrong(model, batch, labels)
+    examinations = [_examined(name, call, restarts, wrong) for name, call in calls.items()]
+    return Diagnosis(tuple(LayerDiagnosis(e, (*findings(e), *attractor_findings(e.attractors))) for e in examinations))
+
+
+def _examined(name: str, call: Call, restarts: int, wrong: Tensor | None) -> Examination:
+    examination = examine(name, call)
+    if restarts == 0:
+        return examination
+    with untouched(call.deq, call.inputs):
+        found = measure_attractors(call.deq, call.inputs, restarts, wrong)
+    return dataclasses.replace(examination, attractors=found)
+
+
+def _wrong(model: nn.Module, batch: Any, labels: Tensor) -> Tensor:
+    with untouched(model, batch), torch.no_grad(), muted([part for part in model.modules() if isinstance(part, DEQ)]):
+        return wrong_answers(model(*batch) if isinstance(batch, (tuple, list)) else model(batch), labels)
 
 
 def _named(value: Any) -> Any:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from equilibria._core.problem import uses_batch_statistics
 from equilibria.analysis.agreement import Agreement, CellMeter, OutOfTime, gradient_agreement
+from equilibria.analysis.diagnosis.attractors import Attractors
 from equilibria.analysis.measuring import Call, brief, untouched
 from equilibria.analysis.spectrum import spectral_radius
 from equilibria.deq import DEQ
@@ -127,6 +128,7 @@ class Examination:
     more_steps: Solve | None  # the same with ten times the steps, where samples ran out of them
     reference_problem: str | None  # why the exact gradient, which others are compared with, is not exact
     out_of_time: list[str]  # measurements that were stopped because they took too long
+    attractors: Attractors | None = None  # where restarts lead, if there were any
 
 
 def examine(name: str, call: Call) -> Examination:

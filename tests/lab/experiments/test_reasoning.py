@@ -14,8 +14,9 @@ import torch
 
 pytest.importorskip("lightning_fabric")
 import equilibria as eq
+from equilibria.analysis.diagnosis.attractors import area_under_curve
 from equilibria.lab.experiments.reasoning.losses import answer_loss, halting_loss, log_stablemax
-from equilibria.lab.experiments.reasoning.scaling import area_under_curve, measure_scaling
+from equilibria.lab.experiments.reasoning.scaling import measure_scaling
 from equilibria.lab.experiments.reasoning.table import PUZZLES, TITLES, experiment, tables
 from equilibria.lab.experiments.reasoning.task import PuzzleData, Reasoning, ReasoningSettings
 from equilibria.lab.training import Optimizer, Run, Trainer, Training

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from equilibria.analysis.diagnosis.attractors import area_under_curve
 from equilibria.explicit import WeightTied
 from equilibria.models.reasoning.reasoner import Reasoner
 
@@ -37,16 +38,6 @@ class Scaling:
         """Probability that a wrong answer has a larger change than a right one; nan where all are right, or wrong."""
         i = self.depths.index(depth)
         return area_under_curve(self.change[i].flatten(), ~self.right[i].flatten())
-
-
-def area_under_curve(score: Tensor, positive: Tensor) -> float:
-    """Probability that a positive sample has a higher score than another one, ties counting half (Mann and Whitney)."""
-    high, low = score[positive].double(), score[~positive].double()
-    if len(high) == 0 or len(low) == 0:
-        return float("nan")
-    order = low.sort().values
-    below, not_above = torch.searchsorted(order, high), torch.searchsorted(order, high, right=True)
-    return float((below + not_above).double().mean() / (2 * len(low)))
 
 
 @torch.no_grad()

@@ -1,0 +1,135 @@
+"""Where a layer goes from other starts: several equilibria, path dependence, drift, lazy cells, residual and correctness."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from equilibria._core.loop import Stop
+from equilibria._core.packing import State
+from equilibria.deq import DEQ
+from equilibria.explicit import WeightTied
+from equilibria.solution import Solution
+
+SAME = 0.05  # states that are closer than this, relative to their size, are one equilibrium
+DRIFT_STEPS = 100  # plain steps from the equilibrium on
+RTOL = 1e-3  # of restarts, where the layer itself has no tolerance
+STEPS = 200  # that restarts may take at least
+
+
+@dataclass(frozen=True)
+class Attractors:
+    """What restarts of a layer showed, per sample; nan where a sample did not converge."""
+
+    restarts: int
+    converged: list[int]  # restarts that converged
+    equilibria: list[int]  # different ones among those and the layer's own answer
+    path: list[float]  # relative distance of the answer that is reached from another sample's equilibrium
+    drift: list[float]  # relative distance from the equilibrium after `DRIFT_STEPS` plain steps
+    first_step: list[float]  # relative distance from the equilibrium after one step from a random start
+    auc: float | None = None  # probability that a wrong answer has a larger residual than a right one
+    wrong: int | None = None  # answers that are wrong, where labels are given
+
+
+def measure_attractors(deq: DEQ, inputs: tuple[Any, ...], restarts: int, wrong: Tensor | None = None) -> Attractors:
+    """Solve the layer `restarts` times from random starts of the size of its equilibria, and from swapped ones."""
+    layer = DEQ(deq.cell, deq.init, deq.solver, _restart_stop(deq), batched=deq.batched)
+    with torch.no_grad():
+        own = layer.solve(*inputs)
+        z, good = _packed(own, own.z), own.stats.converged
+        random = [_random_like(own) for _ in range(restarts)]
+        solved = [layer.solve(*inputs, init=start) for start in random]
+        first = _nearest([_distance(_packed(own, own.f(start)), z) for start in random])
+        swapped = layer.solve(*inputs, init=_rolled(own.z)) if own.layout.batched and own.layout.batch > 1 else None
+        deeper = WeightTied(deq.cell, DRIFT_STEPS, batched=deq.batched)(*inputs, init=own.z)
+    others = torch.stack([_packed(s, s.z) for s in solved])
+    arrived = torch.stack([s.stats.converged for s in solved])
+    auc = None if wrong is None else area_under_curve(own.stats.residual, wrong.to(own.stats.residual.device))
+    return Attractors(
+        restarts=restarts,
+        converged=arrived.sum(dim=0).tolist(),
+        equilibria=[_clusters(z[i], others[:, i][arrived[:, i]], bool(good[i])) for i in range(len(z))],
+        path=[] if swapped is None else _where(_distance(_packed(own, swapped.z), z), good & swapped.stats.converged),
+        drift=_where(_distance(_packed(own, deeper), z), good),
+        first_step=_where(first, good),
+        auc=auc if auc is None or math.isfinite(auc) else None,
+        wrong=None if wrong is None else int(wrong.sum()),
+    )
+
+
+def area_under_curve(score: Tensor, positive: Tensor) -> float:
+    """Probability that a positive sample has a higher score than another one, ties counting half (Mann and Whitney)."""
+    high, low = score[positive].double(), score[~positive].double()
+    if len(high) == 0 or len(low) == 0:
+        return float("nan")
+    order = low.sort().values
+    below, not_above = torch.searchsorted(order, high), torch.searchsorted(order, high, right=True)
+    return float((below + not_above).double().mean() / (2 * len(low)))
+
+
+def wrong_answers(output: Any, labels: Tensor) -> Tensor:
+    """(batch,) bool from logits (batch, ..., classes) and labels (batch, ...): any position that is not right."""
+    if not isinstance(output, Tensor) or output.shape[:-1] != labels.shape:
+        seen = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise ValueError(
+            f"labels of shape {tuple(labels.shape)} need a model that returns logits of shape "
+            f"{(*labels.shape, 'classes')}, got {seen}."
+        )
+    wrong: Tensor = output.argmax(dim=-1) != labels
+    return wrong.flatten(1).any(dim=1) if wrong.dim() > 1 else wrong
+
+
+def _restart_stop(deq: DEQ) -> Stop:
+    own = deq.stop if deq.training or deq.eval_stop is None else deq.eval_stop
+    rtol = own.rtol if own.rtol > 0 or own.atol > 0 else RTOL
+    return dataclasses.replace(own, rtol=rtol, max_steps=max(own.max_steps, STEPS), on_failure="ignore")
+
+
+def _packed(s: Solution, state: State) -> Tensor:
+    return s.layout.pack(state).detach()
+
+
+def _random_like(s: Solution) -> State:
+    """Normal numbers of the root mean square of each tensor of the equilibrium, sample by sample."""
+
+    def draw(leaf: Tensor) -> Tensor:
+        if not s.layout.batched:
+            return leaf.square().mean().sqrt() * torch.randn_like(leaf)
+        size = leaf.flatten(1).square().mean(dim=1).sqrt().nan_to_num(1.0)
+        return size.view(-1, *[1] * (leaf.dim() - 1)) * torch.randn_like(leaf)
+
+    return pytree.tree_map(draw, s.z)
+
+
+def _rolled(state: State) -> State:
+    """Each row the state of the sample before it."""
+    return pytree.tree_map(lambda leaf: leaf.roll(1, dims=0), state)
+
+
+def _distance(a: Tensor, b: Tensor) -> Tensor:
+    """(batch,), relative to |b|."""
+    return (a - b).norm(dim=1) / b.norm(dim=1).clamp_min(torch.finfo(b.dtype).tiny)
+
+
+def _nearest(distances: list[Tensor]) -> Tensor:
+    """The largest over the restarts: every start must be that near."""
+    return torch.stack(distances).amax(dim=0)
+
+
+def _clusters(own: Tensor, others: Tensor, counts: bool) -> int:
+    """Different states among `others`, and `own` where it counts: a state is new if it is far from all before it."""
+    seen: list[Tensor] = [own] if counts else []
+    for state in others:
+        if all(float((state - one).norm() / one.norm().clamp_min(1e-30)) > SAME for one in seen):
+            seen.append(state)
+    return len(seen)
+
+
+def _where(values: Tensor, good: Tensor) -> list[float]:
+    return torch.where(good, values.double(), torch.nan).tolist()
