@@ -113,6 +113,7 @@ class Report:
     stats: Stats | None = None
     adjoint: Stats | None = None
     nonfinite: bool = False  # does any sample need quarantine? known on the host, so backward need not ask
+    unmeasured: bool = False  # rows were dropped on the way: backward, which evaluates the whole batch, measures the answer
 
     def add_evaluations(self, evaluations: int, rows: int) -> None:
         """Count runs of the cell that were made around the loop."""

@@ -57,10 +57,11 @@ class _Attach(Function):
         lost = ctx.good & ~torch.isfinite(v).all(dim=1)
         keep = (ctx.good & ~lost).unsqueeze(1)
         v = torch.where(keep, v, torch.zeros_like(v))
-        size = unit(ctx.task.problem.equation, v)
+        size = unit(ctx.task.problem.equation, v, measured=False)
         system = _adjoint_map(ctx, v / size)
         u = ctx.task.cotangent(system)
         u = ctx.task.verified(system, u, system(u) - u, lambda u: system(u) - u)
+        assert u is not None
         if bool(lost.any()):
             file_lost(ctx.task, lost)
         return (torch.where(keep, u * size, torch.zeros_like(v)),)

@@ -54,7 +54,7 @@ class Ledger:
         self.rtol, self.norm, self.scale, self.patience = rtol, norm, scale, patience
         self.tolerance = None if scale is None else self._tolerance(scale)
         self.floor = FLOOR * precision
-        self.rows = z0.shape[0]
+        self.rows = self.whole_rows = z0.shape[0]
         self.z = z0.detach()
         self.excess: Tensor | None = None  # residual over tolerance of `z`: what "best" means
         self.length, self.size = z0, z0  # of the residual of `z` and what it is relative to
@@ -86,7 +86,7 @@ class Ledger:
         self.iterates: list[tuple[int, Tensor | None, Tensor | None, Tensor]] = []
         self.index: Tensor | None = None  # (rows,) places in the batch of the rows carried; None: all
         self.closed: dict[str, Tensor] = {}
-        self.coupled = False  # have rows turned out to depend on each other?
+        self.opened_at: int | None = None  # the first step at which a row stopped; None: no row has
 
     def observe(self, state: Iterate, step: int, *, look: bool, rejected: Tensor | None = None) -> None:
         """Enter an iterate, where it is the one before (`rejected`) too. Waits for the device only to `look`."""
@@ -250,6 +250,7 @@ class Ledger:
 
     def _open(self, step: int) -> None:
         """Books for every row, as they stand before this step."""
+        self.opened_at = step
         batch, device = self.rows, self.z.device
         self.open = torch.ones(batch, dtype=torch.bool, device=device)
         self.steps = torch.full((batch,), step - 1, dtype=torch.int64, device=device)
@@ -309,6 +310,27 @@ class Ledger:
             counted = running, float("inf") if worse else FALLEN
         running, self.growth = counted
         return running
+
+    def stopped_apart(self, taken: int) -> bool:
+        """True if the answer joins rows of different evaluations: some stopped before the last step."""
+        return self.opened_at is not None and self.opened_at < taken and self.whole_rows > 1
+
+    def dropped_row(self) -> tuple[Tensor, Tensor] | None:
+        """Place and iterate, (1,) and (1, n), of a row that was dropped; None if all are carried."""
+        if self.index is None or self.rows == self.whole_rows:
+            return None
+        gone = torch.ones(self.whole_rows, dtype=torch.bool, device=self.index.device).index_fill(0, self.index, False)
+        place = gone.to(torch.int8).argmax().unsqueeze(0)
+        return place, self.closed["z"].index_select(0, place)
+
+    def whole_z(self, z: Tensor) -> Tensor:
+        """(batch, n), the rows carried as in `z`, the others at their answers."""
+        return z if self.index is None else self.closed["z"].index_copy(0, self.index, z)
+
+    def tolerance_of(self, fz: Tensor) -> Tensor:
+        """(k,), what Euclidean residuals of these rows may be, roughly: for the norms that are not Euclidean too."""
+        size = torch.linalg.vector_norm(fz, dim=1)
+        return self.rtol * size + (self.atol if isinstance(self.atol, float) else 0.0)
 
     def running_rows(self) -> Tensor:
         assert self.open is not None

@@ -1,4 +1,9 @@
-"""May a row be evaluated without its neighbours? Asked once per cell, answered by trying it."""
+"""Do rows depend on each other? A few rows are run without the others and compared with what they gave among them.
+
+That is asked once in every solve, before the first rows are dropped or at its end if rows stopped at different steps; an
+answer from an earlier solve is not trusted, because a cell may have changed since. `rows_mix` then tells rows that depend on
+each other from inputs that only look as if they had a row per sample.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +19,9 @@ from equilibria._core.maps import FlatMap
 
 WORTH = 4096  # numbers in the rows to be dropped; fewer are worth it when they are half: small kernels take equally long
 DROP_AT = 8  # a map drops its stopped rows when they are an eighth; one that is dear to take apart sets another `drop_at`
-# in spacings of the numbers, and at most: blocking of matrix kernels changes with the batch size, meaning does not
-AGREEMENT, LOOSEST_AGREEMENT = 1e3, 0.05
+# A difference below this share of a row's tolerance changes no status. One below so many spacings of the numbers is
+# rounding: the blocking of matrix kernels changes with the batch size.
+SHARE, ROUNDING = 0.05, 4.0
 
 
 @runtime_checkable
@@ -40,16 +46,39 @@ def worth_dropping(f: FlatMap, stopped: int, shape: Sequence[int]) -> bool:
     return 0 < stopped < rows and stopped * share >= rows
 
 
-def rows_stand_alone(f: FlatMap, smaller: FlatMap, z: Tensor, fz: Tensor, index: Tensor) -> bool:
-    """Does `smaller`, the map on the rows at `index`, give what `f` gave there? Remembered for a cell that is a module."""
-    if not isinstance(f, Owned):
-        return _agree(smaller, z, fz, index, torch.finfo(z.dtype).eps)
-    if not f.lasting:
-        return _checked(f, smaller, z, fz, index)
-    verdicts = _verdicts.setdefault(f.owner, {})
-    if f.mode not in verdicts:
-        verdicts[f.mode] = _checked(f, smaller, z, fz, index)
-    return verdicts[f.mode]
+def is_known_to_couple(owner: Any, mode: Hashable) -> bool:
+    """True if rows of this cell were found to depend on each other in an earlier solve."""
+    return owner is not None and ("coupled", mode) in _verdicts.get(owner, {})
+
+
+def remember_coupling(f: Owned, coupled: bool) -> None:
+    """Store for later solves of a cell that is a module whether its rows depend on each other; warn once if they do."""
+    if coupled:
+        warn_once(f)
+    if f.lasting and f.owner is not None:
+        known = _verdicts.setdefault(f.owner, {})
+        if coupled:
+            known["coupled", f.mode] = True
+        else:
+            known.pop(("coupled", f.mode), None)
+
+
+def is_harmless(alone: Tensor, among: Tensor, tolerance: Tensor, precision: float) -> bool:
+    """True if rows run alone, (k, n), equal the same rows among others but for rounding and a share of their tolerance."""
+    error, size = torch.linalg.vector_norm(alone - among, dim=1), torch.linalg.vector_norm(among, dim=1)
+    known = torch.isfinite(size) & torch.isfinite(error)
+    harmless = error <= torch.maximum(SHARE * tolerance, ROUNDING * precision * size)
+    return bool((harmless | ~known).all())
+
+
+def rows_mix(f: FlatMap, z: Tensor, precision: float) -> bool:
+    """True if rows of f(z) change with other rows of z: even and odd ones are changed in turn, in three evaluations."""
+    if len(z) < 2:
+        return False
+    even = (torch.arange(len(z), device=z.device) % 2 == 0).unsqueeze(1)
+    before = f(z)
+    kept = torch.where(even, f(torch.where(even, z, 0.5 * z)), f(torch.where(even, 0.5 * z, z)))
+    return not is_harmless(kept, before, before.new_zeros(len(z)), precision)
 
 
 def verdicts(module: nn.Module) -> dict[str, Any]:
@@ -66,26 +95,14 @@ def set_verdicts(module: nn.Module, known: Mapping[str, Any]) -> None:
             _verdicts[part] = dict(known[name])
 
 
-def _checked(f: Owned, smaller: FlatMap, z: Tensor, fz: Tensor, index: Tensor) -> bool:
-    verdict = _agree(smaller, z, fz, index, f.precision)
-    if not verdict and not f.silent and f.owner is not None and f.owner not in _warned:
-        _warned.add(f.owner)
-        warnings.warn(
-            "Converged samples keep being evaluated: this cell gives another value for a row without its neighbours. "
-            "Make every tensor that belongs to a sample an input of the cell with the batch first; take batched=False if "
-            "the state is one problem, not a batch of them; or accept the cost with Stop(compact=False).",
-            stacklevel=2,
-        )
-    return verdict
-
-
-def _agree(smaller: FlatMap, z: Tensor, fz: Tensor, index: Tensor, precision: float) -> bool:
-    expected = fz.index_select(0, index)
-    try:
-        alone = smaller(z.index_select(0, index))
-    except (RuntimeError, ValueError, IndexError, TypeError):
-        return False  # data of the whole batch lies inside the cell, beyond the reach of its inputs
-    error = torch.linalg.vector_norm(alone - expected, dim=1)
-    size = torch.linalg.vector_norm(expected, dim=1)
-    close = error <= min(AGREEMENT * precision, LOOSEST_AGREEMENT) * size
-    return bool((close | ~torch.isfinite(size)).all())
+def warn_once(f: Owned) -> None:
+    if f.silent or f.owner is None or f.owner in _warned:
+        return
+    _warned.add(f.owner)
+    warnings.warn(
+        "Converged samples keep being evaluated: this cell gives another value for a row without its neighbours. Where rows "
+        "depend on each other, the batch is solved as one problem. "
+        "Make every tensor that belongs to a sample an input of the cell with the batch first; take batched=False if "
+        "the state is one problem, not a batch of them; or accept the cost with Stop(compact=False).",
+        stacklevel=2,
+    )

@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from equilibria._core import autodiff_modes
 from equilibria._core.autocast import no_autocast
 from equilibria._core.bookkeeping import FLOOR, Ledger
-from equilibria._core.loop import Flat, Stop, finished, make_ledger, solve
+from equilibria._core.loop import Flat, Stop, finished, make_ledger, measure, solve
 from equilibria._core.maps import Counter, FlatMap
 from equilibria._core.norms import euclidean_norm, rms_norm
 from equilibria._core.problem import BoundMap, Equation
@@ -97,7 +97,21 @@ class Compiler:
             self._programs[key] = self._faster(f, z0, solver, stop, options, plain)
         program = self._programs[key]
         found = None if program is None else program(f, z0, options)
-        return plain() if found is None or found.faint is not None else found
+        if found is None or found.faint is not None:
+            return plain()
+        if f.equation.linear:  # measured by whoever asked for the solution
+            return found
+        measured = measure(found, f, stop, options["precision"])
+        if not bool((found.stats.converged & measured.stats.failed).any()):
+            return measured
+        self._programs[key] = None  # what the cell computes has changed since it was compiled
+        warnings.warn(
+            "A compiled solve gave an answer that the cell itself does not confirm, so solves of its kind run without being "
+            "compiled from now on. Something that the cell reads has changed without being a parameter, a buffer, an input "
+            "or an attribute of a module: make it one of these.",
+            stacklevel=2,
+        )
+        return plain()
 
     def _faster(
         self, f: BoundMap, z0: Tensor, solver: Solver[Any], stop: Stop, options: dict[str, Any], plain: Callable[[], Flat]

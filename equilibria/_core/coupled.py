@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import Tensor
 
-from equilibria._core.loop import Flat, Stop, solve
+from equilibria._core.loop import VERIFICATIONS, Flat, Stop, measure, solve
 from equilibria._core.maps import Affine, FlatMap
 from equilibria.solution import Stats
 from equilibria.solvers.fallback import AnySolver
+
+TIGHTER = 2.0  # than the worst row asks for
 
 
 def solve_whole(
@@ -34,6 +37,44 @@ def solve_whole(
         whole, join(z0), solver, stop, scale=scale, precision=precision, known=None if known is None else join(known)
     )
     return dataclasses.replace(flat, z=flat.z.reshape(batch, n), stats=_spread(flat.stats, batch))
+
+
+def solve_rows_as_one(f: FlatMap, z0: Tensor, solver: AnySolver, stop: Stop, *, precision: float) -> Flat:
+    """As `solve_whole`, until every row is within its own tolerance; status and residual are those of the rows, measured."""
+    flat = solve_whole(f, z0, solver, stop, right=None, precision=precision, known=None)
+    factor = 1.0
+    for _ in range(VERIFICATIONS):
+        claimed, left = flat.stats.converged, stop.max_steps - flat.taken
+        flat = measure(flat, f, stop, precision)
+        short = claimed & flat.stats.failed
+        if left <= 0 or not bool(short.any()):
+            return flat
+        # the batch as a whole is within the tolerance, a row is not
+        factor *= TIGHTER * max(float(flat.stats.residual[short].max()) / max(stop.rtol, precision), 1.0)
+        tighter = dataclasses.replace(stop, rtol=stop.rtol / factor, atol=stop.atol / factor, max_steps=left)
+        flat = go_on(flat, solve_whole(f, flat.z, solver, tighter, right=None, precision=precision, known=None))
+    return measure(flat, f, stop, precision)
+
+
+def go_on(first: Flat, then: Flat) -> Flat:
+    """Two solves in a row, the second one of the batch as one problem: its answer and status, with what both took."""
+    a, b = first.stats, then.stats
+    trace = None
+    if a.trace is not None and b.trace is not None:
+        trace = tuple(torch.cat([x, y[1:]]) for x, y in zip(a.trace, b.trace, strict=True))
+    stats = dataclasses.replace(
+        b,
+        steps=a.steps + b.steps,
+        rejected=a.rejected + b.rejected,
+        best=a.steps + b.best,
+        evaluations=a.evaluations + b.evaluations,
+        sample_evaluations=a.sample_evaluations + b.sample_evaluations,
+        products=a.products + b.products,
+        trace=trace,
+        iterates=a.iterates + b.iterates,
+        handovers=a.handovers + b.handovers,
+    )
+    return dataclasses.replace(then, stats=stats, taken=first.taken + then.taken, coupled=True)
 
 
 def _spread(stats: Stats, batch: int) -> Stats:

@@ -61,8 +61,12 @@ class FoldedEquation(Equation):
         return mapped.flatten(0, 1)
 
     @property
-    def coupled(self) -> bool:
+    def coupled(self) -> bool | None:
         return self.of.coupled
+
+    def set_coupled(self, coupled: bool) -> None:
+        if coupled:  # rows of one mapped sample
+            self.of.set_coupled(coupled)
 
     @property
     def restrictable(self) -> bool:

@@ -44,8 +44,11 @@ class LinearEquation(Equation):
         return self.of.fingerprint()
 
     @property
-    def coupled(self) -> bool:
+    def coupled(self) -> bool | None:
         return self.of.coupled
+
+    def set_coupled(self, coupled: bool) -> None:
+        self.of.set_coupled(coupled)
 
     @property
     def restrictable(self) -> bool:

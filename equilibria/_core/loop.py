@@ -13,11 +13,11 @@ from torch import Tensor
 
 from equilibria._core.autocast import no_autocast
 from equilibria._core.bookkeeping import FLOOR, Ledger
-from equilibria._core.compaction import rows_stand_alone, worth_dropping
+from equilibria._core.compaction import Owned, is_harmless, rows_mix, warn_once, worth_dropping
 from equilibria._core.maps import Affine, Counter, FlatMap, Map
 from equilibria._core.norms import Norm, binary_size, max_norm, rms_norm, usual_range
 from equilibria.solution import Handover, Stats, Status
-from equilibria.solvers.base import Iterate, Solver, gather, map_tensors, pack, rejected, require
+from equilibria.solvers.base import Iterate, Solver, differentiated, gather, map_tensors, pack, rejected, require
 from equilibria.solvers.fallback import AnySolver, Fallback
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 OnFailure = Literal["ignore", "warn", "raise"]
 RECURRENCE = 0.1  # of the tolerance: by how much rounding may take a residual carried by recurrence from the measured one
+RECURRENCE_SPACINGS = 250.0  # likewise in spacings of the numbers, where rows run alone are compared with one
+PROBES = 3  # rows that are run without the others at the end of a solve
 VERIFICATIONS = 3  # how often an answer found by recurrence may turn out short of the tolerance and be improved
 
 
@@ -115,7 +117,8 @@ class Flat:
     stats: Stats
     taken: int  # steps of the loop, the same on every rank
     state: Any = None  # of the solver, each row as it was when that sample stopped; where it was asked for
-    coupled: bool = False  # did rows turn out to depend on each other? A sample that stopped may then have moved on
+    coupled: bool | None = None  # True: rows depend on each other; False: seen not to; None: not known
+    unmeasured: bool = False  # rows were evaluated apart from each other, and the answer was not evaluated as a whole
     failed: bool = True  # False: no sample has failed, which is known on the host
     sound: Tensor | None = None  # (batch,) answers that are no worse than the start; None: all
     faint: Tensor | None = None  # (batch,) answers too small for their squares, which were not computed with; None: none
@@ -132,6 +135,7 @@ def solve(
     known: Tensor | None = None,
     keep_state: bool = False,
     verify: bool = True,
+    measured_later: bool = False,
 ) -> Flat:
     """The fixed point of `f` from `z0`, (batch, n), each sample to its own tolerance.
 
@@ -140,12 +144,13 @@ def solve(
     known       f(z0), where the caller has it already
     keep_state  return the solver's state too
     verify      evaluate `f` once more where a solver knows f(z) by recurrence only; False: the caller will
+    measured_later  the caller evaluates `f` at the answer: not evaluated here although rows were dropped on the way
     """
     check_solver(solver)
     f = Map(f, Counter(), stop.any_rank())
     if known is not None:
         f.remember(z0, known)
-    problem = _Problem(f, stop, scale, precision or torch.finfo(z0.dtype).eps, keep_state, verify, z0)
+    problem = _Problem(f, stop, scale, precision or torch.finfo(z0.dtype).eps, keep_state, verify, measured_later, z0)
     with no_autocast(z0.device):
         try:
             flat = _answer(problem, z0, solver)
@@ -206,6 +211,7 @@ class _Problem:
     precision: float
     keep_state: bool
     verify: bool
+    measured_later: bool
     origin: Tensor | None = None  # (batch, n), the start, if its size is to be looked at
     unit: Tensor | None = None  # (batch,), by which f and z are divided; None: by nothing
 
@@ -214,6 +220,11 @@ class _Problem:
         if self.unit is not None:
             ledger.divide(self.unit)
         return ledger
+
+    def stands_alone(self) -> bool:
+        """True if the solve of which this is the linear system has shown that rows do not depend on each other."""
+        equation = getattr(self.f.raw, "equation", None)
+        return self.scale is not None and equation is not None and equation.coupled is False
 
     def with_stop(self, **changes: Any) -> _Problem:
         return dataclasses.replace(self, stop=dataclasses.replace(self.stop, **changes))
@@ -229,13 +240,18 @@ def _run(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> Flat:
     if z0 is problem.origin and ledger.unusual() and _unusual(z0, state.fz):
         raise _Unusual(state.fz)
     compact = stop.compact and stop.process_group is None
-    kept, taken = None, 0
+    kept, taken, rows = None, 0, _Rows() if problem.stands_alone() else None
     for step in range(1, stop.max_steps + 1):
         if often or step % stop.check_every == 0 or step == 1:
             running = ledger.running()  # the read-back
             if not (f.any_rank(running > 0) if f.any_rank else running):
                 break
             stopped = ledger.rows - running
+            if compact and rows is None and worth_dropping(f.raw, stopped, state.z.shape):
+                rows = _compare_rows(problem, solver, state, ledger)
+                compact = rows.harmless
+                if rows.coupled:
+                    break  # what follows is one problem
             if compact and worth_dropping(f.raw, stopped, state.z.shape):
                 kept = gather(kept, state, ledger.index) if problem.keep_state else None
                 smaller = _compact(f, state, ledger, over=not problem.keep_state)
@@ -248,7 +264,54 @@ def _run(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> Flat:
         ledger.observe(state, step, look=often, rejected=rejected(state))
         taken = step
     kept = gather(kept, state, ledger.index) if problem.keep_state else None
-    return finished(ledger, problem.f.counter, taken, kept)
+    apart = ledger.stopped_apart(taken)
+    if rows is None:
+        forward = problem.scale is None and solver.exact
+        rows = _compare_rows(problem, solver, state, ledger) if apart and forward else _Rows()
+    flat = finished(ledger, problem.f.counter, taken, kept)
+    unmeasured = ledger.index is not None or (apart and not rows.harmless)
+    return dataclasses.replace(flat, coupled=rows.coupled, unmeasured=unmeasured)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What running some rows without the others has shown; of a linear system the cell's own rows have shown it before."""
+
+    harmless: bool = False  # whatever the others do changes no status
+    coupled: bool | None = None  # True: rows depend on each other; None: not known
+
+
+def _compare_rows(problem: _Problem, solver: Solver[Any], state: Iterate, ledger: Ledger) -> _Rows:
+    """Run a few of the last rows in other company, one evaluation of so many rows, and compare with what they gave."""
+    whole, carried = problem.f, len(state.z)
+    if problem.stop.process_group is not None or differentiated(state.z, state.fz):
+        return _Rows()
+    # rows that ran in the last step: `fz` of the others need not be an evaluation of the cell
+    steps, few = ledger.steps.topk(min(PROBES, max(carried - 1, 1)))
+    z, place = state.z.index_select(0, few), few if ledger.index is None else ledger.index.index_select(0, few)
+    dropped = ledger.dropped_row()
+    if dropped is not None:  # in its company the rows have not been evaluated yet
+        index, row = dropped
+        place, z = torch.cat((index, place)), torch.cat((row, z))
+    smaller = whole.take(place)
+    if smaller is None:
+        return _Rows()
+    try:
+        alone = smaller(z)[-len(few) :]
+    except (RuntimeError, ValueError, IndexError, TypeError):
+        # data of the whole batch lies inside the cell, beyond the reach of its inputs
+        if isinstance(whole.raw, Owned) and problem.stop.compact:
+            warn_once(whole.raw)
+        return _Rows()
+    among = torch.where((steps == steps[:1]).unsqueeze(1), state.fz.index_select(0, few), alone)
+    precision = problem.precision if solver.exact else RECURRENCE_SPACINGS * problem.precision
+    if is_harmless(alone, among, ledger.tolerance_of(among), precision):
+        return _Rows(harmless=True, coupled=False)
+    # an input that only looks as if it had a row per sample gives the same picture as rows that depend on each other
+    coupled = rows_mix(whole, ledger.whole_z(state.z), problem.precision)
+    if not coupled and isinstance(whole.raw, Owned) and problem.stop.compact:
+        warn_once(whole.raw)
+    return _Rows(coupled=coupled)
 
 
 def finished(ledger: Ledger, counter: Counter, taken: int, state: Any = None) -> Flat:
@@ -258,14 +321,14 @@ def finished(ledger: Ledger, counter: Counter, taken: int, state: Any = None) ->
     """
     z, stats = ledger.close(counter)
     if ledger.whole_scale is not None:
-        return Flat(z, stats, taken, state, ledger.coupled)
+        return Flat(z, stats, taken, state)
     asked = [stats.failed.any(), *([] if ledger.faint is None else [ledger.faint.any()])]
     failed, *fainted = torch.stack(asked).tolist()
     if not failed:
-        return Flat(z, stats, taken, state, ledger.coupled, failed=False)
+        return Flat(z, stats, taken, state, failed=False)
     z, stats, sound = ledger.settle(z, stats)
     faint = ledger.faint if any(fainted) else None
-    return Flat(z, stats, taken, state, ledger.coupled, sound=sound, faint=faint)
+    return Flat(z, stats, taken, state, sound=sound, faint=faint)
 
 
 def _unusual(z: Tensor, fz: Tensor) -> bool:
@@ -276,32 +339,43 @@ def _unusual(z: Tensor, fz: Tensor) -> bool:
 
 
 def _compact(f: Map, state: Iterate, ledger: Ledger, *, over: bool) -> tuple[Map, Iterate] | None:
-    """Map and state on the running rows alone, histories written `over` where they stood; None where rows are coupled."""
+    """Map and state on the running rows alone, histories written `over` where they stood; None if rows cannot be taken."""
     index = ledger.running_rows()
     smaller = f.take(index)
     if smaller is None:
-        return None
-    first = ledger.index is None  # of this solve
-    if first and not rows_stand_alone(f.raw, smaller, state.z, state.fz, index):
-        ledger.coupled = True
         return None
     ledger.drop_finished(index)
     return smaller, map_tensors(state, lambda tensor: pack(tensor, index, over=over))
 
 
 def _verified(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> Flat:
-    """Run; where f(z) is known by recurrence only, or from before other rows moved, believe it after an evaluation."""
+    """Run; then evaluate the answer where f(z) is known by recurrence only, or from before other rows moved.
+
+    Rows that depend on each other are left where they are: the caller solves them as one problem.
+    """
     flat = _run(problem, z0, solver)
-    if (solver.exact or not problem.verify) and not flat.coupled:
+    if not _is_to_be_measured(problem, solver, flat):
         return flat
     for round in range(VERIFICATIONS + 1):
         claimed = flat.stats.converged
         flat = _confirm(problem, flat)
         left = problem.stop.max_steps - flat.taken
-        if round == VERIFICATIONS or left <= 0 or not problem.f.any(claimed & flat.stats.failed):
+        if flat.coupled or left <= 0 or not problem.f.any(claimed & flat.stats.failed):
+            break
+        if solver.exact and flat.coupled is None:  # nothing else can have moved these rows away
+            return dataclasses.replace(flat, coupled=True)
+        if round == VERIFICATIONS:
             break
         flat = _merge(flat, _run(problem.with_stop(max_steps=left), flat.z, solver))
     return flat
+
+
+def _is_to_be_measured(problem: _Problem, solver: Solver[Any], flat: Flat) -> bool:
+    if not solver.exact:
+        return problem.verify
+    if problem.scale is not None:  # the residual of a linear system is measured by whoever asked for its solution
+        return False
+    return flat.coupled is True or (flat.unmeasured and not (problem.measured_later and flat.coupled is False))
 
 
 def _confirm(problem: _Problem, claimed: Flat) -> Flat:
@@ -318,7 +392,15 @@ def _confirm(problem: _Problem, claimed: Flat) -> Flat:
     before = claimed.stats
     stats = dataclasses.replace(seen, status=status, steps=before.steps, rejected=before.rejected, best=before.best)
     stats = dataclasses.replace(stats, trace=before.trace, iterates=before.iterates)
-    return dataclasses.replace(claimed, stats=stats, failed=True)
+    return dataclasses.replace(claimed, stats=stats, failed=True, unmeasured=False)
+
+
+def measure(flat: Flat, f: FlatMap, stop: Stop, precision: float) -> Flat:
+    """A solve of `f` that was made elsewhere, with the residual of its answer measured by one evaluation."""
+    before = flat.stats
+    counter = Counter(before.evaluations, before.sample_evaluations, before.products)
+    with no_autocast(flat.z.device):
+        return _confirm(_Problem(Map(f, counter), stop, None, precision, False, True, False), flat)
 
 
 def _measured(problem: _Problem, z: Tensor, fz: Tensor) -> Stats:
@@ -400,7 +482,9 @@ def _merge(first: Flat, then: Flat) -> Flat:
     )
     z = torch.where(better.unsqueeze(1), then.z, first.z)
     sound = sound if first.sound is None else torch.where(better, sound, first.sound)
-    return Flat(z, stats, first.taken + then.taken, sound=sound, faint=then.faint)
+    coupled = then.coupled if first.coupled is None else first.coupled or then.coupled
+    unmeasured = first.unmeasured or then.unmeasured
+    return Flat(z, stats, first.taken + then.taken, coupled=coupled, unmeasured=unmeasured, sound=sound, faint=then.faint)
 
 
 def check_solver(solver: Any) -> None:

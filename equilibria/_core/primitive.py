@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.autograd.function import Function
 
 from equilibria._core import autodiff_modes
 from equilibria._core.bookkeeping import FLOOR
+from equilibria._core.compaction import ROUNDING, rows_mix
 from equilibria._core.failures import judge
 from equilibria._core.folded import Fold, FoldedEquation
 from equilibria._core.linear import AdjointEquation, Linearisation, TangentEquation
@@ -22,7 +24,6 @@ from equilibria._core.problem import Equation
 from equilibria.gradients.approximations import Approximation
 from equilibria.gradients.base import Problem, quarantine, unit
 from equilibria.solution import Stats, Status, empty_stats
-from equilibria.solvers.base import Solver
 from equilibria.solvers.fallback import AnySolver
 
 SEARCHES = 4  # runs of the cell per halving of the batch, at most, to find samples whose gradient is not finite
@@ -70,7 +71,7 @@ class Differentiable:
         """The solution u = J'u + v of an adjoint system, exact or by the formula; first order."""
         adjoint, right = self.adjoint().problem, system.offset
         if self.approximation is None:  # whoever asked pulls it back through the cell next, which verifies it
-            adjoint = dataclasses.replace(adjoint, verify=adjoint.equation.coupled, known=right)
+            adjoint = dataclasses.replace(adjoint, verify=bool(adjoint.equation.coupled), known=right)
             return adjoint.run_map(system, torch.zeros_like(right), right).z
         u = self.approximation(system.product, right)
         if self.when is None:
@@ -116,21 +117,24 @@ class Differentiable:
         left: Tensor,
         measure: Callable[[Tensor], Tensor],
         release: Callable[[], None] = lambda: None,
-    ) -> Tensor:
+        couples: Callable[[], bool] | None = None,
+    ) -> Tensor | None:
         """A cotangent with its status by the measured residual, `left`; solved further where it fell short of its claim.
 
         measure  the residual that another cotangent leaves
         release  frees what measuring this one has left in memory
+        couples  asked where the claim does not hold: True means that the rows were not systems of their own, and None is
+                 returned
         """
         right = system.offset
         if self.approximation is not None:
             file_residual(self, left, right)
             return u
-        if isinstance(self.solver, Solver) and self.solver.exact:
-            return u
         short = self._file_measured(left, right)
         if not self._any(short):
             return u
+        if couples is not None and couples():
+            return None
         if self._any(self._worth_more(short)) and self.steps_left():
             release()
             u = u + self.rest(system, left, u)
@@ -146,13 +150,21 @@ class Differentiable:
             measure(u)
         return u
 
+    def _holds(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """(batch,) whether a measured residual is within the tolerance, and the relative residual."""
+        batch = len(right)
+        if self.problem.equation.coupled:  # one system
+            left, right = left.reshape(1, -1), right.reshape(1, -1)
+        scale = self.stop.norm(right)
+        residual = self.stop.norm(left) / scale.clamp_min(torch.finfo(right.dtype).tiny)
+        return self.stop.holds(residual, self.problem.equation.precision, scale).expand(batch), residual.expand(batch)
+
     def _file_measured(self, left: Tensor, right: Tensor) -> Tensor:
         """(batch,) samples whose status said converged and whose residual does not: they are STALLED now."""
-        stats, norm = self.problem.report.adjoint, self.stop.norm
+        stats = self.problem.report.adjoint
         assert stats is not None
-        scale = norm(right)
-        residual = norm(left) / scale.clamp_min(torch.finfo(right.dtype).tiny)
-        short = stats.converged & ~self.stop.holds(residual, self.problem.equation.precision, scale)
+        holds, residual = self._holds(left, right)
+        short = stats.converged & ~holds
         status = stats.status.masked_fill(short, Status.STALLED)
         self.problem.report.adjoint = dataclasses.replace(stats, residual=residual, status=status)
         return short
@@ -175,6 +187,10 @@ def differentiable_fixed_point(task: Differentiable, z0: Tensor, *args: Tensor) 
             "Forward mode twice, as in jacfwd(jacfwd(f)), does not pass through an equilibrium: torch drops terms of it. "
             "Take torch.func.hessian, jacrev of jacfwd, or jacrev twice."
         )
+    if torch.is_grad_enabled() and not autodiff_modes.inside_transform() and not autodiff_modes.inside_dual_level():
+        # `backward_first_order` evaluates the cell at the answer, as does whoever differentiates that in turn
+        followed = any(arg.requires_grad for arg in args)
+        task = dataclasses.replace(task, problem=dataclasses.replace(task.problem, measured_later=followed))
     z, status = FixedPoint.apply(task, z0, *args)
     return z, status
 
@@ -226,7 +242,7 @@ def pull_once(
     """Gradients of the args, first order: one run of the cell with a graph, then only products."""
     equation, good = task.problem.equation, status != Status.NONFINITE
     some_bad = task.problem.report.nonfinite
-    adjoint, lost = AdjointEquation(equation), None
+    adjoint, lost, whole_z = AdjointEquation(equation), None, z
     while True:
         if some_bad:
             if not bool(good.any()):
@@ -235,7 +251,9 @@ def pull_once(
                 return [torch.zeros_like(arg) if need else None for arg, need in zip(args, needs, strict=True)]
             z, args, v = quarantine(equation, z, args, v, good)
         at = Linearisation(equation, z, args, needs)
-        size = unit(equation, v)
+        if task.problem.report.unmeasured and z is whole_z:
+            task.problem.measure(z, at.value())
+        size = unit(equation, v, measured=True)
         right = v / size
         system = adjoint.bind_at(at, right)
         u = task.cotangent(system)
@@ -255,13 +273,32 @@ def pull_once(
                 lost = bad if lost is None else lost | bad
                 good, some_bad = good & ~bad, True
                 continue
-        task.verified(system, u, left, pull, pull.release)
+        couples = None if equation.coupled or len(u) < 2 else partial(_couples, at, u)
+        if task.verified(system, u, left, pull, pull.release, couples) is None:
+            equation.set_coupled(True)  # one system with one scale, which is solved anew
+            continue
         if not (sound and pull.runs == 1) and not pull.is_finite():
             # a sum of finite gradients, too large for its dtype: it belongs to every sample
             lost = good if lost is None else lost | good
         if lost is not None:
             file_lost(task, lost)
         return pull.grads
+
+
+def _couples(at: Linearisation, u: Tensor) -> bool:
+    """True if J' mixes rows: factors per row, powers of two and so without rounding, do not come out as they went in."""
+    factors = torch.exp2(torch.arange(len(u), device=u.device, dtype=u.dtype) % 3).unsqueeze(1)
+    plain, scaled = at.transposed(u), at.transposed(u * factors) / factors
+    at.forget()
+    error, size = torch.linalg.vector_norm(scaled - plain, dim=1), torch.linalg.vector_norm(plain, dim=1)
+    return bool((error > ROUNDING * at.equation.precision * size).any())
+
+
+def _learn_coupling(equation: Equation, z: Tensor, args: Sequence[Tensor]) -> None:
+    """Find out whether rows depend on each other, where no solve has."""
+    if equation.coupled is None and autodiff_modes.has_values(z, *args):
+        with torch.no_grad():
+            equation.set_coupled(rows_mix(lambda y: equation(y, *args).detach(), z.detach(), equation.precision))
 
 
 class _Pull:
@@ -363,8 +400,11 @@ def _pull_any_order(
 ) -> Sequence[Tensor | None]:
     """Gradients of the args that are themselves differentiable: the adjoint is another fixed point."""
     equation, good = task.problem.equation, status != Status.NONFINITE
+    if task.problem.report.unmeasured and autodiff_modes.has_values(z, *args):
+        task.problem.measure(z.detach(), equation(z, *args).detach())
     z, args, v = quarantine(equation, z, args, v, good)
-    size = unit(equation, v)
+    _learn_coupling(equation, z, args)
+    size = unit(equation, v, measured=False)
     g = _solve_differentiably(task, task.adjoint(), z, v / size, args) * size
     chosen = [i for i, need in enumerate(needs) if need]
     pulled = iter(autodiff_modes.vjp(_in_args(equation, z, args, chosen), *[args[i] for i in chosen])(g))
@@ -381,7 +421,8 @@ def _push(
     z, args, _ = quarantine(equation, z, args, z, good)
     b = autodiff_modes.jvp(_in_args(equation, z, args, chosen), [args[i] for i in chosen], given)
     b = torch.where(good.unsqueeze(1), b, torch.zeros_like(b))
-    size = unit(equation, b)
+    _learn_coupling(equation, z, args)
+    size = unit(equation, b, measured=False)
     return _solve_differentiably(task, task.tangent(), z, b / size, args) * size
 
 

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from equilibria._core import autodiff_modes
 from equilibria._core.autocast import Autocast
+from equilibria._core.compaction import is_known_to_couple, remember_coupling
 from equilibria._core.frozen_cell import FixedCell
 from equilibria._core.maps import FlatMap
 from equilibria._core.packing import Layout, State
@@ -69,9 +70,18 @@ class Equation(ABC):
         return self.mode
 
     @property
-    def coupled(self) -> bool:
-        """Do rows depend on each other, as far as can be known without trying?"""
+    def coupled(self) -> bool | None:
+        """True if rows depend on each other, False if they were seen not to, None if that is not known yet."""
         return False
+
+    @property
+    def may_uncouple(self) -> bool:
+        """True if rows depended on each other in an earlier solve, and something may have changed since."""
+        return False
+
+    @abstractmethod
+    def set_coupled(self, coupled: bool) -> None:
+        """Store what a solve has found out about the rows, for what follows it and for later solves of the cell."""
 
     @property
     def restrictable(self) -> bool:
@@ -108,7 +118,6 @@ class CellEquation(Equation):
         self._leaves, self._inputs_spec = pytree.tree_flatten(tuple(inputs))
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         self.opaque = cell.sharded  # does the cell depend on tensors that cannot be made arguments?
-        self._coupled = any(uses_batch_statistics(module) for module in cell.modules)
         own = cell.tensors()
         self._snapshot = None if cell.module is None or cell.sharded else cell.snapshot()
         self._names = (*own.parameters, *own.weights, *own.masks, *own.buffers)
@@ -130,6 +139,9 @@ class CellEquation(Equation):
         self.owner, self.lasting = _owner(cell.original), cell.module is not None
         self.mode = (cell.training, self.rowwise)
         self.silent = cell.module is None and not any(rows)
+        self._batch_statistics = any(uses_batch_statistics(module) for module in cell.modules)
+        known = self._batch_statistics or (self.lasting and is_known_to_couple(self.owner, self.mode))
+        self._coupled: bool | None = True if known else None
 
     def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
         return self._run(z, args, self._unflatten(args), direct=False)
@@ -139,13 +151,22 @@ class CellEquation(Equation):
         return _CellMap(self, args, direct=own)
 
     @property
-    def coupled(self) -> bool:
+    def coupled(self) -> bool | None:
         return self._coupled
+
+    @property
+    def may_uncouple(self) -> bool:
+        return bool(self._coupled) and not self._batch_statistics
+
+    def set_coupled(self, coupled: bool) -> None:
+        if coupled is not self._coupled and not self._batch_statistics:
+            self._coupled = coupled
+            remember_coupling(self, coupled)
 
     @property
     def restrictable(self) -> bool:
         # the masks of a sharded cell are no arguments of which rows could be taken
-        return not self.coupled and not (self.opaque and self.cell.dropouts)
+        return not self._batch_statistics and not (self.opaque and self.cell.dropouts)
 
     def untraceable(self) -> str | None:
         if self.cell.module is None:

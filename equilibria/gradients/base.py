@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from equilibria._core import autodiff_modes
+from equilibria._core.compaction import rows_mix
 from equilibria._core.compile import Compiler
-from equilibria._core.coupled import solve_whole
+from equilibria._core.coupled import go_on, solve_rows_as_one, solve_whole
 from equilibria._core.failures import judge
 from equilibria._core.loop import Flat, Stop, solve
 from equilibria._core.maps import FlatMap
@@ -47,6 +48,7 @@ class Problem:
     solves: int = 0  # how many times the layer was solved in training before
     verify: bool = True  # look at the answer of a solver that carries its residual by recurrence
     compiler: Compiler | None = None  # of the layer, where its solves are to be compiled
+    measured_later: bool = False  # backward evaluates the cell at the answer, and measures its residual there
 
     def run(self, z0: Tensor, args: Sequence[Tensor]) -> Flat:
         """Solve without a graph; statistics are filed, the failure policy applied."""
@@ -58,6 +60,7 @@ class Problem:
         if self.what == "forward":
             self.report.stats = flat.stats
             self.report.nonfinite = flat.failed and flat.stats.count(Status.NONFINITE) > 0
+            self.report.unmeasured = flat.unmeasured
         else:
             self.report.adjoint = flat.stats
         action = "warn" if self.on_failure == "fall_back" else self.on_failure
@@ -68,14 +71,39 @@ class Problem:
         return flat
 
     def _solve(self, f: FlatMap, z0: Tensor, right: Tensor | None) -> Flat:
-        precision = self.equation.precision
-        if self.equation.coupled and z0.shape[0] > 1:
+        equation, precision = self.equation, self.equation.precision
+        if equation.coupled and z0.shape[0] > 1:
+            if self.what == "forward" and equation.may_uncouple:
+                flat = solve_rows_as_one(f, z0, self.solver, self.stop, precision=precision)
+                equation.set_coupled(rows_mix(f, flat.z, precision))
+                return flat
             return solve_whole(f, z0, self.solver, self.stop, right=right, precision=precision, known=self.known)
         scale = None if right is None else self.stop.norm(right)
         options: dict[str, Any] = {"scale": scale, "precision": precision, "known": self.known}
-        options |= {"keep_state": self.keep_state, "verify": self.verify}
+        options |= {"keep_state": self.keep_state, "verify": self.verify, "measured_later": self.measured_later}
         run = solve if self.compiler is None else self.compiler.solve
-        return run(f, z0, self.solver, self.stop, **options)
+        flat = run(f, z0, self.solver, self.stop, **options)
+        if flat.coupled is not None:
+            equation.set_coupled(flat.coupled)
+        left = self.stop.max_steps - flat.taken
+        if not flat.coupled or left <= 0 or not bool(flat.stats.failed.any()):
+            return flat
+        stop = dataclasses.replace(self.stop, max_steps=left)
+        return go_on(flat, solve_rows_as_one(f, flat.z, self.solver, stop, precision=precision))
+
+    def measure(self, z: Tensor, fz: Tensor) -> None:
+        """File the measured residuals of the answer z; a sample that claimed to be converged and is not, is STALLED."""
+        stats, stop = self.report.stats, self.stop
+        assert stats is not None
+        self.report.unmeasured = False
+        size = stop.norm(fz)
+        residual = stop.norm(fz - z) / size.clamp_min(torch.finfo(size.dtype).tiny)
+        short = stats.converged & ~stop.holds(residual, self.equation.precision, size)
+        if bool(short.any()):
+            self.equation.set_coupled(True)
+            status = stats.status.masked_fill(short, Status.STALLED)
+            self.report.stats = dataclasses.replace(stats, status=status, residual=residual)
+            judge(self.report.stats, stop, self.solver, what="forward", owner=self.equation.owner)
 
 
 class Gradient(ABC):
@@ -98,10 +126,11 @@ def check_first_order(name: str, *, differentiable: bool = False) -> None:
         )
 
 
-def unit(equation: Equation, v: Tensor) -> Tensor:
+def unit(equation: Equation, v: Tensor, *, measured: bool) -> Tensor:
     """(batch, 1), what a right-hand side is divided by: its solution then does not depend on the scale of the loss.
 
-    Where samples are coupled they share one divisor, or the solution would not be that of the system.
+    Where samples are coupled they share one divisor, or the solution would not be that of the system. They also share it
+    where that is not known and the solution is not `measured` afterwards.
     """
     if v.numel() == 0:
         return v.new_ones(v.shape[0], 1)
@@ -109,7 +138,7 @@ def unit(equation: Equation, v: Tensor) -> Tensor:
     largest = _sound(v.abs().amax(dim=1, keepdim=True))
     # the squares of very small or large numbers are 0 or inf: these are divided first
     size = _usual(rms_norm(v).unsqueeze(1), largest * rms_norm(v / largest).unsqueeze(1))
-    if equation.coupled:
+    if equation.coupled or (equation.coupled is None and not measured):
         most = _sound(size.amax(dim=0, keepdim=True))
         apart = most * (size / most).square().mean(dim=0, keepdim=True).sqrt()
         size = _usual(size.square().mean(dim=0, keepdim=True).sqrt(), apart).expand_as(size)

@@ -90,6 +90,8 @@ class NeumannPhantom(Gradient):
 def solve_detached(problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """The equilibrium as a constant, and its status; through the primitive, so that transforms find their way."""
     task = Differentiable(problem, GMRES(), problem.stop)
+    if torch.is_grad_enabled() and not autodiff_modes.inside_transform():
+        task = dataclasses.replace(task, problem=dataclasses.replace(problem, measured_later=True))  # by `unroll_from`
     with torch.no_grad():
         z, status = differentiable_fixed_point(task, z0.detach(), *[arg.detach() for arg in args])
     return z.detach(), status
@@ -134,7 +136,10 @@ class _Advance:
 
         def f(h: Tensor) -> Tensor:
             self.runs += 1
-            return problem.equation(h, *inputs)
+            out = problem.equation(h, *inputs)
+            if problem.report.unmeasured and start is z:  # the first run, at the answer itself
+                problem.measure(z.detach(), out.detach())
+            return out
 
         return torch.where(self.good.unsqueeze(1), self.advance(f, start), z)
 

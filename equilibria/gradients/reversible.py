@@ -25,6 +25,11 @@ from equilibria.solvers.picard import Picard
 LEFT = 1e-3  # rounding up to which an undone state is believed
 WIDE = torch.float64  # undoing a step multiplies rounding by 1 / (1 - damping): only double precision has digits to lose
 
+OUT_OF_REACH = (
+    "Reversible works on cells whose tensors are inputs or parameters and whose samples do not depend on each other: no "
+    "closures over tensors that need gradients, no sharded weights, no batch statistics. Take eq.Implicit()."
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Reversible(Gradient):
@@ -63,11 +68,7 @@ class Reversible(Gradient):
                 f"{problem.solver!r}: take solver=eq.Picard(), or another gradient."
             )
         if problem.opaque or problem.equation.coupled:
-            raise TypeError(
-                "Reversible works on cells whose tensors are inputs or parameters and whose samples do not depend on each "
-                "other: no closures over tensors that need gradients, no sharded weights, no batch statistics. Take "
-                "eq.Implicit()."
-            )
+            raise TypeError(OUT_OF_REACH)
         # every step counts here: a finished sample must be stopped at once, or more steps were taken than are undone
         stop = dataclasses.replace(problem.stop, check_every=1)
         solver = ReversiblePicard(damping=self.damping)
@@ -108,6 +109,8 @@ class _Reversible(Function):
     @staticmethod
     def forward(ctx: Any, problem: Problem, z0: Tensor, *args: Tensor) -> Tensor:
         flat = problem.run(z0, args)
+        if problem.equation.coupled:
+            raise TypeError(OUT_OF_REACH)
         ctx.problem = problem
         stats = flat.stats
         ctx.save_for_backward(flat.state.y, flat.state.wide, stats.steps, stats.best, stats.status, *args)

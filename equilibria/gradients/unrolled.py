@@ -22,6 +22,12 @@ from equilibria.solution import Status, empty_stats
 from equilibria.solvers.base import Iterate, Solver, collect, rebuild, require
 from equilibria.solvers.fallback import Fallback
 
+NOT_REPLAYED = (
+    "Unrolled with checkpoint or truncate replays the steps of one solver, sample by sample: not those of a Fallback, nor "
+    "those of a cell whose samples depend on each other, as with batch statistics. Leave both out, or take depth=..., an "
+    "explicit network."
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Unrolled(Gradient):
@@ -72,11 +78,10 @@ class Unrolled(Gradient):
     def _replay(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
         """Solve once for the length of every sample's solve, then take the same steps with a graph."""
         if isinstance(problem.solver, Fallback) or problem.equation.coupled:
-            raise TypeError(
-                "Unrolled with checkpoint or truncate replays the steps of one solver, sample by sample: not those of a "
-                "Fallback, nor of a cell with batch statistics. Leave both out, or take depth=..., an explicit network."
-            )
+            raise TypeError(NOT_REPLAYED)
         flat = problem.run(z0.detach(), [arg.detach() for arg in args])
+        if problem.equation.coupled:
+            raise TypeError(NOT_REPLAYED)
         if not torch.is_grad_enabled():
             return flat.z
         good = flat.stats.status != Status.NONFINITE

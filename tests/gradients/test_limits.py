@@ -95,6 +95,7 @@ def test_inference_mode_has_no_derivatives_and_says_so() -> None:
                 look(s)
 
 
+@pytest.mark.filterwarnings("ignore:Converged samples keep being evaluated")
 @pytest.mark.parametrize("factor", [1.0, 1e20])
 def test_a_set_aside_sample_that_others_depend_on_does_not_stop_the_backward(factor: float) -> None:
     """Its own residual means nothing; with neighbours of any size it must not be waited for."""
