@@ -315,23 +315,6 @@ class Ledger:
         """True if the answer joins rows of different evaluations: some stopped before the last step."""
         return self.opened_at is not None and self.opened_at < taken and self.whole_rows > 1
 
-    def dropped_row(self) -> tuple[Tensor, Tensor] | None:
-        """Place and iterate, (1,) and (1, n), of a row that was dropped; None if all are carried."""
-        if self.index is None or self.rows == self.whole_rows:
-            return None
-        gone = torch.ones(self.whole_rows, dtype=torch.bool, device=self.index.device).index_fill(0, self.index, False)
-        place = gone.to(torch.int8).argmax().unsqueeze(0)
-        return place, self.closed["z"].index_select(0, place)
-
-    def whole_z(self, z: Tensor) -> Tensor:
-        """(batch, n), the rows carried as in `z`, the others at their answers."""
-        return z if self.index is None else self.closed["z"].index_copy(0, self.index, z)
-
-    def tolerance_of(self, fz: Tensor) -> Tensor:
-        """(k,), what Euclidean residuals of these rows may be, roughly: for the norms that are not Euclidean too."""
-        size = torch.linalg.vector_norm(fz, dim=1)
-        return self.rtol * size + (self.atol if isinstance(self.atol, float) else 0.0)
-
     def running_rows(self) -> Tensor:
         assert self.open is not None
         return self.open.nonzero().squeeze(1)

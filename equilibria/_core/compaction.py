@@ -63,12 +63,10 @@ def remember_coupling(f: Owned, coupled: bool) -> None:
             known.pop(("coupled", f.mode), None)
 
 
-def is_harmless(alone: Tensor, among: Tensor, tolerance: Tensor, precision: float) -> bool:
-    """True if rows run alone, (k, n), equal the same rows among others but for rounding and a share of their tolerance."""
+def is_harmless(alone: Tensor, among: Tensor, relative: float, absolute: float = 0.0) -> bool:
+    """True if rows run alone, (k, n), equal the same rows among others up to these errors; nan does not count."""
     error, size = torch.linalg.vector_norm(alone - among, dim=1), torch.linalg.vector_norm(among, dim=1)
-    known = torch.isfinite(size) & torch.isfinite(error)
-    harmless = error <= torch.maximum(SHARE * tolerance, ROUNDING * precision * size)
-    return bool((harmless | ~known).all())
+    return not bool((error > relative * size + absolute).any())
 
 
 def rows_mix(f: FlatMap, z: Tensor, precision: float) -> bool:
@@ -78,7 +76,7 @@ def rows_mix(f: FlatMap, z: Tensor, precision: float) -> bool:
     even = (torch.arange(len(z), device=z.device) % 2 == 0).unsqueeze(1)
     before = f(z)
     kept = torch.where(even, f(torch.where(even, z, 0.5 * z)), f(torch.where(even, 0.5 * z, z)))
-    return not is_harmless(kept, before, before.new_zeros(len(z)), precision)
+    return not is_harmless(kept, before, ROUNDING * precision)
 
 
 def verdicts(module: nn.Module) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from equilibria._core.autocast import no_autocast
 from equilibria._core.bookkeeping import FLOOR, Ledger
-from equilibria._core.compaction import Owned, is_harmless, rows_mix, warn_once, worth_dropping
+from equilibria._core.compaction import ROUNDING, SHARE, Owned, is_harmless, rows_mix, warn_once, worth_dropping
 from equilibria._core.maps import Affine, Counter, FlatMap, Map
 from equilibria._core.norms import Norm, binary_size, max_norm, rms_norm, usual_range
 from equilibria.solution import Handover, Stats, Status
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 OnFailure = Literal["ignore", "warn", "raise"]
 RECURRENCE = 0.1  # of the tolerance: by how much rounding may take a residual carried by recurrence from the measured one
-RECURRENCE_SPACINGS = 250.0  # likewise in spacings of the numbers, where rows run alone are compared with one
-PROBES = 3  # rows that are run without the others at the end of a solve
+RECURRENCE_SPACINGS = 1000.0  # likewise in spacings of the numbers, where rows run alone are compared with one
 VERIFICATIONS = 3  # how often an answer found by recurrence may turn out short of the tolerance and be improved
 
 
@@ -85,12 +84,16 @@ class Stop:
             return self
         return dataclasses.replace(self, rtol=DefaultTolerance(precision))
 
+    def within(self, precision: float) -> float:
+        """The relative residual that a measured one may have: rtol, and the rounding of solvers that carry theirs."""
+        return self.rtol + min(FLOOR * precision, RECURRENCE * self.rtol)
+
     def holds(self, residual: Tensor, precision: float, scale: Tensor | None = None) -> Tensor:
         """(batch,) whether measured relative residuals meet the tolerance, up to the rounding of solvers that carry theirs.
 
         `scale` is what the residuals are relative to; with it, atol counts too.
         """
-        wanted = self.rtol + min(FLOOR * precision, RECURRENCE * self.rtol)
+        wanted = self.within(precision)
         if scale is None or self.atol == 0:
             return residual <= wanted
         return residual <= wanted + self.atol / scale.clamp_min(torch.finfo(scale.dtype).tiny)
@@ -282,33 +285,28 @@ class _Rows:
 
 
 def _compare_rows(problem: _Problem, solver: Solver[Any], state: Iterate, ledger: Ledger) -> _Rows:
-    """Run a few of the last rows in other company, one evaluation of so many rows, and compare with what they gave."""
-    whole, carried = problem.f, len(state.z)
+    """Run two of the rows that took the last step without the others, and compare with what they gave among them."""
+    whole = problem.f
     if problem.stop.process_group is not None or differentiated(state.z, state.fz):
         return _Rows()
-    # rows that ran in the last step: `fz` of the others need not be an evaluation of the cell
-    steps, few = ledger.steps.topk(min(PROBES, max(carried - 1, 1)))
-    z, place = state.z.index_select(0, few), few if ledger.index is None else ledger.index.index_select(0, few)
-    dropped = ledger.dropped_row()
-    if dropped is not None:  # in its company the rows have not been evaluated yet
-        index, row = dropped
-        place, z = torch.cat((index, place)), torch.cat((row, z))
-    smaller = whole.take(place)
+    few = ledger.steps.topk(min(2, len(state.z) - 1)).indices
+    smaller = whole.take(few)
     if smaller is None:
         return _Rows()
     try:
-        alone = smaller(z)[-len(few) :]
+        alone = smaller(state.z.index_select(0, few))[:1]
     except (RuntimeError, ValueError, IndexError, TypeError):
         # data of the whole batch lies inside the cell, beyond the reach of its inputs
         if isinstance(whole.raw, Owned) and problem.stop.compact:
             warn_once(whole.raw)
         return _Rows()
-    among = torch.where((steps == steps[:1]).unsqueeze(1), state.fz.index_select(0, few), alone)
-    precision = problem.precision if solver.exact else RECURRENCE_SPACINGS * problem.precision
-    if is_harmless(alone, among, ledger.tolerance_of(among), precision):
+    among = state.fz.index_select(0, few[:1])  # of the others `fz` need not be an evaluation of the cell
+    spacings = ROUNDING if solver.exact else RECURRENCE_SPACINGS
+    atol = ledger.atol if isinstance(ledger.atol, float) else 0.0
+    if is_harmless(alone, among, max(SHARE * ledger.rtol, spacings * problem.precision), SHARE * atol):
         return _Rows(harmless=True, coupled=False)
     # an input that only looks as if it had a row per sample gives the same picture as rows that depend on each other
-    coupled = rows_mix(whole, ledger.whole_z(state.z), problem.precision)
+    coupled = rows_mix(whole, state.z, problem.precision)
     if not coupled and isinstance(whole.raw, Owned) and problem.stop.compact:
         warn_once(whole.raw)
     return _Rows(coupled=coupled)

@@ -96,12 +96,12 @@ class Problem:
         stats, stop = self.report.stats, self.stop
         assert stats is not None
         self.report.unmeasured = False
-        size = stop.norm(fz)
-        residual = stop.norm(fz - z) / size.clamp_min(torch.finfo(size.dtype).tiny)
-        short = stats.converged & ~stop.holds(residual, self.equation.precision, size)
-        if bool(short.any()):
+        length, size = stop.norm(fz - z), stop.norm(fz)
+        short = length > stop.atol + stop.within(self.equation.precision) * size
+        if bool(short.any()) and bool((short & stats.converged).any()):
             self.equation.set_coupled(True)
-            status = stats.status.masked_fill(short, Status.STALLED)
+            status = stats.status.masked_fill(short & stats.converged, Status.STALLED)
+            residual = length / size.clamp_min(torch.finfo(size.dtype).tiny)
             self.report.stats = dataclasses.replace(stats, status=status, residual=residual)
             judge(self.report.stats, stop, self.solver, what="forward", owner=self.equation.owner)
 
