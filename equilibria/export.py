@@ -33,7 +33,9 @@ def export(
 
     A sample takes the steps and gets the answer that the model gives it, whatever stands beside it in the batch and
     however hard the example was. Solvers: Picard and Anderson. The graph neither warns nor raises (`Stop.on_failure`):
-    `with_steps` makes it tell which samples converged.
+    `with_steps` makes it tell which samples converged. States so small or large that the squares of their entries leave the
+    dtype (below 1e-12 or beyond 1e18 in float32) are not divided by their size in the graph, as the model does: unless
+    they are within `Stop.atol`, such samples do not converge there, and say so.
 
     model           in eval mode; its weights are copied
     example_inputs  what the model is called with: a tuple, or one input

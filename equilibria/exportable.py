@@ -19,6 +19,7 @@ from equilibria._core import autodiff_modes
 from equilibria._core.compile import Parts, Program
 from equilibria._core.loop import Flat, Stop, make_ledger
 from equilibria._core.maps import Counter
+from equilibria._core.norms import usual_range
 from equilibria._core.problem import Equation, uses_batch_statistics
 from equilibria.deq import DEQ
 from equilibria.gradients.base import Gradient, Problem
@@ -93,6 +94,11 @@ class Loop(Program):
                 _, *books = self._loop(Parts(lambda *args: args, equation), z0, *args)
                 ledger.load(books)
             z, stats, _ = ledger.settle(*ledger.close(Counter()))
+            least = usual_range(z0.dtype)[0]
+            if self.stop.atol < least:  # else these are within atol, whatever is lost of their squares
+                unknown = stats.converged & (ledger.closed["size"] < least)
+                status = stats.status.masked_fill(unknown, int(Status.STALLED))
+                stats = dataclasses.replace(stats, status=status)
             return Flat(z, stats, taken=0)  # how many, the graph knows when it is run
 
 

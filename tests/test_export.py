@@ -328,3 +328,17 @@ def test_an_old_torch_is_told_before_anything_is_written(tmp_path: Path, monkeyp
     with pytest.raises(RuntimeError, match=r"from torch 2\.11 on, and this is torch 2\.10\.1\+cpu.*use eq\.export"):
         to_onnx(nn.Linear(2, 2), torch.zeros(2, 2), tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("scale", [1e-35, 1e-24, 1e-16, 1e22])
+def test_states_whose_squares_leave_the_dtype_do_not_claim_to_converge(scale: float) -> None:
+    class Cell(nn.Module):
+        def forward(self, z: Tensor, x: Tensor) -> Tensor:
+            return 0.7 * z + x
+
+    layer = eq.DEQ(Cell(), solver=eq.Picard(), stop=eq.Stop(atol=0.0, max_steps=60)).eval()
+    program = eq.export(layer, torch.randn(3, 4), with_steps=True).module()
+    _, _, (converged,) = program(torch.full((2, 4), scale))
+    assert not bool(converged.any())
+    z, _, (converged,) = program(torch.ones(2, 4))
+    assert bool(converged.all()) and bool(((0.7 * z + 1 - z).abs() <= 1.01e-3 * (0.7 * z + 1)).all())

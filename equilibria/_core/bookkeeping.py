@@ -402,7 +402,10 @@ class Ledger:
         if self.faint is not None:
             status = torch.where(self.faint, Status.STALLED, status)
         sound = length <= self.first_length
-        fallen = torch.maximum(length, self.precision * size) <= FALL * peak  # not where `size` is infinite
+        # by more than a hundredth, or by less where rounding cannot account for it: a slow contraction falls so. Neither
+        # holds where `size` is infinite
+        fallen = torch.maximum(length, self.precision * size) <= FALL * peak
+        fallen = fallen | (length + self.floor * size <= peak)
         grown = (status == Status.CONVERGED) & self._doubtful(size) & ~fallen
         status = torch.where(grown, Status.DIVERGED, status)
         near = size <= self._far(scale)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils import _pytree as pytree
 
 from equilibria._core import autodiff_modes
@@ -291,7 +292,9 @@ def _known(value: Any) -> Hashable:
 
 
 def uses_batch_statistics(module: nn.Module) -> bool:
-    return isinstance(module, _NormBase) and (module.training or not module.track_running_stats)
+    """True if the module normalizes over the batch: not in eval mode with running statistics, and never InstanceNorm."""
+    over_batch = isinstance(module, _NormBase) and not isinstance(module, _InstanceNorm)
+    return over_batch and (module.training or not module.track_running_stats)
 
 
 def _owner(cell: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -185,3 +186,18 @@ def test_statistics_of_batches_that_converge_stay_as_they_were() -> None:
         warnings.simplefilter("error")
         s = eq.fixed_point(lambda z: 0.5 * z + 1, torch.zeros(4, 3), solver=eq.Picard(), stop=eq.Stop())
     assert s.stats.converged.all()
+
+
+@pytest.mark.parametrize(("dtype", "slowness"), [(torch.float64, 1e-5), (torch.float64, 1e-7), (torch.float32, 1e-5)])
+@pytest.mark.parametrize("damping", [1.0, 0.5])
+def test_a_very_slow_contraction_has_not_diverged(dtype: torch.dtype, slowness: float, damping: float) -> None:
+    """Its residual falls by less than a hundredth on the way to the tolerance, while the state grows a thousandfold."""
+    z0, stop = torch.zeros(2, 3, dtype=dtype), eq.Stop(rtol=1e-3, max_steps=3000)
+    s = eq.fixed_point(lambda z: (1 - slowness) * z + 1, z0, solver=eq.Picard(damping=damping), stop=stop)
+    assert bool(s.stats.converged.all())
+    residual = (1 - slowness * s.z).abs() / ((1 - slowness) * s.z + 1)
+    assert float(residual.max()) <= 1.01e-3
+    lost = eq.fixed_point(
+        lambda z: z + 0.1, z0, solver=eq.Picard(damping=damping), stop=dataclasses.replace(stop, on_failure="ignore")
+    )
+    assert lost.stats.status.tolist() == [eq.Status.DIVERGED] * 2

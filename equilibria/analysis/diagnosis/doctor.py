@@ -74,6 +74,10 @@ def diagnose(model: nn.Module, batch: Any, *, restarts: int = 0, labels: Tensor 
     the same residual, agreement of gradients with the exact one, memory, whether the cell is one function of one sample. The
     model is examined in the mode it is in (call model.train() first to see it as in training) and left as it was.
 
+    Other solvers get 10 s each, the comparison of gradients 30 s; what takes longer is stopped, and the report says so. The
+    clock is read at every run of the cell, so a limit may be passed by the time of one run. The layer's own solve, its
+    backward pass and the spectral radius have no limit.
+
     batch     a tensor, or a tuple or list of the model's arguments
     restarts  solves from random starts, which tell of several equilibria, path dependence, drift with depth and lazy cells;
               0: none of these is looked for
