@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from equilibria._core import autodiff_modes
 from equilibria._core.autocast import Autocast
 from equilibria._core.compile import Compiler, not_traced
-from equilibria._core.frozen_cell import FixedCell
+from equilibria._core.frozen_cell import FrozenCell
 from equilibria._core.loop import Stop, check_solver
 from equilibria._core.packing import Layout, State
 from equilibria._core.problem import CellEquation
@@ -186,7 +186,7 @@ def _solve(
     solves: int = 0,
 ) -> Solution:
     autodiff_modes.check_recordable()
-    fixed = FixedCell(cell)
+    fixed = FrozenCell(cell)
     bad = _nonfinite_samples(inputs, batched) if hasattr(cell, "prepare") or init is not None else None
     # `prepare` and `init` lie outside of the equation, and 0 * nan is nan in their backward too: they get zeros for samples
     # that are not finite; the solve gets nan, so that these are found out

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from equilibria._core.autocast import Autocast
 from equilibria._core.checkpointing import Buffers, Checkpoint, Tensors, check_checkpoint, repeat
-from equilibria._core.frozen_cell import FixedCell
+from equilibria._core.frozen_cell import FrozenCell
 from equilibria._core.norms import rms_norm, scaled_norm
 from equilibria._core.packing import Layout, State
 from equilibria.starts import Init, check_cell, check_init, prepared, start_of
@@ -84,7 +84,7 @@ class WeightTied(nn.Module):
         return Trajectory(tuple(step.state(z) for z in states), step.residuals(states))
 
     def _begin(self, inputs: Sequence[Any], init: State | None) -> tuple[_CellStep, State]:
-        cell = FixedCell(self.cell)
+        cell = FrozenCell(self.cell)
         with cell.in_place():
             given = prepared(cell.cell, inputs) if self.injected else ()
             start = self._start(cell.cell, given, inputs) if init is None else init
@@ -106,7 +106,7 @@ class WeightTied(nn.Module):
 class _CellStep:
     """One application of a cell on the tensors of its state; they keep their dtypes, also under autocast."""
 
-    def __init__(self, cell: FixedCell, inputs: Sequence[Any], layout: Layout) -> None:
+    def __init__(self, cell: FrozenCell, inputs: Sequence[Any], layout: Layout) -> None:
         self.cell, self.inputs, self.layout = cell, inputs, layout
         self.cast = Autocast.current(layout.device).enabled
 

@@ -15,13 +15,13 @@ from torch.autograd.function import Function
 
 from equilibria._core import autodiff_modes
 from equilibria._core.maps import Affine
-from equilibria._core.primitive import Differentiable, file_lost
+from equilibria._core.primitive import ImplicitProblem, file_lost
 from equilibria._core.problem import OUT_OF_REACH
-from equilibria.gradients.base import quarantine, unit
+from equilibria.gradients.base import cotangent_scale, quarantine
 from equilibria.solution import Status
 
 
-def attach(task: Differentiable, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
+def attach(task: ImplicitProblem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
     """The equilibrium with first-order gradients for everything the cell depends on."""
     if autodiff_modes.inside_transform():
         raise RuntimeError(OUT_OF_REACH)
@@ -40,7 +40,7 @@ def attach(task: Differentiable, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
 class _Attach(Function):
     @staticmethod
     def forward(
-        ctx: Any, task: Differentiable, z: Tensor, out: Tensor, leaf: Tensor, good: Tensor, inputs: list[Tensor]
+        ctx: Any, task: ImplicitProblem, z: Tensor, out: Tensor, leaf: Tensor, good: Tensor, inputs: list[Tensor]
     ) -> Tensor:
         ctx.task, ctx.out, ctx.leaf, ctx.good, ctx.inputs = task, out, leaf, good, inputs
         return z.clone()
@@ -57,7 +57,7 @@ class _Attach(Function):
         lost = ctx.good & ~torch.isfinite(v).all(dim=1)
         keep = (ctx.good & ~lost).unsqueeze(1)
         v = torch.where(keep, v, torch.zeros_like(v))
-        size = unit(ctx.task.problem.equation, v, measured=False)
+        size = cotangent_scale(ctx.task.problem.equation, v, measured=False)
         system = _adjoint_map(ctx, v / size)
         u = ctx.task.cotangent(system)
         u = ctx.task.verified(system, u, system(u) - u, lambda u: system(u) - u)

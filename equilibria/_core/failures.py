@@ -24,8 +24,14 @@ _ADVICE = {
 _warned: WeakKeyDictionary[Any, set[tuple[str, Status]]] = WeakKeyDictionary()
 
 
-def judge(stats: Stats, stop: Stop, solver: AnySolver, *, what: str, owner: Any, on_failure: str | None = None) -> None:
-    """Apply a failure policy to a finished solve; `what` is "forward" or "adjoint"."""
+def report_failures(
+    stats: Stats, stop: Stop, solver: AnySolver, *, what: str, owner: Any, on_failure: str | None = None
+) -> None:
+    """Ignore, warn about or raise for the failed samples of a solve, as `on_failure` says; None: as `stop` says.
+
+    what   "forward" or "adjoint", for the message
+    owner  the cell; each cause is warned about once per owner
+    """
     action = on_failure or stop.on_failure
     if action == "ignore":
         return

@@ -49,7 +49,7 @@ class CellTensors:
     buffers: dict[str, Tensor]
 
 
-class FixedCell:
+class FrozenCell:
     """A cell for the time of one solve.
 
     Called, it is a function without side effects. `in_place` puts what is held into `cell`, for those who run it in other

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from equilibria._core import autodiff_modes
 from equilibria._core.autocast import Autocast
 from equilibria._core.compaction import is_known_to_couple, remember_coupling
-from equilibria._core.frozen_cell import FixedCell
+from equilibria._core.frozen_cell import FrozenCell
 from equilibria._core.maps import FlatMap
 from equilibria._core.packing import Layout, State
 
@@ -114,7 +114,7 @@ class CellEquation(Equation):
     a copy, and `settle` moves the real ones once, at the equilibrium.
     """
 
-    def __init__(self, cell: FixedCell, layout: Layout, inputs: Sequence[Any]) -> None:
+    def __init__(self, cell: FrozenCell, layout: Layout, inputs: Sequence[Any]) -> None:
         self.cell, self.layout = cell, layout
         self._leaves, self._inputs_spec = pytree.tree_flatten(tuple(inputs))
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]

@@ -15,7 +15,7 @@ from equilibria._core import autodiff_modes
 from equilibria._core.compaction import rows_mix
 from equilibria._core.compile import Compiler
 from equilibria._core.coupled import go_on, solve_rows_as_one, solve_whole
-from equilibria._core.failures import judge
+from equilibria._core.failures import report_failures
 from equilibria._core.loop import Flat, Stop, solve
 from equilibria._core.maps import FlatMap
 from equilibria._core.norms import rms_norm
@@ -65,7 +65,7 @@ class Problem:
             self.report.adjoint = flat.stats
         action = "warn" if self.on_failure == "fall_back" else self.on_failure
         if flat.failed:
-            judge(flat.stats, self.stop, self.solver, what=self.what, owner=self.equation.owner, on_failure=action)
+            report_failures(flat.stats, self.stop, self.solver, what=self.what, owner=self.equation.owner, on_failure=action)
         if right is not None and self.on_failure == "fall_back":  # to the Jacobian-free answer, g = v
             return dataclasses.replace(flat, z=torch.where(flat.stats.failed.unsqueeze(1), right, flat.z))
         return flat
@@ -103,7 +103,7 @@ class Problem:
             status = stats.status.masked_fill(short & stats.converged, Status.STALLED)
             residual = length / size.clamp_min(torch.finfo(size.dtype).tiny)
             self.report.stats = dataclasses.replace(stats, status=status, residual=residual)
-            judge(self.report.stats, stop, self.solver, what="forward", owner=self.equation.owner)
+            report_failures(self.report.stats, stop, self.solver, what="forward", owner=self.equation.owner)
 
 
 class Gradient(ABC):
@@ -126,7 +126,7 @@ def check_first_order(name: str, *, differentiable: bool = False) -> None:
         )
 
 
-def unit(equation: Equation, v: Tensor, *, measured: bool) -> Tensor:
+def cotangent_scale(equation: Equation, v: Tensor, *, measured: bool) -> Tensor:
     """(batch, 1), what a right-hand side is divided by: its solution then does not depend on the scale of the loss.
 
     Where samples are coupled they share one divisor, or the solution would not be that of the system. They also share it

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from equilibria._core.attach import attach
 from equilibria._core.loop import Stop
-from equilibria._core.primitive import Differentiable, differentiable_fixed_point
+from equilibria._core.primitive import ImplicitProblem, differentiable_fixed_point
 from equilibria.gradients.base import AdjointFailure, Gradient, Problem
 from equilibria.solvers.fallback import AnySolver
 from equilibria.solvers.krylov import GMRES
@@ -42,11 +42,11 @@ class Implicit(Gradient):
         task = self.task(problem)
         return attach(task, z0, args) if problem.opaque else differentiable_fixed_point(task, z0, *args)[0]
 
-    def task(self, problem: Problem) -> Differentiable:
+    def task(self, problem: Problem) -> ImplicitProblem:
         """The problem with the settings of its linear systems."""
         # a tolerance relative to the right-hand side has no use for an absolute part
         inherited = dataclasses.replace(problem.stop, atol=0.0, trace=False, keep_every=None)
         stop = (self.stop or inherited).reachable(problem.equation.precision)
         if stop.process_group is None:  # what the ranks agree on forward they must agree on backward
             stop = dataclasses.replace(stop, process_group=problem.stop.process_group)
-        return Differentiable(problem, self.solver or GMRES(), stop, self.on_failure)
+        return ImplicitProblem(problem, self.solver or GMRES(), stop, self.on_failure)

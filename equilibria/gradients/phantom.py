@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint as run_checkpointed
 
 from equilibria._core import autodiff_modes
 from equilibria._core.attach import attach
-from equilibria._core.failures import judge
-from equilibria._core.primitive import Differentiable, differentiable_fixed_point
+from equilibria._core.failures import report_failures
+from equilibria._core.primitive import ImplicitProblem, differentiable_fixed_point
 from equilibria.gradients.approximations import Neumann
 from equilibria.gradients.base import Gradient, Problem, quarantine, with_zero_gradient
 from equilibria.gradients.watched import watched
@@ -83,13 +83,13 @@ class NeumannPhantom(Gradient):
         _check("NeumannPhantom", self.steps, self.damping)
 
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
-        task = Differentiable(problem, GMRES(), problem.stop, approximation=Neumann(self.steps, self.damping))
+        task = ImplicitProblem(problem, GMRES(), problem.stop, approximation=Neumann(self.steps, self.damping))
         return attach(task, z0, args) if problem.opaque else differentiable_fixed_point(task, z0, *args)[0]
 
 
 def solve_detached(problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """The equilibrium as a constant, and its status; through the primitive, so that transforms find their way."""
-    task = Differentiable(problem, GMRES(), problem.stop)
+    task = ImplicitProblem(problem, GMRES(), problem.stop)
     if torch.is_grad_enabled() and not autodiff_modes.inside_transform():
         task = dataclasses.replace(task, problem=dataclasses.replace(problem, measured_later=True))  # by `unroll_from`
     with torch.no_grad():
@@ -150,7 +150,7 @@ def _set_aside(problem: Problem, rows: Tensor) -> None:
     assert stats is not None
     status = stats.status.masked_fill(rows, Status.NONFINITE)
     problem.report.stats, problem.report.nonfinite = dataclasses.replace(stats, status=status), True
-    judge(problem.report.stats, problem.stop, problem.solver, what="forward", owner=problem.equation.owner)
+    report_failures(problem.report.stats, problem.stop, problem.solver, what="forward", owner=problem.equation.owner)
 
 
 def _check(name: str, steps: int, damping: float) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from equilibria._core import autodiff_modes
-from equilibria._core.failures import judge
+from equilibria._core.failures import report_failures
 from equilibria._core.linear import Linearisation
 from equilibria._core.maps import Map
 from equilibria._core.search import all_finite, sum_finite_shares
@@ -208,4 +208,4 @@ def _file_rest(problem: Problem, left: Tensor, v: Tensor, steps: Tensor, lost: T
     status, residual = status.masked_fill(lost, Status.NONFINITE), residual.masked_fill(lost, float("inf"))
     stats = dataclasses.replace(empty_stats(len(steps), steps.device), status=status, steps=steps, residual=residual)
     problem.report.adjoint = stats
-    judge(stats, problem.stop, problem.solver, what="adjoint", owner=problem.equation.owner)
+    report_failures(stats, problem.stop, problem.solver, what="adjoint", owner=problem.equation.owner)

@@ -15,7 +15,7 @@ from equilibria._core import autodiff_modes
 from equilibria._core.loop import Stop
 from equilibria._core.maps import FlatMap
 from equilibria._core.norms import euclidean_norm
-from equilibria._core.primitive import Differentiable, pull_once
+from equilibria._core.primitive import ImplicitProblem, backward_first_order
 from equilibria.gradients.approximations import Approximation
 from equilibria.gradients.base import Gradient, Problem, check_first_order
 from equilibria.solvers.base import combine, products, require, solve_small
@@ -81,14 +81,14 @@ class _Shine(Function):
         z, status, *args = ctx.saved_tensors
         task = dataclasses.replace(ctx.task, approximation=ctx.estimate)
         needs = ctx.needs_input_grad[3:]
-        grads = autodiff_modes.pull_each(lambda v: pull_once(task, z, status, args, needs, v), cotangents[0])
+        grads = autodiff_modes.pull_each(lambda v: backward_first_order(task, z, status, args, needs, v), cotangents[0])
         return (None, None, None, *grads)
 
 
-def _task(problem: Problem, shine: Shine) -> Differentiable:
+def _task(problem: Problem, shine: Shine) -> ImplicitProblem:
     """Refinement is an exact solve of what the estimate leaves, cut short and not judged."""
     stop = Stop(rtol=0.0, atol=0.0, max_steps=shine.refine, on_failure="ignore", norm=problem.stop.norm)
-    return Differentiable(problem, GMRES(), stop, when=0.0 if shine.refine else None)
+    return ImplicitProblem(problem, GMRES(), stop, when=0.0 if shine.refine else None)
 
 
 @dataclass(frozen=True)

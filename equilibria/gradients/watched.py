@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from equilibria._core import autodiff_modes
-from equilibria._core.failures import judge
+from equilibria._core.failures import report_failures
 from equilibria._core.search import all_finite, sum_finite_shares
 from equilibria.gradients.base import Problem, quarantine
 from equilibria.solution import Report, Status, empty_stats
@@ -142,7 +142,7 @@ class _Watch:
         unknown = stats.residual.masked_fill(~lost, float("nan")).masked_fill(lost, float("inf"))
         status = torch.where(lost, Status.NONFINITE, Status.MAX_STEPS).to(torch.int8)
         problem.report.adjoint = dataclasses.replace(stats, status=status, residual=unknown)
-        judge(told, problem.stop, problem.solver, what="adjoint", owner=problem.equation.owner)
+        report_failures(told, problem.stop, problem.solver, what="adjoint", owner=problem.equation.owner)
 
 
 def _version(tensor: Tensor) -> int:

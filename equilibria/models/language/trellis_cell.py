@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from equilibria._core.checkpointing import Buffers, Checkpoint, Tensors, check_checkpoint, repeat
-from equilibria._core.frozen_cell import FixedCell
+from equilibria._core.frozen_cell import FrozenCell
 from equilibria.models.language.sequence_layers import WeightDrop, linear
 from equilibria.nn import VariationalDropout
 from equilibria.solvers.base import require
@@ -156,7 +156,7 @@ class TrellisStack(nn.Module):
 
     def tapped(self, x: Tensor, history: tuple[Tensor, ...], *, init: States, every: int | None) -> list[States]:
         """The states after every so many layers, and after the last."""
-        fixed = FixedCell(self.cell)
+        fixed = FrozenCell(self.cell)
         dilations = self.cell.config.dilations
         with fixed.in_place():
             cell: TrellisCell = fixed.cell  # type: ignore[assignment]
@@ -177,7 +177,7 @@ class _LayerStep:
     """One layer on (its number, h, c)."""
 
     def __init__(
-        self, cell: TrellisCell, fixed: FixedCell, injected: dict[int, Tensor], before: States, dilations: Sequence[int]
+        self, cell: TrellisCell, fixed: FrozenCell, injected: dict[int, Tensor], before: States, dilations: Sequence[int]
     ) -> None:
         self.cell, self.fixed, self.injected, self.before, self.dilations = cell, fixed, injected, before, dilations
 
