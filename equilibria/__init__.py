@@ -40,7 +40,7 @@ from equilibria.solvers.trust_region import TrustRegion
 from equilibria.starts import FirstStep, Zeros
 
 if TYPE_CHECKING:
-    from equilibria import analysis, cells, lab, models
+    from equilibria import analysis, cells, lab, models, serving
     from equilibria.analysis import diagnose, gradient_agreement, spectral_radius, tune
 
 __version__ = "0.1.0"
@@ -105,13 +105,14 @@ __all__ = [
     "rms_norm",
     "root",
     "sample_keys",
+    "serving",
     "skip_penalty",
     "spectral_radius",
     "to_onnx",
     "tune",
 ]
 
-ROOMS = ("analysis", "cells", "constraints", "lab", "models")  # loaded on first use
+ROOMS = ("analysis", "cells", "constraints", "lab", "models", "serving")  # loaded on first use
 FROM_ANALYSIS = ("diagnose", "gradient_agreement", "spectral_radius", "tune")  # names that load the room behind them
 
 

@@ -24,6 +24,8 @@ BORDERS = [
     ("cells", "models"),
     ("analysis", "lab"),
     ("models", "lab"),
+    ("serving", "lab"),
+    ("serving", "analysis"),
     ("lab.data", "lab.training"),
     ("lab.data", "lab.experiments"),
     ("lab.training", "lab.experiments"),

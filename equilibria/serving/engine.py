@@ -1,0 +1,333 @@
+"""Engine: continuous batching of equilibrium solves."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import Any
+
+import torch
+from torch import nn
+
+from equilibria._core.loop import Stop
+from equilibria.serving.pool import Counts, Pool
+from equilibria.serving.split import Arguments, Split
+from equilibria.serving.template import Padding, Template
+from equilibria.serving.tickets import (
+    DeadlineExceededError,
+    EngineClosedError,
+    InvalidRequestError,
+    QueueFullError,
+    Ticket,
+    UnservableModelError,
+)
+
+INF = float("inf")
+
+
+class Engine:
+    """Serve a model with one equilibrium layer: requests enter its solve mid-way, converged ones leave it.
+
+        with eq.serving.Engine(model, rows=64) as engine:
+            ticket = engine.submit(x)                 # one sample, without a batch dimension
+            answer = ticket.result()                  # answer.output, .status, .steps, .residual
+
+    Inside `with`, a thread of the engine runs the steps. Without it, call `step()` yourself.
+
+    model    any module with one DEQ on its path, found by running it once; the engine serves a copy in eval mode that
+             shares its weights
+    rows     requests in one solve at most, per shape of the inputs
+    solver   in place of the layer's: Picard, Anderson or Broyden
+    stop     in place of the layer's `eval_stop` or `stop`
+    queue    requests that may wait; `submit` raises QueueFullError beyond
+    pools    shapes of inputs that may be served at the same time; others wait, and idle pools make place
+    padding  let requests of different lengths share a solve, see `Padding`
+    output   what to make of the model's output, a function of a batch of it: `lambda out: out[0]`
+    full     evaluate all rows at every step, whether they are used or not: the answer to a request then does not depend,
+             bit for bit, on what the others do. It costs time wherever fewer rows are used
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rows: int = 64,
+        *,
+        solver: Any = None,
+        stop: Stop | None = None,
+        queue: int = 1024,
+        pools: int = 8,
+        padding: Padding | None = None,
+        output: Any = None,
+        full: bool = False,
+    ) -> None:
+        for name, value in (("rows", rows), ("queue", queue), ("pools", pools)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}.")
+        self.split = Split(model, solver=solver, stop=stop, output=output)
+        self.rows, self.queue, self.pools_limit = rows, queue, pools
+        self.padding, self.full = padding, full
+        tensors = [*model.parameters(), *model.buffers()]
+        self.device = tensors[0].device if tensors else torch.device("cpu")
+        self.pools: dict[Any, Pool] = {}
+        self.waiting: dict[Any, deque[Ticket]] = {}
+        self.refused: dict[Any, Exception] = {}  # kinds of requests that no pool can be made for, the last ones
+        self._queued = 0
+        self._next_overdue = INF  # the first deadline in the queue
+        self._cancelled = False  # was a request given up since the last step?
+        self._lock = threading.RLock()  # of pools: held during a step
+        self._changed = threading.Condition()  # of the queue
+        self._thread: threading.Thread | None = None
+        self._closing = self._draining = False
+
+    # requests
+
+    def submit(
+        self, inputs: Any, rtol: float | None = None, max_steps: int | None = None, deadline: float | None = None
+    ) -> Ticket:
+        """Queue one request.
+
+        inputs     one sample, without a batch dimension: a tensor, a tuple of arguments or a dict of keyword arguments
+        rtol       tolerance of this request; None: the layer's
+        max_steps  steps of this request at most; None: the layer's
+        deadline   seconds from now after which the best iterate so far is returned, flagged `late`
+        """
+        ticket = self._ticket(inputs, rtol, max_steps, deadline)
+        with self._changed:
+            if self._closing or self._draining:
+                raise EngineClosedError("The engine is closed and takes no more requests.")
+            if self._queued >= self.queue:
+                raise QueueFullError(f"{self._queued} requests are waiting, the limit is {self.queue}. Try again later.")
+            self._queued += 1
+            self._next_overdue = min(self._next_overdue, ticket.deadline or INF)
+            self.waiting.setdefault(self._key(ticket), deque()).append(ticket)
+            self._changed.notify_all()
+        return ticket
+
+    def _ticket(self, inputs: Any, rtol: float | None, max_steps: int | None, deadline: float | None) -> Ticket:
+        if rtol is not None and not 0 <= rtol < float("inf"):
+            raise InvalidRequestError(f"rtol must be a number that is not negative, got {rtol}.")
+        if max_steps is not None and max_steps < 0:
+            raise InvalidRequestError(f"max_steps must not be negative, got {max_steps}.")
+        if deadline is not None and not deadline > 0:
+            raise InvalidRequestError(f"deadline must be a positive number of seconds, got {deadline}.")
+        arguments = Arguments.of(inputs, self.device)
+        if not arguments.tensors:
+            raise InvalidRequestError(
+                f"A request needs a tensor, a tuple or a dict with tensors; got {type(inputs).__name__}."
+            )
+        length = None
+        if self.padding is not None:
+            length = self._length(arguments)
+            arguments = self.padding.fill(arguments)
+        return Ticket(arguments, rtol, max_steps, deadline, length, self._notice_cancel)
+
+    def _length(self, arguments: Arguments) -> int:
+        assert self.padding is not None
+        dim = self.padding.dim
+        if any(t.dim() <= dim for t in arguments.tensors) or len({t.shape[dim] for t in arguments.tensors}) > 1:
+            shapes = [tuple(t.shape) for t in arguments.tensors]
+            raise InvalidRequestError(f"Inputs must have one length along dimension {dim}, got shapes {shapes}.")
+        if arguments.tensors[0].shape[dim] == 0:
+            raise InvalidRequestError(f"Inputs are empty along dimension {dim}; at least one position is needed.")
+        return arguments.tensors[0].shape[dim]
+
+    def _key(self, ticket: Ticket) -> Any:
+        return ticket.arguments.key
+
+    # stepping
+
+    def step(self) -> bool:
+        """Admit, one solver step for all rows, retire; False if nothing is left to do."""
+        with self._lock, torch.no_grad():
+            self._drop_cancelled()
+            self._fail_overdue()
+            for key in self._keys():
+                self._step_pool(key)
+            return self._queued > 0 or any(not pool.idle for pool in self.pools.values())
+
+    def run(self) -> None:
+        """Step until every request is answered."""
+        while self.step():
+            pass
+
+    def _keys(self) -> list[Any]:
+        with self._changed:
+            waiting = [key for key, queue in self.waiting.items() if queue]
+        return list(dict.fromkeys([*(key for key, pool in self.pools.items() if not pool.idle), *waiting]))
+
+    def _step_pool(self, key: Any) -> None:
+        pool = self.pools.get(key)
+        if pool is None:
+            pool = self._open(key)
+            if pool is None:
+                return
+        pool.expire(time.monotonic())
+        if pool.due() or not pool.active:
+            pool.answer()
+            pool.exchanged_at = pool.step_number
+            tickets = self._take(key, pool.free)
+            if tickets:
+                pool.admit(tickets)
+                return
+            pool.compact()
+        pool.step()
+        if not pool.active:
+            pool.answer()
+
+    def _take(self, key: Any, count: int) -> list[Ticket]:
+        with self._changed:
+            queue = self.waiting.get(key)
+            taken: list[Ticket] = []
+            while queue and len(taken) < count:
+                ticket = queue.popleft()
+                self._queued -= 1
+                if not ticket.cancelled():
+                    taken.append(ticket)
+            if queue is not None and not queue:
+                del self.waiting[key]
+            return taken
+
+    def _open(self, key: Any) -> Pool | None:
+        """A pool for this kind of request; None where there is none, or no place for one."""
+        with self._changed:
+            queue = self.waiting.get(key)
+            first = next((t for t in queue or () if not t.cancelled()), None)
+        if first is None:
+            self._take(key, 0)
+            return None
+        if len(self.pools) >= self.pools_limit:
+            idle = next((other for other, pool in self.pools.items() if pool.idle and other not in self.waiting), None)
+            if idle is None:
+                return None
+            del self.pools[idle]
+        try:
+            template = Template(self.split, first.arguments, self.padding, first.length or 0)
+        except Exception as error:
+            self._refuse(key, error)
+            return None
+        self.pools[key] = pool = Pool(template, self.rows, full=self.full)
+        return pool
+
+    def _refuse(self, key: Any, error: Exception) -> None:
+        shapes = [tuple(shape) for shape, _ in key[1]]
+        if not isinstance(error, UnservableModelError):
+            reason = InvalidRequestError(
+                f"The model does not take inputs of shape {shapes}: {type(error).__name__}: {error}"
+            )
+            reason.__cause__ = error
+            error = reason
+        for ticket in self._take(key, self.queue):
+            ticket.fail(error)
+
+    def _notice_cancel(self) -> None:
+        self._cancelled = True
+
+    def _drop_cancelled(self) -> None:
+        if not self._cancelled:
+            return
+        self._cancelled = False
+        self._next_overdue = -INF  # look through the queue too
+        for pool in self.pools.values():
+            if any(row is not None and row.ticket.cancelled() for row in pool.rows):
+                pool.drop_cancelled()
+
+    def _fail_overdue(self) -> None:
+        """Requests whose deadline passes in the queue have no iterate that could be returned."""
+        now = time.monotonic()
+        if now < self._next_overdue:
+            return
+        overdue: list[Ticket] = []
+        with self._changed:
+            for key, queue in list(self.waiting.items()):
+                kept = deque(t for t in queue if not t.cancelled() and (t.deadline is None or now < t.deadline))
+                overdue += [t for t in queue if not t.cancelled() and t.deadline is not None and now >= t.deadline]
+                self._queued -= len(queue) - len(kept)
+                self.waiting[key] = kept
+                if not kept:
+                    del self.waiting[key]
+            left = (ticket.deadline or INF for queue in self.waiting.values() for ticket in queue)
+            self._next_overdue = min(left, default=INF)
+        for ticket in overdue:
+            message = "The deadline passed before a row was free. Allow more time, or send fewer requests."
+            ticket.fail(DeadlineExceededError(message))
+
+    # the thread
+
+    def start(self) -> Engine:
+        """Run the steps in a thread, which waits while there is nothing to do."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="equilibria-engine", daemon=True)
+            self._thread.start()
+        return self
+
+    def _loop(self) -> None:
+        while True:
+            busy = self.step()
+            with self._changed:
+                if self._closing or (self._draining and not busy and self._queued == 0):
+                    return
+                if not busy:
+                    self._changed.wait_for(lambda: self._queued > 0 or self._closing or self._draining)
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Take no more requests and answer those under way; False if that took longer than `timeout` seconds."""
+        with self._changed:
+            self._draining = True
+            self._changed.notify_all()
+        if self._thread is None:
+            self.run()
+            return True
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        """Stop; requests that are not answered fail with EngineClosedError."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        with self._lock:
+            left = [row.ticket for pool in self.pools.values() for row in pool.rows if row is not None]
+            left += [each.row.ticket for pool in self.pools.values() for each in pool.left]
+            with self._changed:
+                left += [ticket for queue in self.waiting.values() for ticket in queue]
+                self.waiting.clear()
+                self._queued = 0
+            self.pools.clear()
+        for ticket in left:
+            ticket.fail(EngineClosedError("The engine was closed before this request was answered."))
+
+    def __enter__(self) -> Engine:
+        return self.start()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # what it does
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait for a row."""
+        return self._queued
+
+    @property
+    def active(self) -> int:
+        """Rows in use."""
+        return sum(pool.active for pool in list(self.pools.values()))
+
+    def counts(self) -> Counts:
+        """Sums over all pools there are."""
+        total = Counts()
+        for pool in list(self.pools.values()):
+            for name in ("answered", "steps", "row_steps", "evaluated", "exchanges", "alone"):
+                setattr(total, name, getattr(total, name) + getattr(pool.counts, name))
+            for status, number in list(pool.counts.statuses.items()):
+                total.statuses[status] = total.statuses.get(status, 0) + number
+        return total
+
+    def residuals(self) -> list[tuple[int, int, float]]:
+        """(row, steps so far, residual over tolerance of the best iterate) of the rows in use; does not wait for a step."""
+        return [entry for pool in list(self.pools.values()) for entry in pool.residuals()]

@@ -1,0 +1,344 @@
+"""Picard, Anderson and Broyden over rows that begin at different times.
+
+The updates are those of `eq.Picard`, `eq.Anderson` and `eq.Broyden`. What differs is the bookkeeping: every row has a slot
+counter of its own, so that a row may begin with an empty history beside others that go on, and histories lie in buffers
+that rows enter and leave without a copy of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equilibria.serving.adapter import GROWTH, PATIENCE, history_limit, products, solve_small, without
+from equilibria.solvers.anderson import Anderson
+from equilibria.solvers.broyden import Broyden
+from equilibria.solvers.picard import Picard
+
+FIRST_SLOTS = 4
+
+
+class RowSolver:
+    """An update rule whose state has a place for each row of a pool; methods work on the first `len(z)` rows.
+
+    One step is `propose`, an evaluation of the cell, `absorb`, and `begin` for rows that got a new start in between.
+    """
+
+    def residual(self, z: Tensor, fz: Tensor) -> Tensor:
+        """(rows, n), f(z) - z."""
+        return fz - z
+
+    def propose(
+        self, z: Tensor, fz: Tensor, residual: Tensor, length: Tensor, depth: int, improved: Tensor | None
+    ) -> Tensor:
+        """The next iterate.
+
+        length    (rows,), of the residual
+        depth     steps taken by the oldest row
+        improved  (rows,) bool, rows whose last iterate was their best; None: all
+        """
+        raise NotImplementedError
+
+    def absorb(self, z: Tensor, fz: Tensor) -> None:
+        """Take in the values at what `propose` returned."""
+
+    def begin(self, rows: Tensor, length: Tensor, numbers: Sequence[int] | None = None) -> None:
+        """Forget what is known of these rows; their residuals at the start are of this length, (rows,).
+
+        numbers  of each row's state, without those that were filled up; None: all
+        """
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Rows change their places."""
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for so many rows."""
+
+
+def row_solver(solver: Any, like: Tensor, n: int) -> RowSolver:
+    """The rule of `solver` for rows of `n` numbers, of the dtype and on the device of `like`."""
+    if isinstance(solver, Anderson):
+        return RowAnderson(solver, like, n)
+    return RowBroyden(solver, like, n) if isinstance(solver, Broyden) else RowPicard(solver)
+
+
+def unsupported(solver: Any) -> str | None:
+    """Why rows of this solver cannot enter at different times; None: they can."""
+    if isinstance(solver, Broyden) and solver.line_search:
+        return "Broyden's line search takes a different number of evaluations for every row; use Broyden(line_search=False)"
+    if isinstance(solver, (Picard, Anderson, Broyden)):
+        return None
+    return (
+        f"its solver is {solver!r}; rows can enter mid-solve with Picard, Anderson and Broyden. Pass one of them as solver="
+    )
+
+
+class RowPicard(RowSolver):
+    """z <- z + damping (f(z) - z)."""
+
+    def __init__(self, solver: Picard) -> None:
+        self.damping = solver.damping
+
+    def propose(
+        self, z: Tensor, fz: Tensor, residual: Tensor, length: Tensor, depth: int, improved: Tensor | None
+    ) -> Tensor:
+        return fz if self.damping == 1 else torch.lerp(z, fz, self.damping)
+
+
+class _Histories(RowSolver):
+    """Buffers (capacity, slots, width) in which row i writes to slot `slot[i]` next."""
+
+    def __init__(self, solver: Any, like: Tensor, n: int) -> None:
+        self.rule, self.like, self.n, self.capacity, self.slots = solver, like, n, 0, 0
+        self.limit = self.usual = history_limit(solver, n, like)  # slots at most, of any row and of a whole row
+        self.limits = torch.zeros(0, dtype=torch.int64, device=like.device)  # (capacity,)
+        self.slot = torch.zeros(0, dtype=torch.int64, device=like.device)
+        self.base = torch.zeros(0, dtype=torch.int64, device=like.device)  # slots before those of a row
+
+    def _buffers(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes per row of what a row keeps, `-1` standing for the number of slots."""
+        raise NotImplementedError
+
+    def reserve(self, capacity: int) -> None:
+        if capacity > self.capacity:
+            self._resize(capacity, self.slots)
+
+    def _room(self, slots: int) -> None:
+        """Make room for so many slots; they double, as a short solve needs no long history."""
+        if slots > self.slots:
+            self._resize(self.capacity, min(max(2 * self.slots, slots, FIRST_SLOTS), self.limit))
+
+    def _resize(self, capacity: int, slots: int) -> None:
+        for name, shape in self._buffers().items():
+            old: Tensor | None = getattr(self, name, None)
+            new = self._blank(name, capacity, tuple(slots if extent < 0 else extent for extent in shape))
+            if old is not None:
+                new[tuple(slice(0, extent) for extent in old.shape)] = old
+            setattr(self, name, new)
+        slot = torch.full((capacity,), self._first_slot(), dtype=torch.int64, device=self.like.device)
+        slot[: len(self.slot)] = self.slot
+        limits = torch.full_like(slot, self.usual)
+        limits[: len(self.limits)] = self.limits
+        self.slot, self.limits, self.capacity, self.slots = slot, limits, capacity, slots
+        self.base = torch.arange(capacity, device=self.like.device) * slots
+
+    def _blank(self, name: str, capacity: int, shape: tuple[int, ...]) -> Tensor:
+        return self.like.new_zeros(capacity, *shape)
+
+    def _first_slot(self) -> int:
+        return 0
+
+    def _next_slot(self, rows: int) -> None:
+        if self.limit == self.usual:
+            self.slot[:rows].add_(1).remainder_(self.limit)
+        else:
+            self.slot[:rows].add_(1).remainder_(self.limits[:rows])
+
+    def _set_limits(self, rows: Tensor, numbers: Sequence[int] | None) -> list[int]:
+        """Short rows keep as many differences as they would alone."""
+        if numbers is None:
+            return []
+        own = [history_limit(self.rule, count, self.like) for count in numbers]
+        self.limit = max(self.limit, *own)
+        self.limits.index_copy_(0, rows, torch.tensor(own, device=rows.device))
+        return own
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        for name in (*self._buffers(), "slot", "limits"):
+            buffer: Tensor = getattr(self, name)
+            buffer.index_copy_(0, target, buffer.index_select(0, source))
+
+
+class RowAnderson(_Histories):
+    """`eq.Anderson` with a ring of differences per row."""
+
+    pairs: Tensor  # (capacity, slots, 2 n), differences of residuals, made orthonormal, beside those of values
+    trusted: Tensor  # (capacity, slots), 0 for differences from before the row forgot its history, else 1
+    last: Tensor  # (capacity, 2 n), residual and value of the iterate before
+    spare: Tensor  # (capacity, 2 n), memory for those of the iterate now
+    shortest: Tensor  # (capacity, 1), residual since the row last began anew
+    waited: Tensor  # (capacity, 1), steps since then
+    patience: Tensor  # (capacity, 1), how many of those a row may take
+
+    def __init__(self, solver: Anderson, like: Tensor, n: int) -> None:
+        super().__init__(solver, like, n)
+        self.damping = solver.damping
+        self.threshold = torch.finfo(like.dtype).eps ** 0.5 if solver.ridge is None else solver.ridge
+        self.doubted = False  # is there a zero in `trusted`?
+        self.fresh: Tensor | None = None  # rows that began since the last step: they have no iterate before
+
+    def _buffers(self) -> dict[str, tuple[int, ...]]:
+        wide = (2 * self.n,)
+        return {
+            "pairs": (-1, *wide),
+            "trusted": (-1,),
+            "last": wide,
+            "spare": wide,
+            "shortest": (1,),
+            "waited": (1,),
+            "patience": (1,),
+        }
+
+    def _blank(self, name: str, capacity: int, shape: tuple[int, ...]) -> Tensor:
+        if name == "patience":
+            return self.like.new_full((capacity, *shape), self._patience(self.usual, self.n))
+        return self.like.new_ones(capacity, *shape) if name == "trusted" else super()._blank(name, capacity, shape)
+
+    @staticmethod
+    def _patience(limit: int, n: int) -> int:
+        # all that an affine map can tell lies in n differences, and it may take as many until the residual falls
+        return PATIENCE if limit < n else limit + PATIENCE
+
+    def _first_slot(self) -> int:
+        return -1  # the first step writes an empty difference into slot 0, the second one overwrites it
+
+    def residual(self, z: Tensor, fz: Tensor) -> Tensor:
+        pair = self.spare[: len(z)]
+        torch.sub(fz, z, out=pair[:, : self.n])
+        pair[:, self.n :] = fz
+        return pair[:, : self.n]
+
+    def propose(
+        self, z: Tensor, fz: Tensor, residual: Tensor, length: Tensor, depth: int, improved: Tensor | None
+    ) -> Tensor:
+        rows = len(z)
+        self._judge(rows, length.unsqueeze(1), improved)
+        if depth == 0:  # every row is at its start
+            self.fresh = None
+            self.last, self.spare = self.spare, self.last
+            self.slot[:rows] = 0
+            return fz if self.damping == 1 else torch.lerp(z, fz, self.damping)
+        self._insert(rows, min(depth - 1, self.limit), min(depth, self.limit))
+        self._next_slot(rows)
+        k = min(depth, self.limit)
+        residuals, values = self.pairs[:rows, :k, : self.n], self.pairs[:rows, :k, self.n :]
+        weights = self._weights(residual, residuals)
+        z = without(fz, weights, values)
+        return z if self.damping == 1 else z - (1 - self.damping) * without(residual, weights, residuals)
+
+    def _judge(self, rows: int, length: Tensor, improved: Tensor | None) -> None:
+        """Rows that were led astray trust nothing of what led them there."""
+        shortest, waited = self.shortest[:rows], self.waited[:rows]
+        if improved is None:
+            shortest.copy_(length)
+            if self.doubted:
+                waited.zero_()
+            return
+        better = improved.unsqueeze(1)
+        waiting = (waited + 1) * ((length >= shortest) & ~better)
+        usual = better | ((length <= GROWTH * shortest) & (waiting < self.patience[:rows]))  # not where it is nan
+        least = torch.where(better, length, torch.minimum(length, shortest))
+        shortest.copy_(torch.where(usual, least, length))
+        waited.copy_(waiting * usual)
+        self.trusted[:rows].mul_(usual)
+        self.doubted = True
+
+    def _insert(self, rows: int, kept: int, used: int) -> None:
+        """The difference from the iterate before, in the slot of each row."""
+        self._room(used)
+        pair, last = self.spare[:rows], self.last[:rows]
+        if self.fresh is not None:  # a difference of zero, which is left out
+            fresh = self.fresh[self.fresh < rows]  # one that was done at its start may have been cut off since
+            last.index_copy_(0, fresh, pair.index_select(0, fresh))
+            self.fresh = None
+        difference = torch.sub(pair, last, out=last)
+        size = torch.linalg.vector_norm(difference[:, : self.n], dim=1, keepdim=True)
+        if kept:
+            old = self.pairs[:rows, :kept]
+            weights = self._weights(difference[:, : self.n], old[:, :, : self.n])
+            difference = without(difference, weights, old, over=True)
+        left = torch.linalg.vector_norm(difference[:, : self.n], dim=1, keepdim=True)
+        # what is left of a difference inside the space of the others is rounding, and says nothing
+        empty = left <= self.threshold * size
+        difference.mul_(left.masked_fill_(empty, float("inf")).reciprocal_())
+        # rows that nobody uses step on, and must not write beyond the slots of those in use
+        place = self.slot[:rows].clamp(0, used - 1) + self.base[:rows]
+        self.pairs.view(-1, 2 * self.n).index_copy_(0, place, difference)
+        if self.doubted:
+            self.trusted.view(-1).index_fill_(0, place, 1.0)
+        self.last, self.spare = self.spare, self.last
+
+    def _weights(self, x: Tensor, residuals: Tensor) -> Tensor:
+        weights = products(residuals, x)
+        return weights * self.trusted[: len(x), : weights.shape[1]] if self.doubted else weights
+
+    def begin(self, rows: Tensor, length: Tensor, numbers: Sequence[int] | None = None) -> None:
+        if self.slots:
+            self.pairs.index_fill_(0, rows, 0.0)
+            self.trusted.index_fill_(0, rows, 1.0)
+        self.shortest.index_copy_(0, rows, length.unsqueeze(1))
+        self.waited.index_fill_(0, rows, 0.0)
+        self.slot.index_fill_(0, rows, self._first_slot())
+        self.fresh = rows
+        limits = self._set_limits(rows, numbers)
+        if numbers is not None:
+            patience = [self._patience(limit, n) for limit, n in zip(limits, numbers, strict=True)]
+            self.patience.index_copy_(0, rows, self.like.new_tensor(patience).unsqueeze(1))
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        super().move(source, target)
+        if self.fresh is not None:
+            place = dict(zip(source.tolist(), target.tolist(), strict=True))
+            self.fresh = torch.tensor([place.get(row, row) for row in self.fresh.tolist()], device=self.fresh.device)
+
+
+class RowBroyden(_Histories):
+    """`eq.Broyden` with a ring of pairs per row."""
+
+    steps: Tensor  # (capacity, slots, n), s, of length 1
+    sums: Tensor  # (capacity, slots, n), s + y
+    core: Tensor  # (capacity, slots, slots), the identity where a row has no pair
+
+    def __init__(self, solver: Broyden, like: Tensor, n: int) -> None:
+        super().__init__(solver, like, n)
+        self.direction, self.fz, self.depth = like, like, 0
+
+    def _buffers(self) -> dict[str, tuple[int, ...]]:
+        return {"steps": (-1, self.n), "sums": (-1, self.n), "core": (-1, -1)}
+
+    def _blank(self, name: str, capacity: int, shape: tuple[int, ...]) -> Tensor:
+        if name != "core":
+            return super()._blank(name, capacity, shape)
+        eye = torch.eye(shape[0], dtype=self.like.dtype, device=self.like.device)
+        return eye.expand(capacity, *shape).contiguous()
+
+    def propose(
+        self, z: Tensor, fz: Tensor, residual: Tensor, length: Tensor, depth: int, improved: Tensor | None
+    ) -> Tensor:
+        rows, k = len(z), min(depth, self.limit)
+        direction = residual
+        if k:
+            weights = solve_small(self.core[:rows, :k, :k], products(self.steps[:rows, :k], direction))
+            direction = without(direction, weights, self.sums[:rows, :k])
+        self.direction, self.fz, self.depth = direction, fz, depth
+        return z + direction
+
+    def absorb(self, z: Tensor, fz: Tensor) -> None:
+        rows, used = len(fz), min(self.depth + 1, self.limit)
+        self._room(used)
+        length = torch.linalg.vector_norm(self.direction, dim=1, keepdim=True)
+        still = length == 0
+        scale = length.masked_fill_(still, float("inf")).reciprocal_()
+        s, sums = self.direction * scale, (fz - self.fz) * scale  # s + y: what f has changed by
+        slot = self.slot[:rows].clamp(max=used - 1)  # of rows that nobody uses: those in use have no larger one
+        place = slot + self.base[:rows]
+        self.steps.view(-1, self.n).index_copy_(0, place, s)
+        self.sums.view(-1, self.n).index_copy_(0, place, sums)
+        # the new step is later than all others; a row that did not move gets 1 on the diagonal of its empty pair
+        row, column = products(self.sums[:rows, :used], s), products(self.steps[:rows, :used], sums - s)
+        column.scatter_add_(1, slot.unsqueeze(1), still.to(column.dtype))
+        core, every = self.core[:rows, :used, :used], torch.arange(rows, device=slot.device)
+        core[every, slot] = row
+        core.transpose(1, 2)[every, slot] = column
+        self._next_slot(rows)
+
+    def begin(self, rows: Tensor, length: Tensor, numbers: Sequence[int] | None = None) -> None:
+        if self.slots:
+            self.steps.index_fill_(0, rows, 0.0)
+            self.sums.index_fill_(0, rows, 0.0)
+            self.core.index_copy_(0, rows, self._blank("core", len(rows), (self.slots, self.slots)))
+        self.slot.index_fill_(0, rows, 0)
+        self._set_limits(rows, numbers)

@@ -1,0 +1,314 @@
+"""A model cut at its equilibrium layer: the part before runs at admission, the part after at retirement.
+
+Nothing is traced. Both parts run the model's own forward: the first until it reaches the DEQ, the second with the
+equilibrium in place of the solve and with the outputs of the modules before it as they were at admission.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils import _pytree as pytree
+
+from equilibria._core.loop import Stop
+from equilibria._core.recording import record
+from equilibria.deq import DEQ
+from equilibria.serving.adapter import Layout, State, advance, describe, memory_of, prepared, solution, start
+from equilibria.serving.row_solvers import unsupported
+from equilibria.serving.tickets import UnservableModelError
+from equilibria.solution import Solution, Stats, Status
+
+
+class _Reached(BaseException):
+    """The forward pass has come to the equilibrium layer. No Exception, so that no model catches it."""
+
+    def __init__(self, layer: DEQ, inputs: tuple[Any, ...], init: Any) -> None:
+        super().__init__()
+        self.layer, self.inputs, self.init = layer, inputs, init
+
+
+class _Frozen(nn.Module):
+    """A weight behind a parametrization, computed once."""
+
+    def __init__(self, value: Tensor) -> None:
+        super().__init__()
+        self.value: Tensor
+        self.register_buffer("value", value, persistent=False)
+
+    def forward(self) -> Tensor:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments of a model for one sample or for a batch of them: tensors, and all else, which must be equal."""
+
+    tensors: tuple[Tensor, ...]
+    spec: Any  # the structure, with the values of leaves that are no tensors
+
+    @staticmethod
+    def of(inputs: Any, device: torch.device) -> Arguments:
+        """A tuple holds positional arguments, a dict keyword arguments, anything else is the one argument."""
+        if isinstance(inputs, Tensor):
+            return Arguments((inputs.detach().to(device),), ONE_TENSOR)
+        args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
+        leaves, structure = pytree.tree_flatten((args, inputs if isinstance(inputs, dict) else {}))
+        others = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        places = tuple(isinstance(leaf, Tensor) for leaf in leaves)
+        tensors = tuple(leaf.detach().to(device) for leaf in leaves if isinstance(leaf, Tensor))
+        return Arguments(tensors, (structure, places, others))
+
+    def call(self, model: Callable[..., Any]) -> Any:
+        if self.spec is ONE_TENSOR:
+            return model(*self.tensors)
+        structure, places, others = self.spec
+        tensors = iter(self.tensors)
+        leaves = [next(tensors) if is_tensor else other for is_tensor, other in zip(places, others, strict=True)]
+        args, kwargs = pytree.tree_unflatten(leaves, structure)
+        return model(*args, **kwargs)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What requests of one pool have in common."""
+        kinds = tuple((t.shape, t.dtype) for t in self.tensors)
+        if self.spec is ONE_TENSOR:
+            return None, kinds
+        structure, places, others = self.spec
+        return (repr(structure), places, repr(others)), kinds
+
+
+ONE_TENSOR: Any = "one tensor"  # the usual spec, which needs no tree
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What a batch of rows has when it comes to the equilibrium layer."""
+
+    given: tuple[Any, ...]  # of the cell, in place of its inputs
+    start: State
+    outputs: tuple[Any, ...]  # of the modules before the layer, in the order of their calls
+
+
+class Split:
+    """The two parts of a model and its cell; one thread at a time.
+
+    The model is copied, its tensors are shared: weights that change later are seen, but those behind parametrizations stay
+    as they are now.
+    """
+
+    def __init__(self, model: nn.Module, *, solver: Any = None, stop: Stop | None = None, output: Any = None) -> None:
+        self.model = _copy(model).eval()
+        self.output = output
+        self.lock = threading.RLock()
+        self.layers = {name: module for name, module in self.model.named_modules() if isinstance(module, DEQ)}
+        if not self.layers:
+            raise UnservableModelError(
+                f"{type(model).__name__} has no equilibrium layer (eq.DEQ), so there is no solve that rows could enter or "
+                "leave. Serve explicit networks with a server of your choice."
+            )
+        _freeze_weights(self.model)
+        self.solver, self.stop = solver, stop
+        self._answer: Callable[[DEQ, tuple[Any, ...], Any], Solution] | None = None
+        for layer in self.layers.values():
+            layer.solve = self._handler(layer)  # type: ignore[method-assign]
+        self.before: list[nn.Module] = []  # modules whose outputs are kept from admission to retirement
+        self._replay: dict[int, list[Any]] = {}
+        self._seen: list[tuple[nn.Module, Any]] | None = None  # calls on the way to the layer, while they are recorded
+
+    def _handler(self, layer: DEQ) -> Callable[..., Solution]:
+        def solve(*inputs: Any, init: Any = None) -> Solution:
+            if self._answer is None:
+                raise _Reached(layer, inputs, init)
+            return self._answer(layer, inputs, init)
+
+        return solve
+
+    # the layer on the path
+
+    def find(self, arguments: Arguments) -> DEQ:
+        """Run the model once, without a solve, and find its one equilibrium layer; an error says why it cannot be served."""
+        calls: list[DEQ] = []
+
+        def answer(layer: DEQ, inputs: tuple[Any, ...], init: Any) -> Solution:
+            calls.append(layer)
+            self._check(layer)
+            given = prepared(layer.cell, inputs)
+            z0 = start(layer, inputs, given, init)
+            layout = Layout.of(z0)
+            z = layout.pack(z0)
+            zeros = [0] * len(z)
+            return solution(z, layout, lambda state: layer.cell(state, *given), z0, describe(zeros, zeros, zeros, z))
+
+        self._run(arguments, answer)
+        if len(calls) != 1:
+            names = {id(layer): name for name, layer in self.layers.items()}
+            met = ", ".join(names[id(layer)] or "the model itself" for layer in calls) or "none"
+            raise UnservableModelError(
+                f"The path of a request must go through one equilibrium layer once; this model solved {len(calls)} "
+                f"({met}). Serve its parts one by one."
+            )
+        return calls[0]
+
+    def _check(self, layer: DEQ) -> None:
+        reason = unsupported(self.solver or layer.solver)
+        stop = self.stop_of(layer)
+        if not layer.batched:
+            reason = "its layer has batched=False: the batch is one problem, and a row has no solve of its own"
+        elif memory_of(layer.init) is not None:
+            reason = "its layer starts from remembered samples (init=eq.Remember()), and requests have no keys"
+        elif stop.process_group is not None:
+            reason = "its stop has a process_group: ranks that step together cannot admit rows one by one"
+        try:
+            advance(layer.gradient, int(layer.solves) if layer.solves is not None else 0)
+        except TypeError as error:
+            reason = f"{error}; set layer.gradient to eq.Implicit() for serving"
+        if reason is not None:
+            raise UnservableModelError(f"This model cannot be served: {reason}.")
+
+    def stop_of(self, layer: DEQ) -> Stop:
+        """As in eval mode, or the one that the engine was given."""
+        return self.stop or layer.eval_stop or layer.stop
+
+    # the two parts
+
+    def reach(self, arguments: Arguments, *, watch: list[nn.Module] | None = None) -> Reached:
+        """Run the part before the layer. `watch` collects the modules that ran on the way, outermost ones alone."""
+        seen: list[tuple[nn.Module, Any]] = []
+        reached = self._run_to_layer(arguments, seen, watching=watch is not None)
+        if watch is not None:
+            watch.extend(module for module, _ in seen)
+        elif [id(module) for module, _ in seen] != [id(module) for module in self.before]:
+            raise UnservableModelError("The modules before the equilibrium layer differ from request to request.")
+        with torch.no_grad():
+            given = prepared(reached.layer.cell, reached.inputs)
+            z0 = start(reached.layer, reached.inputs, given, reached.init)
+        return Reached(given, z0, tuple(output for _, output in seen))
+
+    def _run_to_layer(self, arguments: Arguments, seen: list[tuple[nn.Module, Any]], *, watching: bool) -> _Reached:
+        """Run the forward pass until it calls the layer; `seen` collects module calls on the way."""
+        hooks = _watch(self.model, seen) if watching else []
+        self._seen = None if watching else seen
+        try:
+            self._run(arguments, None)
+        except _Reached as reached:
+            return reached
+        finally:
+            self._seen = None
+            for hook in hooks:
+                hook.remove()
+        raise UnservableModelError("The path of this request does not come to an equilibrium layer.")
+
+    def finish(self, arguments: Arguments, outputs: Sequence[Any], z: Tensor, layout: Layout, stats: Stats) -> Any:
+        """The model's output for rows whose equilibrium is `z`."""
+
+        def answer(layer: DEQ, inputs: tuple[Any, ...], init: Any) -> Solution:
+            given: list[tuple[Any, ...]] = []
+
+            def f(state: State) -> State:
+                if not given:
+                    given.append(prepared(layer.cell, inputs))
+                return layer.cell(state, *given[0])
+
+            steps = advance(layer.gradient, int(layer.solves) if layer.solves is not None else 0)
+            there = z if steps is None else _advanced(steps, f, z, layout, stats)
+            return solution(there, layout, f, None, stats)
+
+        self._replay = {}
+        for module, output in zip(self.before, outputs, strict=True):
+            self._replay.setdefault(id(module), []).append(output)
+        try:
+            out = self._run(arguments, answer)
+        finally:
+            self._replay = {}
+        return out if self.output is None else self.output(out)
+
+    def alone(self, arguments: Arguments, stop: Stop) -> tuple[Any, Solution]:
+        """The model on a batch of one by the library's own loop: for rows whose numbers a pool does not handle."""
+
+        def answer(layer: DEQ, inputs: tuple[Any, ...], init: Any) -> Solution:
+            before = layer.solver, layer.stop, layer.eval_stop
+            layer.solver, layer.stop, layer.eval_stop = self.solver or layer.solver, stop, None
+            try:
+                return DEQ.solve(layer, *inputs, init=init)
+            finally:
+                layer.solver, layer.stop, layer.eval_stop = before
+
+        with record(self.model) as solutions:
+            out = self._run(arguments, answer)
+        return out if self.output is None else self.output(out), solutions[0]
+
+    def _run(self, arguments: Arguments, answer: Callable[[DEQ, tuple[Any, ...], Any], Solution] | None) -> Any:
+        with self.lock, torch.no_grad():
+            self._answer = answer
+            try:
+                return arguments.call(self.model)
+            finally:
+                self._answer = None
+
+    def keep(self, modules: Sequence[nn.Module]) -> None:
+        """Keep the outputs of these calls from admission to retirement, instead of computing them again."""
+        self.before = list(modules)
+        for module in {id(m): m for m in modules}.values():
+            module.forward = self._replayed(module, module.forward)
+
+    def _replayed(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            kept = self._replay.get(id(module))
+            if kept:
+                return kept.pop(0)
+            output = forward(*args, **kwargs)
+            if self._seen is not None:
+                self._seen.append((module, output))
+            return output
+
+        return run
+
+
+def _advanced(steps: Any, f: Callable[[State], State], z: Tensor, layout: Layout, stats: Stats) -> Tensor:
+    """The steps of a gradient from the equilibrium; rows that are not finite stay."""
+    out = steps(lambda h: layout.pack_output(f(layout.unpack(h)), len(h)), z)
+    return torch.where((stats.status != Status.NONFINITE).unsqueeze(1), out, z)
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """The modules of a model copied, with the same tensors."""
+    tensors = [*model.parameters(), *model.buffers()]
+    try:
+        return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    except Exception as error:
+        raise UnservableModelError(
+            f"{type(model).__name__} cannot be copied, and the engine serves a copy ({type(error).__name__}: {error})."
+        ) from error
+
+
+def _freeze_weights(model: nn.Module) -> None:
+    """Compute the weights behind parametrizations, which do not change while the model is served, once."""
+    for module in list(model.modules()):
+        places = getattr(module, "parametrizations", None)
+        for name, part in list(places.items()) if isinstance(places, nn.ModuleDict) else []:
+            if isinstance(part, ParametrizationList):
+                with torch.no_grad():
+                    module.parametrizations[name] = _Frozen(part())  # type: ignore[operator, index, assignment]
+
+
+def _watch(model: nn.Module, seen: list[tuple[nn.Module, Any]]) -> list[Any]:
+    """Hooks that collect the calls of modules that have weights, without those inside a call that has ended."""
+    depth: list[int] = []
+
+    def enter(module: nn.Module, args: Any) -> None:
+        depth.append(len(seen))
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        del seen[depth.pop() :]
+        seen.append((module, output))
+
+    parts = [m for m in model.modules() if not isinstance(m, DEQ) and any(True for _ in m.parameters())]
+    hooks: list[Any] = [m.register_forward_pre_hook(enter) for m in parts]
+    return hooks + [m.register_forward_hook(leave) for m in parts]

@@ -1,0 +1,119 @@
+"""What a request gets: a Ticket at once, an Answer when it is resolved, or an error that says what was wrong."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from equilibria.solution import Status
+
+
+class ServingError(RuntimeError):
+    """A request or a model cannot be served; the message says why and what to do."""
+
+
+class UnservableModelError(ServingError):
+    """The engine cannot serve this model; the message says why."""
+
+
+class InvalidRequestError(ServingError):
+    """The inputs of a request do not fit the model."""
+
+
+class QueueFullError(ServingError):
+    """As many requests are waiting as the engine keeps; try again later."""
+
+
+class DeadlineExceededError(ServingError):
+    """The deadline passed before the request got a row, so that there is no iterate to return."""
+
+
+class EngineClosedError(ServingError):
+    """The engine was closed before the request was answered."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The output for one request, and how its own solve ended."""
+
+    output: Any  # what the model returns, without the batch dimension
+    status: Status  # MAX_STEPS where the deadline ended the solve
+    steps: int
+    residual: float  # relative, of the iterate behind the output
+    late: bool  # the deadline passed first: the output is of the best iterate so far
+    waited: float  # seconds from `submit` until the request got a row
+    seconds: float  # from `submit` until now
+
+    @property
+    def converged(self) -> bool:
+        return self.status == Status.CONVERGED
+
+
+class _Promise(Future[Answer]):
+    """A future that tells the engine when somebody gives it up."""
+
+    def __init__(self, given_up: Callable[[], None] | None) -> None:
+        super().__init__()
+        self._given_up = given_up
+
+    def cancel(self) -> bool:
+        done = super().cancel()
+        if done and self._given_up is not None:
+            self._given_up()
+        return done
+
+
+class Ticket:
+    """A request under way. `result()` waits for its Answer, or raises what went wrong."""
+
+    def __init__(
+        self,
+        arguments: Any,
+        rtol: float | None = None,
+        max_steps: int | None = None,
+        deadline: float | None = None,
+        length: int | None = None,
+        given_up: Callable[[], None] | None = None,
+    ) -> None:
+        self.arguments, self.length = arguments, length  # of inputs that were filled up
+        self.rtol, self.max_steps = rtol, max_steps
+        self.submitted = time.monotonic()
+        self.deadline = None if deadline is None else self.submitted + deadline
+        self.admitted: float | None = None
+        self.future: Future[Answer] = _Promise(given_up)
+
+    def result(self, timeout: float | None = None) -> Answer:
+        """Wait for the answer; TimeoutError after `timeout` seconds."""
+        return self.future.result(timeout)
+
+    def done(self) -> bool:
+        return self.future.done()
+
+    def cancel(self) -> bool:
+        """Give the request up; its row is free at the next step. False if it is answered already."""
+        return self.future.cancel()
+
+    def cancelled(self) -> bool:
+        return self.future.cancelled()
+
+    def add_done_callback(self, call: Callable[[Ticket], None]) -> None:
+        """Call `call(ticket)` when the request is answered, has failed or is cancelled."""
+        self.future.add_done_callback(lambda _: call(self))
+
+    def resolve(self, output: Any, status: Status, steps: int, residual: float, *, late: bool) -> None:
+        now = time.monotonic()
+        waited = (now if self.admitted is None else self.admitted) - self.submitted
+        answer = Answer(output, status, steps, residual, late, waited, now - self.submitted)
+        if self._claim():
+            self.future.set_result(answer)
+
+    def fail(self, error: BaseException) -> None:
+        if self._claim():
+            self.future.set_exception(error)
+
+    def _claim(self) -> bool:
+        """True if nobody has cancelled it; from then on nobody can."""
+        return not self.future.done() and self.future.set_running_or_notify_cancel()

@@ -1,0 +1,68 @@
+"""Small models to serve, in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import equilibria as eq
+from tests.problems import matrix
+
+STOP = eq.Stop(rtol=1e-7, atol=1e-9, max_steps=60, on_failure="ignore")
+SOLVERS = [
+    eq.Picard(),
+    eq.Picard(damping=0.7),
+    eq.Anderson(),
+    eq.Anderson(history=3, damping=0.8),
+    eq.Broyden(),
+    eq.Broyden(history=4),
+]
+
+
+class GainCell(nn.Module):
+    """tanh(gain(x) W z + x): the larger an input, up to a bound, the slower its solve."""
+
+    def __init__(self, n: int, seed: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(matrix("orthogonal", n, 0.97, seed))
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        gain = (0.2 + x.square().mean(dim=1, keepdim=True)).clamp(max=1.0)
+        return torch.tanh(gain * (z @ self.weight.T) + x)
+
+
+class Net(nn.Module):
+    """A module before the layer, one after it, and the input past both."""
+
+    def __init__(self, solver: Any = eq.Anderson(), n: int = 10, seed: int = 0, stop: eq.Stop = STOP) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.encoder = nn.Linear(4, n).double()
+        self.layer = eq.DEQ(GainCell(n, seed), solver=solver, stop=stop)
+        self.head = nn.Linear(n, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.layer(0.3 * self.encoder(x))) + x[:, :3]
+        return out
+
+
+def requests(count: int, seed: int = 0) -> list[Tensor]:
+    """Inputs of mixed difficulty."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.rand(count, generator=generator).double() * 4
+    return [size * torch.randn(4, dtype=torch.float64, generator=generator) for size in sizes]
+
+
+def alone(model: nn.Module, x: Any, **changes: Any) -> tuple[Any, eq.Stats]:
+    """The model's own answer for one sample, and its statistics."""
+    layer = next(module for module in model.modules() if isinstance(module, eq.DEQ))
+    before = layer.stop
+    layer.stop = eq.Stop(**{**vars(before), **changes})
+    try:
+        with torch.no_grad(), eq.record(model) as solutions:
+            out = model.eval()(x.unsqueeze(0))
+    finally:
+        layer.stop = before
+    return out, solutions[0].stats
