@@ -106,6 +106,8 @@ def test_the_core_needs_torch_alone() -> None:
         "lab.cli.runs": {"typer"},
         "lab.cli.diagnosis": {"typer"},
         "lab.cli.generating": {"typer"},
+        "lab.cli.serving": {"typer"},
+        "serving.server": {"starlette", "uvicorn"},
         "lab.cli.running": {"typer"},
         "analysis.plots": {"matplotlib"},
         "analysis.diagnosis.page": {"matplotlib"},

@@ -67,6 +67,7 @@ class Engine:
         self.split = Split(model, solver=solver, stop=stop, output=output)
         self.rows, self.queue, self.pools_limit = rows, queue, pools
         self.padding, self.full = padding, full
+        self.clock = time.perf_counter  # of the measured costs of steps and exchanges
         tensors = [*model.parameters(), *model.buffers()]
         self.device = tensors[0].device if tensors else torch.device("cpu")
         self.pools: dict[Any, Pool] = {}
@@ -206,7 +207,7 @@ class Engine:
         except Exception as error:
             self._refuse(key, error)
             return None
-        self.pools[key] = pool = Pool(template, self.rows, full=self.full)
+        self.pools[key] = pool = Pool(template, self.rows, full=self.full, clock=self.clock)
         return pool
 
     def _refuse(self, key: Any, error: Exception) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,7 +106,10 @@ class Counts:
 class Pool:
     """Up to `capacity` rows of one template. Not thread-safe: the engine holds its lock."""
 
-    def __init__(self, template: Template, capacity: int, *, full: bool = False) -> None:
+    def __init__(
+        self, template: Template, capacity: int, *, full: bool = False, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.clock = clock  # in which the costs of steps and exchanges are measured
         self.template, self.capacity, self.full = template, capacity, full
         layout, stop = template.layout, template.stop
         self.n, self.stop = layout.columns, stop
@@ -159,14 +162,14 @@ class Pool:
 
     def admit(self, tickets: Sequence[Ticket]) -> None:
         """Give requests rows; their starts are evaluated together with the next step of the others."""
-        begin = time.perf_counter()
+        begin = self.clock()
         tickets, batch, reached = self._reach(list(tickets))
         if not tickets:
             return
         z0 = self.template.layout.pack(reached.start)
         places = self._places(len(tickets))
         self._advance(torch.tensor(places, device=self.like.device), z0, tickets, batch, reached)
-        self.pacing.exchanged(len(tickets), max(time.perf_counter() - begin - self.pacing.step, 0.0))
+        self.pacing.exchanged(len(tickets), max(self.clock() - begin - self.pacing.step, 0.0))
 
     def _reach(self, tickets: list[Ticket]) -> tuple[list[Ticket], Any, Any]:
         """The batch at the layer. A request that raises is found and left out, and the others are run without it."""
@@ -275,9 +278,9 @@ class Pool:
     def step(self) -> None:
         """One step of the solver for every row."""
         if self.active:
-            begin = time.perf_counter()
+            begin = self.clock()
             self._advance()
-            self.pacing.stepped(time.perf_counter() - begin)
+            self.pacing.stepped(self.clock() - begin)
 
     def _advance(
         self,
@@ -590,12 +593,12 @@ class Pool:
         """Run the part of the model behind the layer for all rows that have left, and resolve their tickets."""
         if not self.left:
             return
-        begin, count = time.perf_counter(), len(self.left)
+        begin, count = self.clock(), len(self.left)
         done = self._gather()
         if done is not None:
             self._resolve(done)
         self.counts.exchanges += 1
-        self.pacing.exchanged(count, time.perf_counter() - begin)
+        self.pacing.exchanged(count, self.clock() - begin)
 
     def _resolve(self, done: Done) -> None:
         try:

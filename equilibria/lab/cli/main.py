@@ -38,6 +38,11 @@ COMMANDS = {
         "diagnose",
         "Examine every equilibrium layer of a model: what is wrong and what to try.",
     ),
+    "serve": (
+        "serving",
+        "serve",
+        "Serve a model over HTTP: rows leave the solve as they converge, requests enter it mid-way.",
+    ),
     "data": ("listing", "data_app", "Datasets: what there is, fetching, checking."),
 }
 

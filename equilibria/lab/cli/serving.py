@@ -1,0 +1,81 @@
+"""serve: the model of a run or of a model file over HTTP."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import nn
+
+from equilibria._core.files import optional
+from equilibria.lab.cli.console import explained
+from equilibria.lab.cli.runs import Which
+from equilibria.lab.experiments.evaluation import experiment_of
+from equilibria.lab.training.folder import Run
+from equilibria.models import ModelFileError, SequenceModel, load
+from equilibria.serving import Engine, Padding, UnservableModelError
+
+LOOPBACK = "127.0.0.1"
+
+
+def serve(
+    target: Annotated[Path, typer.Argument(metavar="RUN|MODEL_FILE", help="Folder of a run, or a file of eq.models.save.")],
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; the default is reached from this machine alone.")
+    ] = LOOPBACK,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    rows: Annotated[int, typer.Option(min=1, help="Requests in one solve at most, per shape of the inputs.")] = 64,
+    queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; others get 429.")] = 1024,
+    max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request's body at most.")] = 8 * 2**20,
+    deadline: Annotated[float, typer.Option(min=0.001, help="Seconds of a request at most.")] = 30.0,
+    max_steps: Annotated[int, typer.Option(min=1, help="Solver steps that a request may ask for.")] = 1000,
+    padding: Annotated[int, typer.Option(min=1, help="Texts are filled up to a multiple of so many tokens.")] = 32,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="EQUILIBRIA_API_KEY", help="Clients must send it; better given in the environment.")
+    ] = None,
+    which: Annotated[Which, typer.Option(help="Weights of a run: last, best, or raw (last, never averaged).")] = "last",
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print a line per request.")] = False,
+) -> None:
+    """Serve a model over HTTP: rows leave the solve as they converge, requests enter it mid-way."""
+    optional("uvicorn", "serve")
+    optional("starlette", "serve")
+    from equilibria.serving import server as http
+
+    if verbose:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    with explained():
+        try:
+            model = served_model(target, which)
+            engine, dtype = make_engine(model, rows=rows, queue=queue, padding=padding)
+        except (ModelFileError, UnservableModelError) as error:
+            raise ValueError(str(error)) from error
+        limits = http.Limits(body=max_body, deadline=deadline, max_steps=max_steps)
+        front = http.Server(engine, limits=limits, dtype=dtype, api_key=api_key, verbose=verbose)
+        if host != LOOPBACK and api_key is None:
+            typer.echo(f"Warning: anybody who reaches {host} may use this server; set EQUILIBRIA_API_KEY.", err=True)
+        http.serve(front, host, port, ready=lambda address: typer.echo(f"Serving {target} at {address}"))
+
+
+def served_model(target: Path, which: str = "last") -> nn.Module:
+    """The model of a run's folder or of a model file, in eval mode."""
+    if target.is_dir():
+        run = Run.open(target)
+        return run.model(experiment_of(run).task(), which)
+    return load(target).eval()
+
+
+def make_engine(model: nn.Module, *, rows: int, queue: int = 1024, padding: int = 32) -> tuple[Engine, torch.dtype]:
+    """An engine for a model and the dtype of its inputs: language models take tokens of any length."""
+    if isinstance(model, SequenceModel):
+        filled = Padding(multiple=padding)
+        return Engine(model, rows, queue=queue, padding=filled, output=_scores), torch.int64
+    real = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
+    return Engine(model, rows, queue=queue), real[0] if real else torch.float32
+
+
+def _scores(output: Any) -> Any:
+    """The scores of a language model, without its memory."""
+    return output[0]

@@ -1,0 +1,197 @@
+"""The server over real sockets: answers, limits, errors, clients that go away."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import equilibria as eq
+from equilibria.serving import Engine
+from tests.serving.nets import Net, alone, requests
+
+pytest.importorskip("starlette", reason="the server needs the extra `serve`")
+pytest.importorskip("uvicorn", reason="the server needs the extra `serve`")
+import safetensors.torch as st
+import uvicorn
+
+from equilibria.serving.server import Limits, Server
+
+SLOW = eq.Stop(rtol=0.0, atol=0.0, max_steps=10**9, on_failure="ignore")  # only a deadline ends it
+
+
+@contextmanager
+def running(engine: Engine, **options: Any) -> Iterator[tuple[Server, int]]:
+    """A server in a thread, and its port."""
+    server = Server(engine, dtype=torch.float64, **options)
+    config = uvicorn.Config(server.application(), port=0, log_level="warning", access_log=False)
+    front = uvicorn.Server(config)
+    thread = threading.Thread(target=front.run)
+    thread.start()
+    try:
+        while not front.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        yield server, front.servers[0].sockets[0].getsockname()[1]
+    finally:
+        front.should_exit = True
+        thread.join()
+
+
+def call(port: int, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        data = json.dumps(body) if isinstance(body, (dict, list)) else body
+        connection.request(method, path, data, {name.replace("_", "-"): value for name, value in headers.items()})
+        response = connection.getresponse()
+        return response.status, dict(response.getheaders()), response.read()
+    finally:
+        connection.close()
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    limits = Limits(body=10_000, deadline=20.0, reading=0.5, max_steps=500)
+    with running(Engine(Net(), rows=4), limits=limits) as (_, found):
+        yield found
+
+
+def test_json_and_tensors_are_answered_as_by_the_model(port: int) -> None:
+    model = Net()
+    for x in requests(3):
+        expected, stats = alone(model, x)
+        code, _, body = call(port, "POST", "/predict", {"inputs": x.tolist()})
+        found = json.loads(body)
+        assert code == 200 and found["status"] == "CONVERGED" and found["steps"] == int(stats.steps[0])
+        torch.testing.assert_close(torch.tensor(found["output"]).double(), expected[0], rtol=1e-6, atol=1e-6)
+        binary = {"Content_Type": "application/x-safetensors", "Accept": "application/x-safetensors"}
+        code, headers, body = call(port, "POST", "/predict?rtol=1e-7", st.save({"inputs": x}), **binary)
+        assert code == 200 and headers["content-type"] == "application/x-safetensors"
+        torch.testing.assert_close(st.load(body)["output"], expected[0], rtol=1e-9, atol=1e-9)
+
+
+GOOD = [0.1, 0.2, 0.3, 0.4]
+BAD: list[tuple[Any, dict[str, str], int, str]] = [
+    ("{", {}, 400, "not valid JSON"),
+    ("[" * 100_00, {}, 400, "not valid JSON"),
+    ("[]", {}, 400, "object with"),
+    ({"inputs": GOOD, "x": 1}, {}, 400, "Unknown fields"),
+    ({"inputs": [[1], [1, 2]]}, {}, 400, "equal lengths"),
+    ({"inputs": "text"}, {}, 400, "numbers"),
+    ({"inputs": GOOD, "dtype": "object"}, {}, 400, "dtype must be"),
+    ({"inputs": GOOD, "rtol": "small"}, {}, 400, "rtol must be a number"),
+    ({"inputs": GOOD, "rtol": -1.0}, {}, 400, "rtol must be"),
+    ({"inputs": GOOD, "max_steps": 1.5}, {}, 400, "whole number"),
+    ({"inputs": GOOD, "max_steps": 10**6}, {}, 400, "500 at most"),
+    ({"inputs": GOOD, "deadline": 0}, {}, 400, "deadline must be"),
+    ({"inputs": [1.0, 2.0]}, {}, 422, "inputs of shape"),
+    ({"inputs": {"nothing": GOOD}}, {}, 422, "does not take inputs"),
+    ({"inputs": [0.0] * 5000}, {}, 413, "limit"),
+    (b"nonsense", {"Content_Type": "application/x-safetensors"}, 400, "not a safetensors"),
+    ("a=1", {"Content_Type": "application/x-www-form-urlencoded"}, 415, "must be application/json"),
+]
+
+
+@pytest.mark.parametrize(("body", "headers", "code", "said"), BAD, ids=[said for *_, said in BAD])
+def test_a_bad_request_is_told_what_was_wrong(port: int, body: Any, headers: dict[str, str], code: int, said: str) -> None:
+    found, _, text = call(port, "POST", "/predict", body, **headers)
+    assert found == code and said in json.loads(text)["error"]
+    assert call(port, "POST", "/predict", {"inputs": GOOD})[0] == 200
+
+
+def test_numbers_that_json_does_not_have_are_null(port: int) -> None:
+    code, _, body = call(port, "POST", "/predict", '{"inputs": [NaN, 0, 0, 0]}')
+    found = json.loads(body)
+    assert code == 200 and found["status"] == "NONFINITE"
+
+
+def test_the_other_routes(port: int) -> None:
+    call(port, "POST", "/predict", {"inputs": GOOD})
+    assert json.loads(call(port, "GET", "/health")[2]) == {"status": "ok"}
+    text = call(port, "GET", "/metrics")[2].decode()
+    assert 'equilibria_answers_total{status="CONVERGED"}' in text and "equilibria_latency_seconds_bucket" in text
+    status = json.loads(call(port, "GET", "/status")[2])
+    assert status["rows"] == 4 and sum(count for _, count in status["steps"]) > 0
+    description = json.loads(call(port, "GET", "/openapi.json")[2])
+    assert description["openapi"] == "3.1.0" and "/predict" in description["paths"]
+    for path in ("/", "/docs"):
+        code, headers, page = call(port, "GET", path)
+        assert code == 200 and headers["content-type"].startswith("text/html")
+        assert b"http://" not in page and b"https://" not in page  # no external resources
+    assert call(port, "GET", "/predict")[0] == 405
+    assert call(port, "GET", "/nothing")[0] == 404
+
+
+def test_a_slow_client_is_told_so(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+        client.sendall(
+            b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
+        )
+        assert b" 408 " in client.recv(1000).split(b"\r\n")[0]
+
+
+def never_ending() -> Net:
+    from tests.serving.test_engine import Oscillating
+
+    model = Net(eq.Picard(), stop=SLOW)
+    model.layer.cell = Oscillating()
+    return model
+
+
+def test_a_client_that_goes_away_frees_its_row() -> None:
+    engine = Engine(never_ending(), rows=1)
+    with running(engine) as (server, port):
+        body = json.dumps({"inputs": GOOD}).encode()
+        head = f"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(head.encode() + body)
+            until(lambda: engine.active == 1)
+        until(lambda: engine.active == 0)
+        assert server.monitor.cancelled == 1
+
+
+def until(condition: Any) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+def test_a_full_queue_says_when_to_try_again_and_a_deadline_is_kept() -> None:
+    engine = Engine(never_ending(), rows=1, queue=1)
+    with running(engine) as (_, port):
+        codes: list[tuple[int, dict[str, str], bytes]] = []
+        body = {"inputs": GOOD, "deadline": 1.0}
+        threads = [threading.Thread(target=lambda: codes.append(call(port, "POST", "/predict", body)))]
+        threads[0].start()
+        until(lambda: engine.active == 1)
+        threads.append(
+            threading.Thread(target=lambda: codes.append(call(port, "POST", "/predict", {**body, "deadline": 0.1})))
+        )
+        threads[1].start()
+        until(lambda: engine.queued == 1 or codes)
+        full = call(port, "POST", "/predict", body) if engine.queued else None
+        for thread in threads:
+            thread.join()
+        if full is not None and full[0] != 503:  # the one before may have run out of time just then
+            assert full[0] == 429 and full[1]["retry-after"]
+        late = next(json.loads(text) for code, _, text in codes if code == 200)
+        assert late["late"] and late["status"] != "CONVERGED" and late["steps"] > 0
+        assert any(code == 503 and headers["retry-after"] for code, headers, _ in codes)
+
+
+def test_a_key_is_asked_for() -> None:
+    with running(Engine(Net(), rows=2), api_key="secret") as (_, port):
+        assert call(port, "POST", "/predict", {"inputs": GOOD})[0] == 401
+        assert call(port, "GET", "/metrics", X_API_Key="wrong")[0] == 401
+        assert call(port, "POST", "/predict", {"inputs": GOOD}, Authorization="Bearer secret")[0] == 200
+        assert call(port, "GET", "/metrics", X_API_Key="secret")[0] == 200
+        assert call(port, "GET", "/health")[0] == 200
