@@ -33,7 +33,11 @@ from equilibria.solution import Status
 from equilibria.solvers.base import Solver, collect, rebuild
 from equilibria.solvers.picard import Picard
 
-SHAPES = 8  # different ones that are compiled for one layer; further ones take the plain loop
+SHAPES = 8  # programs made for one layer, of forward solves and of adjoint ones each; further shapes take the plain loop
+SIGHTINGS = (
+    3  # times a further batch size must come up to be compiled, which takes half a minute; before, the plain loop runs
+)
+PADDING = 2  # times its rows that a batch may get, so that the program of a larger one runs it
 TRIALS = 5  # of either loop, when a shape comes up first
 SLACK = 10.0  # residuals may differ by this factor: linear solvers carry theirs by recurrence
 Run = Callable[..., Sequence[Tensor]]
@@ -76,7 +80,10 @@ class Compiler:
 
     def __init__(self, backend: Backend = inductor, trials: int = TRIALS) -> None:
         self.backend, self.trials = backend, trials
-        self._programs: dict[Hashable, Program | None] = {}
+        self._programs: dict[Hashable, Program | None] = {}  # what runs a call; None: the plain loop
+        self._made: dict[type[Equation], int] = {}  # programs so far
+        self._families: dict[Hashable, list[Program]] = {}  # those in use, of calls that differ in their batch size alone
+        self._sightings: dict[Hashable, int] = {}
         self._failed = False
 
     def solve(self, f: FlatMap, z0: Tensor, solver: Any, stop: Stop, **options: Any) -> Flat:
@@ -90,49 +97,76 @@ class Compiler:
         if (cause := f.equation.untraceable()) is not None:
             self._give_up(cause)
             return plain()
-        key = _key(f.equation, (z0, *f.args), solver, stop, options)
-        if key not in self._programs:
-            if len(self._programs) >= SHAPES:
-                return plain()
-            self._programs[key] = self._faster(f, z0, solver, stop, options, plain)
-        program = self._programs[key]
-        found = None if program is None else program(f, z0, options)
-        if found is None or found.faint is not None:
+        try:
+            program = self._program(_Call(f, z0, solver, stop, options), plain)
+            found = None if program is None else program(f, z0, options)
+        except Exception as error:  # whatever a cell may do that cannot be traced or compiled, the plain loop can
+            self._give_up(f"{type(error).__name__}: {error}".strip().splitlines()[0][:300])
+            return plain()
+        if program is None or found is None or found.faint is not None:
             return plain()
         if f.equation.linear:  # measured by whoever asked for the solution
             return found
         measured = measure(found, f, stop, options["precision"])
         if not bool((found.stats.converged & measured.stats.failed).any()):
             return measured
-        self._programs[key] = None  # what the cell computes has changed since it was compiled
+        self._drop(program)
+        return plain()
+
+    def _drop(self, program: Program) -> None:
+        """Run without a program: what the cell computes has changed since it was compiled."""
+        self._programs = {key: None if used is program else used for key, used in self._programs.items()}
+        self._families = {
+            family: [used for used in programs if used is not program] for family, programs in self._families.items()
+        }
         warnings.warn(
             "A compiled solve gave an answer that the cell itself does not confirm, so solves of its kind run without being "
             "compiled from now on. Something that the cell reads has changed without being a parameter, a buffer, an input "
             "or an attribute of a module: make it one of these.",
             stacklevel=2,
         )
-        return plain()
 
-    def _faster(
-        self, f: BoundMap, z0: Tensor, solver: Solver[Any], stop: Stop, options: dict[str, Any], plain: Callable[[], Flat]
-    ) -> Program | None:
-        try:
-            program = Program(self.backend, f, z0, solver, stop, options)
-            found = program(f, z0, options)
-        except Exception as error:  # whatever a cell may do that cannot be traced or compiled, the plain loop can
-            self._give_up(f"{type(error).__name__}: {error}".strip().splitlines()[0][:300])
+    def _program(self, call: _Call, plain: Callable[[], Flat]) -> Program | None:
+        """What runs this call; None: the plain loop.
+
+        The first batch size is compiled at once. A further one is padded to one that is compiled already, if that is not
+        much larger, and compiled itself when it has come up several times: the last batch of an epoch need not be.
+        """
+        key, family = call.key(), call.family()
+        if key in self._programs:
+            return self._programs[key]
+        if family in self._families:
+            fitting = [program for program in self._families[family] if call.rows <= program.rows <= PADDING * call.rows]
+            if fitting:
+                self._programs[key] = self._faster(min(fitting, key=lambda program: program.rows), call, plain)
+                return self._programs[key]
+            self._sightings[key] = self._sightings.get(key, 0) + 1
+            if self._sightings[key] < SIGHTINGS:
+                return None
+        kind = type(call.f.equation)
+        if self._made.get(kind, 0) >= SHAPES:
             return None
+        self._made[kind] = self._made.get(kind, 0) + 1
+        program = Program(self.backend, call.f, call.z0, call.solver, call.stop, call.options)
+        self._programs[key] = chosen = self._faster(program, call, plain)
+        self._families.setdefault(family, []).extend([] if chosen is None else [chosen])
+        return chosen
+
+    def _faster(self, program: Program, call: _Call, plain: Callable[[], Flat]) -> Program | None:
+        """The program, if it gives a right answer in less time than the plain loop."""
+
+        def compiled() -> Flat | None:
+            return program(call.f, call.z0, call.options)
+
+        found = compiled()
         if found is None:
             return None
-        if not _believable(found, plain(), f, stop, options):
+        if not _believable(found, plain(), call.f, call.stop, call.options):
             self._give_up("the machine code made of this cell gives other values than the cell does")
             return None
-        compiled: list[float] = []
-        uncompiled: list[float] = []
-        for _ in range(self.trials):
-            uncompiled.append(_seconds(plain))
-            compiled.append(_seconds(lambda: program(f, z0, options)))
-        return program if min(compiled, default=0.0) <= min(uncompiled, default=0.0) else None
+        times = [(_seconds(plain), _seconds(compiled)) for _ in range(self.trials)]
+        ours, theirs = min((mine for _, mine in times), default=0.0), min((other for other, _ in times), default=0.0)
+        return program if ours <= theirs else None
 
     def _give_up(self, cause: str) -> None:
         self._failed = True
@@ -149,7 +183,7 @@ class Program:
     def __init__(
         self, backend: Backend, f: BoundMap, z0: Tensor, solver: Solver[Any], stop: Stop, options: dict[str, Any]
     ) -> None:
-        self.solver, self.stop, self.precision = solver, stop, options["precision"]
+        self.solver, self.stop, self.precision, self.rows = solver, stop, options["precision"], len(z0)
         inputs = self._inputs(f, z0, options)
         with torch.no_grad(), autodiff_modes.tracing(), no_autocast(z0.device):
             parts = Parts.of(f.equation, z0, f.args)
@@ -158,8 +192,11 @@ class Program:
 
     def __call__(self, f: BoundMap, z0: Tensor, options: dict[str, Any]) -> Flat | None:
         """The solve; None if its start is so small or large that squares leave the dtype: the plain loop copes with that."""
+        inputs = self._inputs(f, z0, options)
         with torch.no_grad():
-            step, *books = self.run(*self._inputs(f, z0, options))
+            step, *books = self.run(*(inputs if len(z0) == self.rows else self._padded(f, inputs)))
+        if len(z0) != self.rows:
+            books = [rows[: len(z0)] for rows in books]
         ledger = make_ledger(self.stop, z0, options["scale"], self.precision)
         ledger.load(books)
         if ledger.unusual() and ledger.unusual_rows():
@@ -167,13 +204,20 @@ class Program:
         taken = int(step)
         evaluations = taken + (options["known"] is None)
         linear = f.equation.linear
-        counter = Counter(evaluations, evaluations * len(z0), taken if linear else 0)
+        counter = Counter(evaluations, evaluations * self.rows, taken if linear else 0)
         return finished(ledger, counter, taken)
 
     def _inputs(self, f: BoundMap, z0: Tensor, options: dict[str, Any]) -> tuple[Tensor, ...]:
         extra = (tensor for tensor in (options["scale"], options["known"]) if tensor is not None)
         self.extra = [options["scale"] is not None, options["known"] is not None]
         return tuple(tensor.detach() for tensor in (z0, *extra, *f.args))
+
+    def _padded(self, f: BoundMap, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """The inputs of fewer rows than the program has, with the first row in place of those that are missing."""
+        place = torch.arange(self.rows, device=inputs[0].device)
+        index = torch.where(place < len(inputs[0]), place, torch.zeros_like(place))
+        rows = [True] * (1 + sum(self.extra)) + list(f.equation.rowwise)
+        return [tensor.index_select(0, index) if has else tensor for tensor, has in zip(inputs, rows, strict=True)]
 
     def _loop(self, parts: Parts, z0: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
         """The solve as it is traced: steps taken, and the books."""
@@ -362,9 +406,35 @@ def _compilable(f: BoundMap, solver: Any, stop: Stop, options: dict[str, Any]) -
     return plain and stop.norm in (rms_norm, euclidean_norm)
 
 
-def _key(
-    equation: Equation, tensors: Sequence[Tensor], solver: Solver[Any], stop: Stop, options: dict[str, Any]
-) -> Hashable:
-    shapes = tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors)
-    given = tuple(name for name in ("scale", "known") if options[name] is not None)
-    return type(equation), equation.fingerprint(), shapes, solver, stop, given
+@dataclass(frozen=True)
+class _Call:
+    """A solve that is to be run by a program."""
+
+    f: BoundMap
+    z0: Tensor
+    solver: Solver[Any]
+    stop: Stop
+    options: dict[str, Any]
+
+    @property
+    def rows(self) -> int:
+        return len(self.z0)
+
+    def key(self) -> Hashable:
+        """All that a program depends on."""
+        return self._identity([tensor.shape for tensor in self._tensors()])
+
+    def family(self) -> Hashable:
+        """The same but for the batch size."""
+        rows = (True, *self.f.equation.rowwise)
+        shapes = [tensor.shape for tensor in self._tensors()]
+        return self._identity([shape[1:] if has else shape for shape, has in zip(shapes, rows, strict=True)])
+
+    def _tensors(self) -> tuple[Tensor, ...]:
+        return self.z0, *self.f.args
+
+    def _identity(self, shapes: Sequence[torch.Size]) -> Hashable:
+        equation = self.f.equation
+        tensors = tuple((tensor.stride(), tensor.dtype, tensor.device) for tensor in self._tensors())
+        given = tuple(name for name in ("scale", "known") if self.options[name] is not None)
+        return type(equation), equation.fingerprint(), tuple(shapes), tensors, self.solver, self.stop, given

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 import equilibria as eq
 from equilibria._core.compile import Compiler, _split
+from equilibria._core.problem import CellEquation
 from tests.problems import TIGHT, TanhCell, inputs, matrix
 
 LOOSE = eq.Stop(rtol=1e-6, max_steps=200)
@@ -78,8 +79,11 @@ def test_one_program_per_shape_and_setting() -> None:
     cell, seen = TanhCell(5), Seen()
     deq = compiled(cell, seen, stop=LOOSE)
     with torch.no_grad():
-        for batch in (4, 4, 3, 4, 3):
-            deq(inputs(batch, 5))
+        for _ in range(3):
+            deq(inputs(4, 5))
+        assert len(seen.graphs) == 1
+        deq(inputs(5, 4).T)  # other strides
+        deq(inputs(4, 5))
         assert len(seen.graphs) == 2
         cell.__dict__["scale"] = 2.0  # an attribute the trace may have taken for constant
         deq(inputs(4, 5))
@@ -280,3 +284,109 @@ def test_the_key_of_a_program_can_be_hashed_whatever_the_inputs() -> None:
     x = {"a": [inputs(3, 4)]}
     z = deq(x)
     torch.testing.assert_close(z, 0.5 * torch.tanh(z) + x["a"][0])
+
+
+def solve_sizes(deq: eq.DEQ, *sizes: int) -> None:
+    """Solve batches of these sizes, and compare each with the plain loop."""
+    plain = eq.DEQ(deq.cell, stop=deq.stop, solver=deq.solver, gradient=deq.gradient)
+    for size in sizes:
+        x = inputs(size, 5)
+        found, expected = gradients(deq, x), gradients(plain, x)
+        assert torch.equal(found[0].stats.steps, expected[0].stats.steps)
+        assert torch.equal(found[0].stats.status, expected[0].stats.status)
+        for a, b in zip([found[0].z, *found[1]], [expected[0].z, *expected[1]], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8)
+
+
+def test_a_smaller_batch_is_padded_to_the_size_of_a_program() -> None:
+    seen = Seen()
+    deq = compiled(TanhCell(5), seen, stop=LOOSE)
+    solve_sizes(deq, 8, 7, 4, 5)
+    assert len(seen.graphs) == 2  # forward and adjoint, of the first size
+
+
+def test_a_further_size_is_compiled_when_it_has_come_up_three_times() -> None:
+    seen = Seen()
+    deq = compiled(TanhCell(5), seen, stop=LOOSE)
+    solve_sizes(deq, 8, 9, 3, 9, 3)
+    assert len(seen.graphs) == 2
+    solve_sizes(deq, 9)
+    assert len(seen.graphs) == 4
+    solve_sizes(deq, 8, 9, 6)
+    assert len(seen.graphs) == 4
+
+
+def test_forward_and_adjoint_programs_are_counted_apart() -> None:
+    seen = Seen()
+    deq = compiled(TanhCell(5), seen, stop=LOOSE)
+    for steps in range(200, 210):  # ten settings, each of which needs a program of its own
+        deq.stop = eq.Stop(rtol=1e-6, max_steps=steps)
+        solve_sizes(deq, 3)
+    assert len(seen.graphs) == 16  # eight of either kind
+
+
+@pytest.mark.parametrize("where", ["backend", "program"])
+def test_an_error_of_the_compiler_leads_to_the_plain_loop(where: str) -> None:
+    class Broken:
+        def __call__(self, graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
+            if where == "backend":
+                raise TypeError("unhashable type: 'list'")
+
+            def run(*inputs: Tensor) -> Any:
+                raise NotImplementedError("complex numbers")
+
+            return run
+
+    deq = eq.DEQ(TanhCell(5), stop=LOOSE, compile=True)
+    deq._compiler = Compiler(Broken(), trials=0)
+    with pytest.warns(UserWarning, match="Solves run without being compiled: (TypeError|NotImplementedError)"):
+        solve_sizes(deq, 4)
+    solve_sizes(deq, 4, 3)  # it says so once
+
+
+def test_a_key_that_cannot_be_hashed_leads_to_the_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the structure of nested inputs in torch 2.6."""
+    monkeypatch.setattr(CellEquation, "fingerprint", lambda self: [])
+    with pytest.warns(UserWarning, match="Solves run without being compiled: TypeError: unhashable"):
+        solve_sizes(compiled(TanhCell(5), stop=LOOSE), 4)
+
+
+class ComplexInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(matrix("orthogonal", 4, 0.7).to(torch.complex128))
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh((z.to(x.dtype) @ self.w + x).real)
+
+
+@pytest.mark.filterwarnings("ignore:Solves run without being compiled")  # conjugate views have no graph
+@pytest.mark.parametrize("conjugate", [False, True])
+def test_complex_inputs_and_weights_of_a_real_state(conjugate: bool) -> None:
+    x = inputs(3, 4) * torch.tensor(1 + 1j).to(torch.complex128)
+    cell, x = ComplexInput(), x.conj() if conjugate else x
+    options: dict[str, Any] = {"init": lambda x: torch.zeros(len(x), 4, dtype=torch.float64), "stop": LOOSE}
+    s, plain = compiled(cell, **options).solve(x), eq.DEQ(cell, **options).solve(x)
+    torch.testing.assert_close(s.z, plain.z, rtol=1e-8, atol=1e-8)
+    assert torch.equal(s.stats.steps, plain.stats.steps)
+
+
+@pytest.mark.filterwarnings("ignore:Solves run without being compiled")  # buffers may move in training
+@pytest.mark.parametrize("moves", [False, True])
+def test_cells_with_buffers_in_training_mode_under_inference_mode(moves: bool) -> None:
+    class Buffered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.runs: Tensor
+            self.register_buffer("runs", torch.zeros(()))
+
+        def forward(self, z: Tensor, x: Tensor) -> Tensor:
+            if moves:
+                self.runs += 1
+            return 0.5 * torch.tanh(z) + x
+
+    cell, x = Buffered(), inputs(3, 4)
+    with torch.inference_mode():
+        z = compiled(cell, stop=LOOSE)(x)
+    torch.testing.assert_close(z, 0.5 * torch.tanh(z) + x, rtol=1e-5, atol=1e-5)
+    assert int(cell.runs) == int(moves)
