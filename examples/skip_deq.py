@@ -25,7 +25,7 @@ def train(name: str, init: eq.FirstStep | nn.Module | None) -> None:
     optimizer = torch.optim.Adam(parameters, lr=3e-3)
     x = torch.randn(256, 4)
     y = torch.sin(2 * x).sum(dim=1, keepdim=True)
-    for _ in range(200):
+    for _ in range(100):
         s = layer.solve(encoder(x))
         loss = (head(s.z) - y).square().mean()
         penalty = eq.skip_penalty(s) if init is not None else 0.0

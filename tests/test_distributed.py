@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ import equilibria as eq
 from tests.problems import TanhCell, inputs
 
 WORLD = 2
+Work = Callable[[int, Path], None]  # what one process does, given its rank and a folder to write to
+Found = Callable[[Work], list[Any]]
 STOP = eq.Stop(rtol=1e-11, atol=0.0, max_steps=200, on_failure="raise")
 
 
@@ -31,20 +34,25 @@ def _free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def _enter(rank: int, port: int, work: Callable[[int, Path], None], folder: Path) -> None:
+def _enter(rank: int, port: int, folder: Path) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
     try:
-        work(rank, folder)
-        dist.barrier()  # nobody tears down while another still reduces
+        for work in WORKS:
+            (folder / work.__name__).mkdir(exist_ok=True)
+            work(rank, folder / work.__name__)
+            dist.barrier()  # nobody goes on or tears down while another still reduces
     finally:
         dist.destroy_process_group()
 
 
-def _spawn(work: Callable[[int, Path], None], folder: Path) -> list[Any]:
-    spawn(_enter, (_free_port(), work, folder), nprocs=WORLD)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What the processes wrote in one of their works; they are started once, which takes longer than the works."""
+    folder = tmp_path_factory.mktemp("processes")
+    spawn(_enter, (_free_port(), folder), nprocs=WORLD)
+    return lambda work: [torch.load(folder / work.__name__ / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
 
 
 GRADIENTS: list[tuple[eq.Gradient, eq.Solver[Any]]] = [
@@ -133,33 +141,36 @@ def _fsdp_without_group(rank: int, folder: Path) -> None:
         torch.save({"refused": "process_group" in str(error)}, folder / f"{rank}.pt")
 
 
+WORKS: tuple[Work, ...] = (_ddp, _fsdp_anderson, _fsdp_newton, _fsdp_without_group)
+
+
 def _assert_grads(seen: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e-8, atol: float = 1e-10) -> None:
     assert seen.keys() == expected.keys()
     for name in expected:
         torch.testing.assert_close(seen[name], expected[name], rtol=rtol, atol=atol)
 
 
-def test_ddp_gradients_equal_one_process_on_the_joined_batch(tmp_path: Path) -> None:
+def test_ddp_gradients_equal_one_process_on_the_joined_batch(found: Found) -> None:
     """Every gradient that is not bound to one process by what it stores."""
-    for grads in _spawn(_ddp, tmp_path):
+    for grads in found(_ddp):
         for seen, (gradient, solver) in zip(grads, GRADIENTS, strict=True):
             # Shine's last factors are differences of converged iterates, rounding that moves with the batch size
             rough = {"rtol": 1e-3, "atol": 1e-5} if isinstance(gradient, eq.Shine) else {}
             _assert_grads(seen, _joined(solver, gradient), **rough)
 
 
-def test_fsdp_finishes_where_ranks_need_different_steps(tmp_path: Path) -> None:
-    first, second = _spawn(_fsdp_anderson, tmp_path)
+def test_fsdp_finishes_where_ranks_need_different_steps(found: Found) -> None:
+    first, second = found(_fsdp_anderson)
     assert first["steps"] != second["steps"]
     assert first["evaluations"] == second["evaluations"]
     _assert_grads(first["grads"], _joined(eq.Anderson()))
 
 
-def test_fsdp_with_inner_loops_of_newton(tmp_path: Path) -> None:
-    first, second = _spawn(_fsdp_newton, tmp_path)
+def test_fsdp_with_inner_loops_of_newton(found: Found) -> None:
+    first, second = found(_fsdp_newton)
     assert first["evaluations"] == second["evaluations"]
     _assert_grads(first["grads"], _joined(eq.Newton()))
 
 
-def test_fsdp_without_a_process_group_is_refused_instead_of_hanging(tmp_path: Path) -> None:
-    assert all(result["refused"] for result in _spawn(_fsdp_without_group, tmp_path))
+def test_fsdp_without_a_process_group_is_refused_instead_of_hanging(found: Found) -> None:
+    assert all(result["refused"] for result in found(_fsdp_without_group))

@@ -286,8 +286,15 @@ def run_onnx(path: Path, *given: Tensor) -> dict[str, Tensor]:
 
 # Not free in float32: Anderson amplifies rounding where a cell hardly contracts, and two runtimes that add up in another
 # order part ways on the hardest images, as PyTorch parts from itself in float64.
-@pytest.mark.parametrize(("norm", "dtype"), [(0.9, torch.float32), (None, torch.float64)], ids=["contracting", "free"])
-@pytest.mark.parametrize("solver", [eq.Picard(), eq.Anderson()], ids=repr)
+@pytest.mark.parametrize(
+    ("solver", "norm", "dtype"),
+    [
+        pytest.param(eq.Picard(), 0.9, torch.float32, id="Picard-contracting"),
+        pytest.param(eq.Picard(), None, torch.float64, id="Picard-free", marks=pytest.mark.slow),
+        pytest.param(eq.Anderson(), 0.9, torch.float32, id="Anderson-contracting", marks=pytest.mark.slow),
+        pytest.param(eq.Anderson(), None, torch.float64, id="Anderson-free"),
+    ],
+)
 def test_onnxruntime_on_all_test_digits(solver: Any, norm: float | None, dtype: torch.dtype, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")

@@ -128,30 +128,32 @@ def test_every_public_name_exists() -> None:
     assert all(hasattr(equilibria, name) for name in equilibria.__all__)
 
 
-def loaded_by(code: str) -> set[str]:
-    """The modules that a new interpreter has after `code`, without what it writes."""
-    code = f"import contextlib, io, sys\nwith contextlib.redirect_stdout(io.StringIO()):\n    {code}\nprint(*sys.modules)"
-    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split())
+def loaded_by(*programs: str) -> list[set[str]]:
+    """The modules that a new interpreter has after each of some programs in a row, without what they write."""
+    after = "\nprint(*sys.modules)\n"
+    quiet = [f"with contextlib.redirect_stdout(io.StringIO()):\n    {program}{after}" for program in programs]
+    code = "import contextlib, io, sys\n" + "".join(quiet)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return [set(line.split()) for line in done.stdout.splitlines()]
 
 
-def test_the_import_is_cheap() -> None:
+def test_the_import_is_cheap_and_packages_load_on_first_use() -> None:
     """torch._dynamo and sympy take longer than torch itself; models and data sets load on first use."""
-    found = loaded_by("import equilibria")
+    imported, used = loaded_by("import equilibria", "equilibria.models.names()")
     dear = {"torch._dynamo", "torch._inductor", "sympy", "matplotlib", "equilibria.models", "equilibria.lab.data"}
-    assert found >= {"equilibria.deq"}
-    assert not dear & found
+    assert imported >= {"equilibria.deq"} and not dear & imported
+    assert "equilibria.models" in used
 
 
 def test_help_loads_no_command() -> None:
-    found = loaded_by("from equilibria.lab.cli.main import app; app(['--help'], standalone_mode=False)")
+    (found,) = loaded_by("from equilibria.lab.cli.main import app; app(['--help'], standalone_mode=False)")
     assert found >= {"equilibria.lab.cli.main", "typer"}
     assert not {"torch._dynamo", "sympy", "lightning_fabric", "matplotlib", "equilibria.models"} & found
     rooms = ("equilibria.lab.cli.", "equilibria.lab.experiments")
     assert [name for name in found if name.startswith(rooms)] == ["equilibria.lab.cli.main"]
 
 
-def test_packages_load_on_first_use() -> None:
-    assert "equilibria.models" in loaded_by("import equilibria; equilibria.models.names()")
+def test_a_misspelt_package_is_refused() -> None:
     assert {"models", "lab"} <= set(dir(equilibria))
     with pytest.raises(AttributeError, match="no attribute 'modles'"):
         equilibria.modles  # noqa: B018

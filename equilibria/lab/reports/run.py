@@ -36,7 +36,8 @@ def _page(run: Run, drawn: Mapping[str, tuple[str, bytes]]) -> str:
     last = _table(run.metrics[-1]) if run.metrics else "<p>No epoch is finished.</p>"
     settings = escape(json.dumps({key: run.config[key] for key in run.config if key != "experiment"}, indent=1))
     body = f"<h1>{escape(name)} <span class='scale'>{state}</span></h1>\n<h2>Last epoch</h2>\n{last}"
-    return document(name, f"{body}\n<h2>Curves</h2>\n{plots(drawn)}\n<h2>Settings</h2>\n<pre>{settings}</pre>")
+    pictures = f"\n<h2>Curves</h2>\n{plots(drawn)}" if drawn else ""
+    return document(name, f"{body}{pictures}\n<h2>Settings</h2>\n<pre>{settings}</pre>")
 
 
 def _table(record: Mapping[str, Any]) -> str:
@@ -65,7 +66,9 @@ def _number(value: Any) -> str:
 
 
 def _pictures(run: Run) -> dict[str, bytes]:
-    """A plot per metric, with a line per split."""
+    """A plot per metric, with a line per split; none of a single epoch, whose numbers the table has."""
+    if len(run.metrics) < 2:
+        return {}
     lines: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for record in run.metrics:
         found = [(split, name, value) for split, metrics in record["split"].items() for name, value in metrics.items()]

@@ -12,7 +12,7 @@ from equilibria.lab.reports.run import write_run_report
 pytest.importorskip("matplotlib")
 
 
-def make_run(folder: Path, *, finished: bool) -> Path:
+def make_run(folder: Path, *, finished: bool, epochs: int = 2) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"experiment": "a <b>", "training": {"epochs": 3}, "settings": {"x": 1}}))
     lines = [
@@ -23,7 +23,7 @@ def make_run(folder: Path, *, finished: bool) -> Path:
             "seconds_train": 2.0,
             "split": {"train": {"loss": 1 / e, "failed": 0.0}, "test": {"loss": 2 / e}},
         }
-        for e in (1, 2)
+        for e in range(1, epochs + 1)
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if finished:
@@ -39,6 +39,13 @@ def test_every_metric_is_drawn_and_told(tmp_path: Path) -> None:
     assert page.count("data:image/png;base64,") == 4 and "http" not in page.replace("http-equiv", "")
     assert "<td>loss</td><td>0.5</td><td>1</td>" in page and "<td>failed</td><td>0</td><td>–</td>" in page
     assert "a &lt;b&gt;" in page and "<b>" not in page and "2 epochs</span>" in page
+
+
+def test_a_single_epoch_is_told_and_not_drawn(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", finished=False, epochs=1)
+    page = write_run_report(folder).read_text()
+    assert "<td>loss</td><td>1</td><td>2</td>" in page
+    assert "data:image" not in page and "Curves" not in page and not (folder / "plots").exists()
 
 
 def test_an_unfinished_run_says_so(tmp_path: Path) -> None:

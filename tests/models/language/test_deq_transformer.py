@@ -447,7 +447,7 @@ def test_a_model_learns_one_batch_by_heart_and_round_trips(name: str) -> None:
         config = replace(style, **wide, forward_steps=10, backward_steps=10)  # type: ignore[arg-type]
         return DEQTransformer(config, depth=None if name in STYLES else 3)
 
-    check_that_it_learns_by_heart(build, torch.arange(10).view(2, 5), lr=3e-2)
+    check_that_it_learns_by_heart(build, torch.arange(10).view(2, 5))
 
 
 # generating
