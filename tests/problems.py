@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import equilibria as eq
 
 FlatMap = Callable[[Tensor], Tensor]
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])  # the version, for features that ask for one
 
 # f(z) - z is computed with an error of a few eps |z|; below this tolerance float64 has nothing left to compare
 TIGHT = eq.Stop(rtol=1e-13, atol=1e-14, max_steps=1000, on_failure="raise")

@@ -13,13 +13,14 @@ from torch.export import ExportedProgram
 from torch.nn import functional as F
 
 import equilibria as eq
-from equilibria.export import export, to_onnx
+from equilibria.export import ONNX_TORCH, export, to_onnx
 from equilibria.lab import data
-from tests.problems import AffineCell, NestedCell, TanhCell, generator, inputs, matrix
+from tests.problems import TORCH, AffineCell, NestedCell, TanhCell, generator, inputs, matrix
 
 N = 6
 STOP = eq.Stop(rtol=1e-8, atol=1e-12, max_steps=200, on_failure="ignore")
 ROUNDING = 1e-12  # the graph adds up in another order: a few spacings of float64
+TO_ONNX = pytest.mark.skipif(TORCH < ONNX_TORCH, reason="older versions cannot write loops")
 PROMISED = 1e-5  # of ONNX beside PyTorch; float32 alone has 1e-6 of rounding in outputs of this size
 
 
@@ -242,6 +243,7 @@ def test_examples_that_cannot_be_followed_say_why(model: nn.Module) -> None:
         export(model, inputs(4, N))
 
 
+@TO_ONNX
 def test_onnx_says_what_to_install(model: nn.Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "onnx", None)
     with pytest.raises(ImportError, match=r"pip install 'equilibria\[export\]'"):
@@ -286,6 +288,7 @@ def run_onnx(path: Path, *given: Tensor) -> dict[str, Tensor]:
 
 # Not free in float32: Anderson amplifies rounding where a cell hardly contracts, and two runtimes that add up in another
 # order part ways on the hardest images, as PyTorch parts from itself in float64.
+@TO_ONNX
 @pytest.mark.parametrize(
     ("solver", "norm", "dtype"),
     [
@@ -313,6 +316,7 @@ def test_onnxruntime_on_all_test_digits(solver: Any, norm: float | None, dtype: 
     assert int(alone) == int(stats.steps.max()) > int(example.max())
 
 
+@TO_ONNX
 @pytest.mark.slow
 def test_onnx_of_several_inputs_outputs_and_layers(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")

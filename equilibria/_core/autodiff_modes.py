@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,6 +90,11 @@ def has_values(*tensors: Tensor) -> bool:
     return True
 
 
+def numbers(x: Tensor) -> list[Any]:
+    """`x.tolist()` of a vector, also of one that a transform tracks, whose storage torch 2.6 does not find."""
+    return [each.item() for each in x] if torch._C._functorch.is_functorch_wrapped_tensor(x) else x.tolist()
+
+
 def check_recordable() -> None:
     """Refuse to solve where torch records operations once and for all: how many a solve takes depends on values."""
     if _tracing:
@@ -124,7 +130,7 @@ def jvp(f: Callable[..., Tensor], primals: Sequence[Tensor], tangents: Sequence[
     """The derivative of `f` at `primals` along `tangents`."""
     if not inside_dual_level():
         try:
-            with _one_thread():
+            with _one_thread(), _with_derivatives():
                 return torch.func.jvp(f, tuple(primals), tuple(tangents))[1]
         except RuntimeError as error:
             if "mutate a captured Tensor" not in str(error):
@@ -151,6 +157,16 @@ def _one_thread() -> Iterator[None]:
             yield
         finally:
             _forward_thread = before
+
+
+@contextmanager
+def _with_derivatives() -> Iterator[None]:
+    """Leave inference mode, in which the jvp of torch 2.6 is zero; no graph is kept all the same."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def vjp(f: Callable[..., Tensor], *primals: Tensor) -> Callable[[Tensor], tuple[Tensor, ...]]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from equilibria._core import autodiff_modes
 from equilibria._core.maps import FALLEN, Counter
 from equilibria._core.norms import Norm, euclidean_norm, rms_norm, usual_range
 from equilibria.solution import Stats, Status
@@ -150,7 +151,7 @@ class Ledger:
             asked += torch.aminmax(size)
         elif self._is_due(step):
             asked.append(length.amax())
-        worst, short, *more = torch.stack(asked).tolist()
+        worst, short, *more = autodiff_modes.numbers(torch.stack(asked))
         if len(more) == 2:
             self.range = more[0], more[1] if worst < float("inf") else worst
         elif more and more[0] > DIVERGENCE * self.root and bool((length > self._limit()).any()):
@@ -193,7 +194,7 @@ class Ledger:
             assert self.open is not None and self.first_length is not None
             counts = self.open.sum(dtype=self.first_size.dtype), self.worse.sum(dtype=self.first_size.dtype)
             asked = torch.stack((*counts, *torch.aminmax(self.first_size), self.first_length.amax()))
-            running, worse, low, high, longest = asked.tolist()
+            running, worse, low, high, longest = autodiff_modes.numbers(asked)
             self.counted = int(running), float("inf") if worse else FALLEN
             self.range = low, high if longest < float("inf") else longest
         low, high = self.range
@@ -306,7 +307,7 @@ class Ledger:
             return self.rows
         counted, self.counted = self.counted, None
         if counted is None:
-            running, worse = torch.stack((self.open.sum(), self.worse.sum())).tolist()
+            running, worse = autodiff_modes.numbers(torch.stack((self.open.sum(), self.worse.sum())))
             counted = running, float("inf") if worse else FALLEN
         running, self.growth = counted
         return running

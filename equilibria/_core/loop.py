@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from equilibria._core import autodiff_modes
 from equilibria._core.autocast import no_autocast
 from equilibria._core.bookkeeping import FLOOR, Ledger
 from equilibria._core.compaction import ROUNDING, SHARE, Owned, is_harmless, rows_mix, warn_once, worth_dropping
@@ -321,7 +322,7 @@ def finished(ledger: Ledger, counter: Counter, taken: int, state: Any = None) ->
     if ledger.whole_scale is not None:
         return Flat(z, stats, taken, state)
     asked = [stats.failed.any(), *([] if ledger.faint is None else [ledger.faint.any()])]
-    failed, *fainted = torch.stack(asked).tolist()
+    failed, *fainted = autodiff_modes.numbers(torch.stack(asked))
     if not failed:
         return Flat(z, stats, taken, state, failed=False)
     z, stats, sound = ledger.settle(z, stats)

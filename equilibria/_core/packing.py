@@ -42,15 +42,14 @@ class Layout:
     def of(state: State, *, batched: bool = True) -> Layout:
         tensors, structure = pytree.tree_flatten(state)
         _check_tensors(tensors, batched)
-        dtype = torch.float32
-        for tensor in tensors:
-            dtype = torch.promote_types(dtype, tensor.dtype.to_real())
+        # torch.promote_types would stand in exported programs as an operation, which torch 2.6 cannot load again
+        double = any(tensor.dtype.to_real() == torch.float64 for tensor in tensors)
         return Layout(
             structure=structure,
             leaves=tuple(_leaf(tensor, batched) for tensor in tensors),
             batch=tensors[0].shape[0] if batched else 1,
             batched=batched,
-            dtype=dtype,
+            dtype=torch.float64 if double else torch.float32,
             device=tensors[0].device,
         )
 

@@ -124,7 +124,7 @@ class _ReplayedStep:
 
     def __call__(self, z: Tensors, buffers: Buffers) -> Tensors:
         counters, chosen, *tensors = z
-        time, *counted = counters.tolist()
+        time, *counted = autodiff_modes.numbers(counters)
         with no_autocast(chosen.device):
             state = self.solver.step(self.f, rebuild(self.like, iter(tensors), iter(counted)))
         chosen = torch.where((self.best == time + 1).unsqueeze(1), state.z, chosen)
