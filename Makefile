@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-rounding test-torch fuzz lint bench docs dist clean
+.PHONY: help demo test test-all test-rounding test-torch fuzz lint bench docs dist test-dist clean
 .NOTPARALLEL:
 
 help: ## List the targets
@@ -52,8 +52,16 @@ dist: .venv/installed-dev ## Build the archive and the wheel of a release into d
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
 
+# From inside dist/, where the package is not to be found but as it was installed.
+test-dist: dist ## Install the wheel into an environment of its own; run the example of the README and the command line there
+	rm -rf .venv-dist && $(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/pip install -qq --disable-pip-version-check -c constraints.txt "$$(echo dist/*.whl)[train]"
+	sed -n '/^```python/,/^```/{/^```/!p}' README.md > dist/readme.py
+	cd dist && ../.venv-dist/bin/python readme.py && ../.venv-dist/bin/equilibria --help
+	rm dist/readme.py
+
 clean: ## Remove what the other targets made, but for .venv
-	rm -rf build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info digits.png runs rounding.json torch-*.json .venv-torch-*
+	rm -rf build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info digits.png runs rounding.json torch-*.json .venv-torch-* .venv-dist
 	find equilibria tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 $(BIN)/python:
