@@ -352,14 +352,15 @@ def test_every_gradient_trains(gradient: Any) -> None:
 def test_the_published_adjoint_takes_all_its_steps() -> None:
     backward = {}
     for adjoint in ("gmres", "broyden"):
-        model = dataclasses.replace(SMALL, adjoint=adjoint, backward_steps=40)
+        # not so many that Broyden's method arrives at the last bit, from where nothing is left to do
+        model = dataclasses.replace(SMALL, adjoint=adjoint, backward_steps=15)
         task, net, loaders = begun(settings(model=model))
         net = lively(net)
         with record(net) as solutions:
             task.loss(net, loaders.train.batch(0, 0), 0).loss.backward()
         assert solutions[0].adjoint is not None
         backward[adjoint] = solutions[0].adjoint.evaluations
-    assert backward["gmres"] < 40 <= backward["broyden"]
+    assert backward["gmres"] < 15 == backward["broyden"]
 
 
 def test_it_learns(tmp_path: Path) -> None:
