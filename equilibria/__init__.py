@@ -21,6 +21,8 @@ from equilibria.gradients.shine import Shine
 from equilibria.gradients.unrolled import Unrolled
 from equilibria.gradients.warmup import Warmup
 from equilibria.looped import Carry, Halting, RandomStart, breadth
+from equilibria.monitoring import monitor
+from equilibria.nn import freeze_dropout
 from equilibria.penalties import correction_penalty, jacobian_penalty, random_max_steps, skip_penalty
 from equilibria.remember import Remember
 from equilibria.solution import ConvergenceError, ConvergenceWarning, Solution, Stats, Status
@@ -94,11 +96,13 @@ __all__ = [
     "euclidean_norm",
     "export",
     "fixed_point",
+    "freeze_dropout",
     "gradient_agreement",
     "jacobian_penalty",
     "lab",
     "max_norm",
     "models",
+    "monitor",
     "nn",
     "random_max_steps",
     "record",

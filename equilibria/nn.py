@@ -5,7 +5,34 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-__all__ = ["VariationalDropout"]
+__all__ = ["VariationalDropout", "freeze_dropout"]
+
+_CHANNELS = {nn.Dropout1d: (2,), nn.Dropout2d: (2, 3), nn.Dropout3d: (2, 3, 4)}  # whole channels are dropped
+
+
+def freeze_dropout(module: nn.Module) -> nn.Module:
+    """Replace every `nn.Dropout` inside `module` by a `VariationalDropout` of the same p, in place; returns the module.
+
+    A cell with `nn.Dropout` is another function at every call in training mode and has no equilibrium. Layers of other
+    libraries often have it by default: `eq.DEQ(eq.nn.freeze_dropout(layer))`.
+    """
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return _frozen(module)
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.modules.dropout._DropoutNd):
+                setattr(parent, name, _frozen(child))
+    return module
+
+
+def _frozen(dropout: nn.modules.dropout._DropoutNd) -> nn.Module:
+    if isinstance(dropout, (nn.AlphaDropout, nn.FeatureAlphaDropout)):
+        raise TypeError(
+            f"{type(dropout).__name__} changes kept values too and has no fixed-mask form here. Replace it by nn.Dropout, "
+            "or set its p to 0, before freeze_dropout."
+        )
+    shared = next((dims for kind, dims in _CHANNELS.items() if isinstance(dropout, kind)), ())
+    return VariationalDropout(dropout.p, shared=shared).train(dropout.training)
 
 
 class VariationalDropout(nn.Module):

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from html import escape
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from equilibria._core.norms import rms_norm, scaled_norm
 from equilibria._core.packing import Layout, State
@@ -56,7 +58,7 @@ class Handover:
     residual: Tensor  # (k,) where the first solver left them
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Stats:
     """The truth about one solve, sample by sample."""
 
@@ -94,6 +96,29 @@ class Stats:
         """Samples that ended so."""
         return int((self.status == status).sum())
 
+    def summary(self) -> dict[str, float]:
+        """The statistics of the batch as numbers, for logs: shares of the samples by status, steps, residuals, counts."""
+        samples = self.status.numel()
+        shares = {status.name.lower(): self.count(status) / max(samples, 1) for status in Status}
+        steps, residual = self.steps.double(), self.residual.double()
+        return {
+            "samples": float(samples),
+            **shares,
+            "steps_mean": float(steps.mean()) if samples else 0.0,
+            "steps_max": float(steps.max()) if samples else 0.0,
+            "residual_median": float(residual.median()) if samples else 0.0,
+            "residual_max": float(residual.max()) if samples else 0.0,
+            "evaluations": float(self.evaluations),
+            "sample_evaluations": float(self.sample_evaluations),
+            "products": float(self.products),
+        }
+
+    def __repr__(self) -> str:
+        return f"Stats({self})"
+
+    def _repr_html_(self) -> str:
+        return _table(self.summary())
+
     def __str__(self) -> str:
         counts = ", ".join(f"{self.count(status)} {status.name.lower()}" for status in Status if self.count(status))
         if self.status.numel() == 0:
@@ -122,7 +147,7 @@ class Report:
         self.stats = replace(self.stats, evaluations=total, sample_evaluations=sampled)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Solution:
     """An equilibrium with its record.
 
@@ -130,6 +155,7 @@ class Solution:
     z0     where the solver started; differentiable where `init` is, the solver itself treats it as a constant
     f      the map with the inputs bound, state -> state; the same function for every call, masks and all
     stats  the forward solve; `adjoint` is that of the backward solve, once `backward()` has run
+    layer  the name of the DEQ in the model that `eq.record(model)` was given; "" elsewhere
     """
 
     z: State
@@ -138,12 +164,25 @@ class Solution:
     report: Report = field(repr=False)
     layout: Layout = field(repr=False)  # how z is packed to (batch, n)
     equation: Any = field(repr=False)  # z = equation(z, *equation.args) on packed states
+    layer: str = ""
 
     @property
     def stats(self) -> Stats:
         """The forward solve, sample by sample."""
         assert self.report.stats is not None
         return self.report.stats
+
+    def __repr__(self) -> str:
+        shapes = pytree.tree_map(lambda leaf: f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}", self.z)
+        name = f"layer {self.layer!r}, " if self.layer else ""
+        adjoint = "" if self.adjoint is None else f"; adjoint: {self.adjoint}"
+        return f"Solution({name}z of shape {shapes}, {self.stats}{adjoint})"
+
+    def _repr_html_(self) -> str:
+        columns = {"forward": self.stats.summary()}
+        if self.adjoint is not None:
+            columns["adjoint"] = self.adjoint.summary()
+        return _table(columns["forward"], columns.get("adjoint"), title=self.layer)
 
     def measure_residual(self) -> Tensor:
         """(batch,), |f(z) - z| / |f(z)| of the state `z` that was returned, by one evaluation of the cell.
@@ -171,6 +210,19 @@ class Solution:
     def iterates(self) -> tuple[State, ...]:
         """The states on the way that `Stop(keep_every=...)` asked for, without derivatives."""
         return tuple(map(self.layout.unpack, self.stats.iterates))
+
+
+def _table(forward: dict[str, float], adjoint: dict[str, float] | None = None, title: str = "") -> str:
+    """Summaries as an HTML table, one row per quantity; statuses without a sample are left out."""
+    names = {status.name.lower() for status in Status}
+    shown = [key for key in forward if key not in names or forward[key] or (adjoint and adjoint[key])]
+    head = f"<tr><th>{escape(title)}</th><th>forward</th>" + ("<th>adjoint</th>" if adjoint else "") + "</tr>"
+    rows = []
+    for key in shown:
+        cells = [forward[key], *([adjoint[key]] if adjoint else [])]
+        texts = [f"{value:.0%}" if key in names else f"{value:.3g}" for value in cells]
+        rows.append(f"<tr><td>{key.replace('_', ' ')}</td>" + "".join(f"<td>{text}</td>" for text in texts) + "</tr>")
+    return f"<table>{head}{''.join(rows)}</table>"
 
 
 def empty_stats(batch: int, device: torch.device) -> Stats:

@@ -41,6 +41,7 @@ ROOT = {
     "starts",
     "remember",
     "explicit",
+    "monitoring",
     "penalties",
     "constraints",
     "nn",

@@ -7,7 +7,6 @@ each other from inputs that only look as if they had a row per sample.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary, WeakSet
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from equilibria._core.maps import FlatMap
+from equilibria._core.user_warnings import warn_user
 
 WORTH = 4096  # numbers in the rows to be dropped; fewer are worth it when they are half: small kernels take equally long
 DROP_AT = 8  # a map drops its stopped rows when they are an eighth; one that is dear to take apart sets another `drop_at`
@@ -97,10 +97,9 @@ def warn_once(f: Owned) -> None:
     if f.silent or f.owner is None or f.owner in _warned:
         return
     _warned.add(f.owner)
-    warnings.warn(
+    warn_user(
         "Converged samples keep being evaluated: this cell gives another value for a row without its neighbours. Where rows "
         "depend on each other, the batch is solved as one problem. "
         "Make every tensor that belongs to a sample an input of the cell with the batch first; take batched=False if "
         "the state is one problem, not a batch of them; or accept the cost with Stop(compact=False).",
-        stacklevel=2,
     )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
 from equilibria._core.loop import Stop
+from equilibria._core.user_warnings import warn_user
 from equilibria.solution import ConvergenceError, ConvergenceWarning, Stats, Status
 from equilibria.solvers.fallback import AnySolver
 
@@ -39,17 +43,17 @@ def report_failures(
     if not causes:
         return
     if action == "raise":
-        raise ConvergenceError(_message(stats, stop, solver, what, causes), stats)
+        raise ConvergenceError(_message(stats, stop, solver, what, causes, owner), stats)
     if owner is not None:
         known = _warned.setdefault(owner, set())
         news = [cause for cause in causes if (what, cause) not in known]
         known.update((what, cause) for cause in causes)
         if not news:
             return
-    warnings.warn(_message(stats, stop, solver, what, causes), ConvergenceWarning, stacklevel=2)
+    warn_user(_message(stats, stop, solver, what, causes, owner), ConvergenceWarning)
 
 
-def _message(stats: Stats, stop: Stop, solver: AnySolver, what: str, causes: Sequence[Status]) -> str:
+def _message(stats: Stats, stop: Stop, solver: AnySolver, what: str, causes: Sequence[Status], owner: Any) -> str:
     batch, failed = stats.status.numel(), int(stats.failed.sum())
     counts = ", ".join(f"{stats.count(cause)} {cause.name.lower()}" for cause in causes)
     worst = float(stats.residual.max())
@@ -57,6 +61,25 @@ def _message(stats: Stats, stop: Stop, solver: AnySolver, what: str, causes: Seq
     return (
         f"The {what} solve did not converge for {failed} of {batch} samples ({counts}) with {solver!r} in "
         f"{int(stats.steps.max())} of at most {stop.max_steps} steps: worst relative residual {worst:.1e}, wanted "
-        f"{stop.rtol:.1e}. Per sample: Stats.status, .residual, .steps. To do about {advice}. "
+        f"{stop.rtol:.1e}. Per sample: Stats.status, .residual, .steps. {_suspects(owner)}To do about {advice}. "
         "eq.diagnose(model, batch) looks for the cause."
     )
+
+
+def _suspects(owner: Any) -> str:
+    """A sentence about layers of the cell that keep it from having an equilibrium; empty if there are none."""
+    modules = list(owner.modules()) if isinstance(owner, nn.Module) else []
+    dropouts = {type(m).__name__ for m in modules if isinstance(m, _DropoutNd) and m.training and m.p > 0}
+    norms = {type(m).__name__ for m in modules if isinstance(m, _BatchNorm) and m.training}
+    sentences = ""
+    if dropouts:
+        sentences += (
+            f"The cell has {', '.join(sorted(dropouts))} in training mode, which makes it another function at every call: "
+            "convert it with eq.freeze_dropout(cell), or set its p to 0. "
+        )
+    if norms:
+        sentences += (
+            f"The cell has {', '.join(sorted(norms))} in training mode, which couples the samples of a batch: GroupNorm or "
+            "LayerNorm keep them apart. "
+        )
+    return sentences

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -10,7 +11,7 @@ from torch import nn
 
 from equilibria.solution import Solution
 
-_active: ContextVar[tuple[tuple[frozenset[int], list[Solution]], ...]] = ContextVar("recordings", default=())
+_active: ContextVar[tuple[tuple[dict[int, str], list[Solution]], ...]] = ContextVar("recordings", default=())
 
 
 @contextmanager
@@ -20,12 +21,13 @@ def record(model: nn.Module) -> Iterator[list[Solution]]:
         with eq.record(model) as solutions:
             loss = criterion(model(x), y)
         loss.backward()
-        solutions[0].stats, solutions[0].adjoint
+        solutions[0].stats, solutions[0].adjoint, solutions[0].layer
 
     A Solution holds its inputs and equilibrium: drop the list when you are done with it.
     """
     solutions: list[Solution] = []
-    token = _active.set((*_active.get(), (frozenset(map(id, model.modules())), solutions)))
+    names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
+    token = _active.set((*_active.get(), (names, solutions)))
     try:
         yield solutions
     finally:
@@ -33,7 +35,7 @@ def record(model: nn.Module) -> Iterator[list[Solution]]:
 
 
 def note(module: nn.Module, solution: Solution) -> None:
-    """Hand a solution to the recordings that asked for this module."""
-    for modules, solutions in _active.get():
-        if id(module) in modules:
-            solutions.append(solution)
+    """Append a solution, with the name of its layer, to the recordings that asked for this module."""
+    for names, solutions in _active.get():
+        if (name := names.get(id(module))) is not None:
+            solutions.append(dataclasses.replace(solution, layer=name))

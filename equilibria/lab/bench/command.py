@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,6 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for path in (options.json, options.plot):
         if path is not None and not path.resolve().parent.is_dir():
             parser.error(f"there is no folder {path.parent} to write {path.name} into.")
+        if path is not None and not os.access(path.resolve().parent, os.W_OK):
+            parser.error(f"the folder {path.resolve().parent} cannot be written to: choose another place for {path.name}.")
     if options.budget is not None and options.budget < 0:
         parser.error(f"--budget must not be negative, got {options.budget}.")
     torch.set_num_threads(1)  # kernels this small vary far more with threads than methods differ

@@ -1,0 +1,114 @@
+"""`monitor` logs the convergence of every DEQ of a model, step by step, to whatever takes a dict of floats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from equilibria._core.recording import record
+from equilibria.solution import Solution
+
+__all__ = ["Monitor", "monitor"]
+
+Log = Callable[[dict[str, float], int], Any]  # of a row and its step
+
+
+def monitor(model: nn.Module, to: Any = None, *, every: int = 1, prefix: str = "deq/") -> Monitor:
+    """Log `Stats.summary()` of every DEQ in `model` for each forward pass, with the adjoint's after a backward pass.
+
+        with eq.monitor(model, to=wandb):  # anything with log(dict), log_dict(dict) or add_scalar(name, value, step)
+            for x, y in batches:
+                criterion(model(x), y).backward()
+
+    A forward pass is logged when the next one begins, or when the block ends, because its adjoint is solved only then.
+    Names are `prefix` + layer + "/" + quantity, adjoint quantities under layer + "/adjoint".
+
+    to      a function of a dict, or an object with `log`, `log_dict` or `add_scalar`; None: rows are kept in `Monitor.rows`
+    every   log every so many-th forward pass
+    prefix  of all names
+    """
+    if every < 1:
+        raise ValueError(f"monitor's every must be at least 1, got {every}.")
+    return Monitor(model, _logger(to), every, prefix)
+
+
+class Monitor:
+    """A context manager made by `monitor`. `rows` has one dict per logged forward pass if nothing else takes them."""
+
+    def __init__(self, model: nn.Module, log: Log | None, every: int, prefix: str) -> None:
+        self.model, self.every, self.prefix = model, every, prefix
+        self.rows: list[dict[str, float]] = []
+        self.passes = 0
+        self._log = log
+        self._solutions: list[Solution] = []
+        self._stack: ExitStack | None = None
+        self._hook: RemovableHandle | None = None
+
+    def __enter__(self) -> Monitor:
+        if self._stack is not None:
+            raise RuntimeError("This monitor is already running: make another one with eq.monitor(model).")
+        self._stack = ExitStack()
+        self._solutions = self._stack.enter_context(record(self.model))
+        self._hook = self.model.register_forward_pre_hook(lambda module, inputs: self.flush())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.flush()
+        assert self._stack is not None and self._hook is not None
+        self._hook.remove()
+        self._stack.close()
+        self._stack = self._hook = None
+
+    def flush(self) -> None:
+        """Log the forward pass that is waiting for its backward, if there is one."""
+        solutions, step = list(self._solutions), self.passes
+        self._solutions.clear()  # they hold equilibria and inputs
+        if not solutions:
+            return
+        self.passes += 1
+        if step % self.every:
+            return
+        row = self._row(solutions)
+        if self._log is None:
+            self.rows.append(row)
+        else:
+            self._log(row, step)
+
+    def _row(self, solutions: list[Solution]) -> dict[str, float]:
+        row: dict[str, float] = {}
+        seen: dict[str, int] = {}
+        for solution in solutions:
+            layer = solution.layer or "layer"
+            seen[layer] = times = seen.get(layer, 0) + 1
+            name = layer if times == 1 else f"{layer}.{times}"  # a layer may be solved several times in a pass
+            row |= {f"{self.prefix}{name}/{key}": value for key, value in solution.stats.summary().items()}
+            if solution.adjoint is not None:
+                row |= {f"{self.prefix}{name}/adjoint/{key}": value for key, value in solution.adjoint.summary().items()}
+        return row
+
+
+def _logger(to: Any) -> Log | None:
+    """The way to log to `to`, as a function of a row and its step."""
+    if to is None:
+        return None
+    for name in ("log", "log_dict"):
+        if callable(getattr(to, name, None)):
+            return lambda row, step: getattr(to, name)(row)
+    if callable(getattr(to, "add_scalar", None)):
+        return lambda row, step: _add_scalars(to, row, step)
+    if callable(to):
+        return lambda row, step: to(row)
+    raise TypeError(
+        "monitor logs to a function of a dict, or to an object with log(dict), log_dict(dict) or "
+        f"add_scalar(name, value, step): got {type(to).__name__}, which has none of these."
+    )
+
+
+def _add_scalars(writer: Any, row: Mapping[str, float], step: int) -> None:
+    for name, value in row.items():
+        writer.add_scalar(name, value, step)
