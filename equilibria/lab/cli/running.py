@@ -8,6 +8,7 @@ import typer
 
 from equilibria.lab.cli.console import is_first_process, progress_console
 from equilibria.lab.cli.progress import listening, summary_line
+from equilibria.lab.experiments.definitions import Scale
 from equilibria.lab.experiments.runner import THIS_PROCESS, Failure, Job, Resources, run_apart, run_here
 from equilibria.lab.reports.run import write_run_report
 from equilibria.lab.training.folder import Run
@@ -36,6 +37,12 @@ def tell_failures(failures: Sequence[Failure]) -> None:
         typer.echo(f"Error: {failure.job.label} failed: {failure.reason}", err=True)
     if failures:
         raise typer.Exit(1)
+
+
+def say_if_toy(scale: Scale) -> None:
+    """At debug scale, say that the figures are no results."""
+    if scale == "debug":
+        say("Debug scale: data and model are toys that check the code. The figures are not results, and no claim is judged.")
 
 
 def say(text: str) -> None:

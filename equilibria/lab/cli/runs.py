@@ -9,7 +9,7 @@ import typer
 
 from equilibria.lab.cli.console import AsJson, DataRoot, explained, is_first_process, show_json, show_table
 from equilibria.lab.cli.progress import summary_line
-from equilibria.lab.cli.running import run_jobs, tell_failures
+from equilibria.lab.cli.running import run_jobs, say_if_toy, tell_failures
 from equilibria.lab.experiments.catalogue import experiment as find_experiment
 from equilibria.lab.experiments.definitions import Scale
 from equilibria.lab.experiments.evaluation import evaluate as evaluate_run
@@ -49,6 +49,7 @@ def train(
     as_json: AsJson = False,
 ) -> None:
     """Train an experiment, or go on with it where it was interrupted."""
+    say_if_toy(scale)
     with explained():
         jobs = _jobs(experiment, scale, assignments or [], seeds, seed, out, folder)
         failures = run_jobs(jobs, Resources(data, devices, strategy), at_once=1 if devices > 1 and len(jobs) > 1 else 0)
@@ -60,6 +61,7 @@ def train(
         return show_json(summaries)
     for path, summary in summaries.items():
         typer.echo(f"{path}: {summary_line(summary['final'])} (last of {summary['epochs']} epochs)")
+    say_if_toy(scale)
 
 
 def evaluate(

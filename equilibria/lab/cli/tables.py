@@ -9,7 +9,7 @@ import torch
 import typer
 
 from equilibria.lab.cli.console import AsJson, DataRoot, explained, show_json, show_table
-from equilibria.lab.cli.running import run_jobs, say, tell_failures
+from equilibria.lab.cli.running import run_jobs, say, say_if_toy, tell_failures
 from equilibria.lab.cli.runs import Assignments, Devices, Out, ScaleOption
 from equilibria.lab.experiments.catalogue import table as find_table
 from equilibria.lab.experiments.catalogue import tables
@@ -46,6 +46,7 @@ def reproduce(
     """Run a published table, or --all, and report it beside the published figures; finished runs are not run again."""
     with explained():
         names = _chosen(table, everything, rows, assignments, as_json)
+        say_if_toy(scale)
         failures: list[Failure] = []
         for name in names:
             found = find_table(name)
@@ -60,6 +61,7 @@ def reproduce(
             _show(write_report(found, scale, found.folder(out, scale), folder), folder, as_json)
         if everything and report is not None:
             typer.echo(f"overview: {write_overview(report, tables())}")
+    say_if_toy(scale)
     tell_failures(failures)
 
 
