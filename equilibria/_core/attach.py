@@ -1,7 +1,7 @@
-"""First-order implicit gradients for cells with tensors out of reach: closures, and weights that FSDP owns.
+"""First-order implicit gradients for cells whose tensors cannot be passed as arguments: closures and FSDP weights.
 
-The cell is run once more at the equilibrium with its graph kept, and the cotangent arriving there is replaced by the
-solution of the adjoint equation. The engine then takes it wherever the graph leads.
+The cell is run once more at the equilibrium with a graph. In backward, the incoming cotangent is replaced by the solution
+of the adjoint equation, and autograd propagates it through that graph to every tensor the cell used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from equilibria.solution import Status
 
 
 def attach(task: ImplicitProblem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
-    """The equilibrium with first-order gradients for everything the cell depends on."""
+    """The equilibrium, (batch, n), with first-order gradients for every tensor the cell used."""
     if autodiff_modes.inside_transform():
         raise RuntimeError(OUT_OF_REACH)
     problem = task.problem
@@ -38,6 +38,8 @@ def attach(task: ImplicitProblem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
 
 
 class _Attach(Function):
+    """Identity on z in forward; in backward, passes the adjoint solution on to `out` = F(leaf)."""
+
     @staticmethod
     def forward(
         ctx: Any, task: ImplicitProblem, z: Tensor, out: Tensor, leaf: Tensor, good: Tensor, inputs: list[Tensor]
@@ -54,6 +56,7 @@ class _Attach(Function):
 
     @staticmethod
     def _cotangent(ctx: Any, v: Tensor) -> tuple[Tensor]:
+        """The adjoint solution for v, (batch, n); zero for samples without a finite state or cotangent."""
         lost = ctx.good & ~torch.isfinite(v).all(dim=1)
         keep = (ctx.good & ~lost).unsqueeze(1)
         v = torch.where(keep, v, torch.zeros_like(v))
@@ -68,8 +71,7 @@ class _Attach(Function):
 
 
 def _adjoint_map(ctx: Any, right: Tensor) -> Affine:
-    """g -> J'g + v on the graph that was kept."""
-
+    """The affine map g -> J'g + right on the graph that forward kept."""
     out, leaf, equation = ctx.out, ctx.leaf, ctx.task.problem.equation
 
     def transposed(u: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Autocast around a solve: the cell runs as the user set it, the solver never in half precision."""
+"""Autocast in a solve: the cell runs under the user's autocast setting, the solver runs without autocast."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True)
 class Autocast:
-    """The autocast state of a forward pass; backward runs outside of it and must evaluate the same function."""
+    """The autocast state of a forward pass, stored because backward must evaluate the cell in the same state."""
 
     device: str
     enabled: bool
@@ -20,22 +20,23 @@ class Autocast:
 
     @staticmethod
     def current(device: torch.device) -> Autocast:
+        """The autocast state that is active now for this type of device."""
         if not torch.amp.is_autocast_available(device.type):
             return Autocast(device.type, False, torch.float32)
         return Autocast(device.type, torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type))
 
     def inside(self) -> AbstractContextManager[Any]:
-        """As the cell is to be run."""
+        """A context that restores this state, for evaluations of the cell."""
         return torch.autocast(self.device, dtype=self.dtype) if self.enabled else nullcontext()
 
 
 @contextmanager
 def no_autocast(device: torch.device) -> Iterator[None]:
-    """As a solver is to be run: Gram matrices and small systems are nothing for half precision."""
+    """A context without autocast, for the solver: Gram matrices and small systems need full precision."""
     if not Autocast.current(device).enabled:
         yield
         return
     with torch.autocast(device.type, enabled=False):
         yield
-    # weights that were cast while no graph was kept must not serve where one is: they would cut the gradient
+    # casts cached under no_grad have no graph; reused in a later evaluation, they would cut the gradient
     torch.clear_autocast_cache()

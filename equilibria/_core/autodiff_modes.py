@@ -1,7 +1,8 @@
-"""Forward-mode products that work everywhere: plainly, under `torch.func`, and under `torch.autograd.forward_ad`.
+"""Which autodiff mode is active, and products with derivatives that work in all of them.
 
-PyTorch has two ways into forward mode, and they do not nest: inside an open `forward_ad.dual_level()` a
-`torch.func.jvp` raises. This module is the only place that knows which of the two is running.
+PyTorch has two interfaces to forward mode, `torch.func.jvp` and `torch.autograd.forward_ad`, and they do not nest: inside
+an open `forward_ad.dual_level()` a `torch.func.jvp` raises. This module is the only one that distinguishes the two. It is
+also the only one that reads private state of torch (`torch._C._functorch`), because there is no public query for it.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 _tracing = False
-# torch has one stack of forward-mode levels for all threads: they take turns, or one would meet another's level
+# torch has one stack of forward-mode levels for all threads, so that only one thread at a time may run a jvp
 _forward_mode = threading.RLock()
 _forward_thread: int | None = None  # the thread whose jvp is running
 
 
 @contextmanager
 def tracing() -> Iterator[None]:
-    """While what runs is written down as a graph: nothing may be written over, nothing may depend on values."""
+    """Mark a block that is traced into a graph: no in-place writes and no control flow that depends on values."""
     global _tracing
     before, _tracing = _tracing, True
     try:
@@ -33,54 +34,56 @@ def tracing() -> Iterator[None]:
 
 
 def is_tracing() -> bool:
+    """True inside a `tracing()` block."""
     return _tracing
 
 
 def inside_transform() -> bool:
-    """Is a `torch.func` transform (grad, vjp, jvp, vmap) running?"""
+    """True if a `torch.func` transform (grad, vjp, jvp, vmap) is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def inside_dual_level() -> bool:
-    """Is a `forward_ad.dual_level()` open that no `torch.func` transform owns?"""
+    """True if a `forward_ad.dual_level()` of this thread is open outside of any `torch.func` transform."""
     return forward_ad._current_level >= 0 and not inside_transform() and not _another_threads_level()
 
 
 def _another_threads_level() -> bool:
+    """True if the open forward-mode level belongs to a jvp of another thread."""
     return _forward_thread is not None and _forward_thread != threading.get_ident()
 
 
 def forward_levels() -> int:
-    """How many `torch.func.jvp` are running inside of each other."""
+    """The number of nested `torch.func.jvp` transforms."""
     stack = torch._C._functorch.get_interpreter_stack() or ()
     return sum(level.key() == torch._C._functorch.TransformType.Jvp for level in stack)
 
 
 def check_derivatives(what: str, *tensors: Tensor) -> None:
-    """Refuse inference mode, in which there are none and torch gives zeros in their place."""
+    """Raise under inference mode, where torch silently returns zero derivatives; `what` begins the message."""
     if torch.is_inference_mode_enabled() or any(tensor.is_inference() for tensor in tensors):
         raise RuntimeError(f"{what} needs derivatives, which torch.inference_mode() forbids: take torch.no_grad() instead.")
 
 
 def primal(x: Tensor) -> Tensor:
-    """`x` without the tangent it may carry in an open dual level."""
+    """`x` without its tangent of the open dual level, if it has one."""
     return forward_ad.unpack_dual(x).primal if inside_dual_level() else x
 
 
 def tangent(x: Tensor) -> Tensor | None:
-    """The tangent `x` carries in the open dual level or `torch.func.jvp`, if any."""
+    """The tangent of `x` in the open dual level or `torch.func.jvp`; None if it has none."""
     if forward_ad._current_level < 0 or _another_threads_level():
         return None
     return forward_ad.unpack_dual(x).tangent
 
 
 def is_mapped(x: Tensor) -> bool:
-    """Does a `torch.func.vmap` run over `x`?"""
+    """True if `x` has a dimension that `torch.func.vmap` maps over."""
     return bool(torch._C._functorch.is_batchedtensor(x))
 
 
 def has_values(*tensors: Tensor) -> bool:
-    """True if numbers can be read from these tensors: no vmap runs over one of them, at any level of transforms."""
+    """True if numbers can be read from these tensors: no vmap maps over them, at any level of transforms."""
     functorch = torch._C._functorch
     for tensor in tensors:
         while functorch.is_functorch_wrapped_tensor(tensor):
@@ -96,7 +99,7 @@ def numbers(x: Tensor) -> list[Any]:
 
 
 def check_recordable() -> None:
-    """Refuse to solve where torch records operations once and for all: how many a solve takes depends on values."""
+    """Raise where torch records the operations once, because the number of steps of a solve depends on values."""
     if _tracing:
         return
     functorch = torch._C._functorch
@@ -114,7 +117,7 @@ def check_recordable() -> None:
 
 
 def pull_each(pull: Callable[[Tensor], Sequence[Tensor | None]], v: Tensor) -> Sequence[Tensor | None]:
-    """pull(v); for one cotangent after the other where torch.autograd.grad(is_grads_batched=True) brings many."""
+    """pull(v). Under torch.autograd.grad(is_grads_batched=True), pull is called for each cotangent of the batch in turn."""
     if not torch._C._functorch.is_legacy_batchedtensor(v):
         return pull(v)
     level = torch._C._vmapmode_increment_nesting() - 1
@@ -141,7 +144,7 @@ def jvp(f: Callable[..., Tensor], primals: Sequence[Tensor], tangents: Sequence[
                 "cell an nn.Module that holds the tensor, call eval() on the layer that changes it, or take a solver "
                 "without derivatives such as eq.Anderson()."
             ) from error
-    # autograd.Function switches forward mode off around its own methods; the level itself is still open.
+    # autograd.Function disables forward mode inside its methods; the level itself is still open
     with forward_ad._set_fwd_grad_enabled(True):
         out = f(*[forward_ad.make_dual(primal(p), t) for p, t in zip(primals, tangents, strict=True)])
         value, derivative = forward_ad.unpack_dual(out)
@@ -150,6 +153,7 @@ def jvp(f: Callable[..., Tensor], primals: Sequence[Tensor], tangents: Sequence[
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
+    """Hold the lock of forward mode, and store which thread holds it."""
     global _forward_thread
     with _forward_mode:
         before, _forward_thread = _forward_thread, threading.get_ident()

@@ -1,7 +1,16 @@
-"""One step many times over, with fewer than all of its activations kept for backward.
+"""Repeating a step many times while keeping fewer than all of its activations for backward.
 
-Chen et al. 2016, "Training deep nets with sublinear memory cost": keep the states at which segments begin, and replay
-a segment when backward arrives there. The graph is that of plain backpropagation, so the gradients are the same bits.
+Chen et al. 2016, "Training deep nets with sublinear memory cost": the forward keeps the state at the start of each
+segment, and backward replays a segment when it needs its activations.
+
+States. A segment is run first, with the module's own buffers (or those of the enclosing replay). Each later run is a
+replay in backward, on copies of the buffers as they were before the first run. Random numbers of a replay are those of the
+first run (torch.utils.checkpoint restores the generators). Segments nest for "recursive": a replay of an outer segment is
+the first run of its inner segments.
+
+Invariants. A replay does not modify the module: batch norm counts a batch once, and spectral norm sees the same vectors.
+The graph is that of plain backpropagation, so the gradients are bitwise equal. The last segment is kept, because backward
+starts there. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -18,32 +27,33 @@ from equilibria._core import autodiff_modes
 
 Checkpoint = Literal["sqrt", "recursive"] | None
 Tensors = tuple[Tensor, ...]
-Buffers = dict[str, Tensor] | None  # None: the module's own
+Buffers = dict[str, Tensor] | None  # None stands for the module's own buffers
 
 
 class Step(Protocol):
-    """One application, from the tensors of a state to those of the next."""
+    """One application of the step, from the tensors of a state to those of the next state."""
 
     def buffers(self) -> dict[str, Tensor]:
-        """Those that may move in a step, by name."""
+        """The buffers that a step may update, by name."""
 
     def __call__(self, z: Tensors, buffers: Buffers) -> Tensors: ...
 
 
 def repeat(step: Step, z: Tensors, times: int, checkpoint: Checkpoint) -> Tensors:
-    """step(step(... step(z))).
+    """Apply `step` `times` times to z. Memory and evaluations, backward included, by `checkpoint`:
 
-    None         every activation is kept: memory O(times), `times` evaluations
-    "sqrt"       those of one segment and the starts of all: O(√times), at most 2 * times evaluations with the backward
-    "recursive"  halves of halves: O(log times), times * (1 + log2(times) / 2) evaluations
+    None         all activations are kept: memory O(times), `times` evaluations
+    "sqrt"       the activations of one segment and the starts of all: O(√times), at most 2 * times evaluations
+    "recursive"  segments are halved recursively: O(log times), times * (1 + log2(times) / 2) evaluations
     """
-    # without a graph there is nothing to save; torch.func does its own saving, out of the reach of checkpoints
+    # without a graph nothing is kept anyway; under torch.func, torch.utils.checkpoint has no effect
     if not torch.is_grad_enabled() or autodiff_modes.inside_transform():
         checkpoint = None
     return _PLANS[checkpoint](step, z, times, None)
 
 
 def check_checkpoint(checkpoint: Any) -> None:
+    """Raise ValueError unless `checkpoint` is one of the plans of `repeat`."""
     if checkpoint not in _PLANS:
         raise ValueError(f"checkpoint must be one of {tuple(_PLANS)}, got {checkpoint!r}.")
 
@@ -59,7 +69,7 @@ def _sqrt(step: Step, z: Tensors, times: int, buffers: Buffers) -> Tensors:
     while times > segment:
         z = _forgotten(_plain, step, z, segment, buffers)
         times -= segment
-    return _plain(step, z, times, buffers)  # backward begins here: forgetting it would only replay it at once
+    return _plain(step, z, times, buffers)  # backward starts with this segment and would replay it at once
 
 
 def _recursive(step: Step, z: Tensors, times: int, buffers: Buffers) -> Tensors:
@@ -75,11 +85,7 @@ _PLANS: dict[Any, Plan] = {None: _plain, "sqrt": _sqrt, "recursive": _recursive}
 
 
 def _forgotten(plan: Plan, step: Step, z: Tensors, times: int, buffers: Buffers) -> Tensors:
-    """A segment of which only its start is kept.
-
-    A replay works on copies of the buffers as they stood at the start: batch norm must not count the batch twice, and
-    spectral norm must see the vectors it saw before. Random numbers are those of the first run.
-    """
+    """Run `times` steps by `plan`, keep only the start, and replay them in backward on copies of the initial buffers."""
     before, replaying = _copy(step.buffers() if buffers is None else buffers), False
 
     def segment(*z: Tensor) -> Tensors:

@@ -1,8 +1,9 @@
-"""Do rows depend on each other? A few rows are run without the others and compared with what they gave among them.
+"""Dropping stopped rows from a batch, and detecting cells whose rows depend on each other.
 
-That is asked once in every solve, before the first rows are dropped or at its end if rows stopped at different steps; an
-answer from an earlier solve is not trusted, because a cell may have changed since. `rows_mix` then tells rows that depend on
-each other from inputs that only look as if they had a row per sample.
+The check evaluates some rows without the others and compares the result with their values within the batch. It runs once
+per solve: before the first rows are dropped, or at the end if rows stopped at different steps. Results of earlier solves
+are not relied on, because the cell may have changed. If the check fails, `rows_mix` distinguishes rows that depend on each
+other from inputs whose first dimension has the size of the batch by coincidence.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from torch import Tensor, nn
 from equilibria._core.maps import FlatMap
 from equilibria._core.user_warnings import warn_user
 
-WORTH = 4096  # numbers in the rows to be dropped; fewer are worth it when they are half: small kernels take equally long
-DROP_AT = 8  # a map drops its stopped rows when they are an eighth; one that is dear to take apart sets another `drop_at`
-# A difference below this share of a row's tolerance changes no status. One below so many spacings of the numbers is
-# rounding: the blocking of matrix kernels changes with the batch size.
+WORTH = 4096  # rows with fewer numbers in all are dropped only when they are half: small kernels take equally long
+DROP_AT = 8  # rows are dropped when an eighth has stopped; maps that are expensive to restrict set another `drop_at`
+# A difference below SHARE of a row's tolerance changes no status. One below ROUNDING machine epsilons is rounding, because
+# matrix kernels block differently for other batch sizes.
 SHARE, ROUNDING = 0.05, 4.0
 
 
 @runtime_checkable
 class Owned(Protocol):
-    """A map that knows which cell it runs, so that one answer serves all its solves."""
+    """A map with the identity of its cell, under which the result of the check is stored; see `Equation`."""
 
     owner: Any
     lasting: bool
@@ -40,7 +41,7 @@ _warned: WeakSet[Any] = WeakSet()
 
 
 def worth_dropping(f: FlatMap, stopped: int, shape: Sequence[int]) -> bool:
-    """Have so many rows stopped that going on without them pays for taking the map and the state apart?"""
+    """True if enough rows have stopped that dropping them saves more time than restricting the map and the state takes."""
     rows, n = shape
     share = getattr(f, "drop_at", DROP_AT) if stopped * n >= WORTH else 2
     return 0 < stopped < rows and stopped * share >= rows
@@ -64,13 +65,13 @@ def remember_coupling(f: Owned, coupled: bool) -> None:
 
 
 def is_harmless(alone: Tensor, among: Tensor, relative: float, absolute: float = 0.0) -> bool:
-    """True if rows run alone, (k, n), equal the same rows among others up to these errors; nan does not count."""
+    """True if rows evaluated alone, (k, n), equal the same rows in the batch within these errors; nan is ignored."""
     error, size = torch.linalg.vector_norm(alone - among, dim=1), torch.linalg.vector_norm(among, dim=1)
     return not bool((error > relative * size + absolute).any())
 
 
 def rows_mix(f: FlatMap, z: Tensor, precision: float) -> bool:
-    """True if rows of f(z) change with other rows of z: even and odd ones are changed in turn, in three evaluations."""
+    """True if a row of f(z) changes with other rows of z; perturbs even and odd rows in turn, in three evaluations."""
     if len(z) < 2:
         return False
     even = (torch.arange(len(z), device=z.device) % 2 == 0).unsqueeze(1)
@@ -80,13 +81,13 @@ def rows_mix(f: FlatMap, z: Tensor, precision: float) -> bool:
 
 
 def verdicts(module: nn.Module) -> dict[str, Any]:
-    """What is known of the cells in a module: to find it out anew costs an evaluation, and could end differently."""
+    """The stored results of the check for the cells in a module, by module name; checkpoints keep them."""
     found = ((name, _verdicts.get(part)) for name, part in module.named_modules())
     return {name: dict(known) for name, known in found if known}
 
 
 def set_verdicts(module: nn.Module, known: Mapping[str, Any]) -> None:
-    """As they were when `verdicts` was called."""
+    """Restore the results that `verdicts` returned."""
     for name, part in module.named_modules():
         _verdicts.pop(part, None)
         if name in known:
@@ -94,12 +95,13 @@ def set_verdicts(module: nn.Module, known: Mapping[str, Any]) -> None:
 
 
 def warn_once(f: Owned) -> None:
+    """Warn that rows depend on each other, once per cell and never for silent maps."""
     if f.silent or f.owner is None or f.owner in _warned:
         return
     _warned.add(f.owner)
     warn_user(
-        "Converged samples keep being evaluated: this cell gives another value for a row without its neighbours. Where rows "
+        "Converged samples keep being evaluated: this cell returns another value for a row without its neighbours. If rows "
         "depend on each other, the batch is solved as one problem. "
-        "Make every tensor that belongs to a sample an input of the cell with the batch first; take batched=False if "
-        "the state is one problem, not a batch of them; or accept the cost with Stop(compact=False).",
+        "Pass every tensor that belongs to a sample as an input of the cell, with the batch dimension first; use "
+        "batched=False if the state is one problem, not a batch; or accept the cost with Stop(compact=False).",
     )

@@ -1,7 +1,7 @@
-"""Batches whose samples depend on each other (batch statistics): one problem, not many.
+"""Solving a batch whose samples depend on each other, as with batch statistics, as one problem.
 
-Per sample, a Krylov space or a set of mixing weights describes nothing here, and a sample that was frozen does not
-stay converged while its neighbours move.
+Krylov spaces and mixing weights per sample are not valid here, because J is not block diagonal. A sample that is frozen
+when it converges does not stay converged while the other samples change.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ from equilibria._core.maps import Affine, FlatMap
 from equilibria.solution import Stats
 from equilibria.solvers.fallback import AnySolver
 
-TIGHTER = 2.0  # than the worst row asks for
+TIGHTER = 2.0  # factor by which the tolerance is tightened beyond what the worst row needs
 
 
 def solve_whole(
     f: FlatMap, z0: Tensor, solver: AnySolver, stop: Stop, *, right: Tensor | None, precision: float, known: Tensor | None
 ) -> Flat:
-    """As `solve`, on the batch as one vector; every sample gets the statistics of the whole."""
+    """As `loop.solve`, with the batch as one row of batch * n numbers; every sample gets the statistics of that row.
+
+    right  (batch, n), the right-hand side of a linear equation, to which the tolerance is relative
+    known  (batch, n), f(z0) if it has been evaluated
+    """
     batch, n = z0.shape
 
     def join(x: Tensor) -> Tensor:
@@ -40,7 +44,7 @@ def solve_whole(
 
 
 def solve_rows_as_one(f: FlatMap, z0: Tensor, solver: AnySolver, stop: Stop, *, precision: float) -> Flat:
-    """As `solve_whole`, until every row is within its own tolerance; status and residual are those of the rows, measured."""
+    """As `solve_whole`, repeated with tighter tolerances until every row meets its own; status and residual are per row."""
     flat = solve_whole(f, z0, solver, stop, right=None, precision=precision, known=None)
     factor = 1.0
     for _ in range(VERIFICATIONS):
@@ -49,7 +53,7 @@ def solve_rows_as_one(f: FlatMap, z0: Tensor, solver: AnySolver, stop: Stop, *, 
         short = claimed & flat.stats.failed
         if left <= 0 or not bool(short.any()):
             return flat
-        # the batch as a whole is within the tolerance, a row is not
+        # the batch as one vector meets the tolerance, but some row does not
         factor *= TIGHTER * max(float(flat.stats.residual[short].max()) / max(stop.rtol, precision), 1.0)
         tighter = dataclasses.replace(stop, rtol=stop.rtol / factor, atol=stop.atol / factor, max_steps=left)
         flat = go_on(flat, solve_whole(f, flat.z, solver, tighter, right=None, precision=precision, known=None))
@@ -57,7 +61,7 @@ def solve_rows_as_one(f: FlatMap, z0: Tensor, solver: AnySolver, stop: Stop, *, 
 
 
 def go_on(first: Flat, then: Flat) -> Flat:
-    """Two solves in a row, the second one of the batch as one problem: its answer and status, with what both took."""
+    """Join two successive solves: the result and status of the second one, the steps and evaluations of both."""
     a, b = first.stats, then.stats
     trace = None
     if a.trace is not None and b.trace is not None:
@@ -78,6 +82,7 @@ def go_on(first: Flat, then: Flat) -> Flat:
 
 
 def _spread(stats: Stats, batch: int) -> Stats:
+    """The statistics of one row, repeated for every sample of the batch."""
     return dataclasses.replace(
         stats,
         status=stats.status.repeat(batch),

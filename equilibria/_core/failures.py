@@ -1,4 +1,4 @@
-"""What to do about samples that did not converge: nothing, warn once per cell and cause, or raise."""
+"""Reporting samples that did not converge: ignore them, warn once per cell and cause, or raise."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from equilibria.solution import ConvergenceError, ConvergenceWarning, Stats, Sta
 from equilibria.solvers.fallback import AnySolver
 
 _ADVICE = {
-    Status.MAX_STEPS: "allow more steps, take a stronger solver (Anderson with more history, Broyden, Newton, or a Fallback "
+    Status.MAX_STEPS: "allow more steps, use a stronger solver (Anderson with more history, Broyden, Newton, or a Fallback "
     "of them), or keep the cell contractive (normalisation, Jacobian regularization)",
-    Status.NONFINITE: "look at the inputs and weights of those samples; they keep their best finite iterate and get no "
+    Status.NONFINITE: "check the inputs and weights of those samples; they keep their best finite iterate and get no "
     "gradient",
     Status.STALLED: "loosen rtol, or compute in a wider dtype: the residual stopped falling",
-    Status.DIVERGED: "take a solver that does not need a contraction (Anderson, Broyden, Newton, or a Fallback of them), a "
-    "better start, or keep the cell contractive (normalisation, Jacobian regularization); those samples have their best "
-    "iterate, or the start where none was better",
+    Status.DIVERGED: "use a solver that does not need a contraction (Anderson, Broyden, Newton, or a Fallback of them), use "
+    "a better start, or keep the cell contractive (normalisation, Jacobian regularization); those samples keep their best "
+    "iterate, which may be the start",
 }
 _warned: WeakKeyDictionary[Any, set[tuple[str, Status]]] = WeakKeyDictionary()
 
@@ -31,10 +31,11 @@ _warned: WeakKeyDictionary[Any, set[tuple[str, Status]]] = WeakKeyDictionary()
 def report_failures(
     stats: Stats, stop: Stop, solver: AnySolver, *, what: str, owner: Any, on_failure: str | None = None
 ) -> None:
-    """Ignore, warn about or raise for the failed samples of a solve, as `on_failure` says; None: as `stop` says.
+    """Ignore the failed samples of a solve, warn about them, or raise ConvergenceError.
 
-    what   "forward" or "adjoint", for the message
-    owner  the cell; each cause is warned about once per owner
+    what        "forward" or "adjoint", for the message
+    owner       the cell; each cause is warned about once per owner
+    on_failure  "ignore", "warn" or "raise"; None uses `stop.on_failure`
     """
     action = on_failure or stop.on_failure
     if action == "ignore":
@@ -54,6 +55,7 @@ def report_failures(
 
 
 def _message(stats: Stats, stop: Stop, solver: AnySolver, what: str, causes: Sequence[Status], owner: Any) -> str:
+    """The number of failed samples, the worst residual, and advice for each cause."""
     batch, failed = stats.status.numel(), int(stats.failed.sum())
     counts = ", ".join(f"{stats.count(cause)} {cause.name.lower()}" for cause in causes)
     worst = float(stats.residual.max())

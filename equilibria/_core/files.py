@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and packages that only some features need."""
+"""Atomic writes of files, and imports of optional packages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from typing import IO, Any
 
 @contextmanager
 def atomic(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write that takes its name when the block ends and the disk has it; otherwise nothing is left of it."""
+    """Open a temporary file that replaces `path` when the block ends; if the block raises, it is deleted.
+
+    The data are synced to disk before the rename, and the folder after it. Missing parent folders are made.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}-{threading.get_ident()}")
     try:
@@ -28,7 +31,7 @@ def atomic(path: Path) -> Iterator[IO[bytes]]:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file, or exchange it for another in one moment; an error names it."""
+    """Write `data` to `path` atomically; an OSError names the path."""
     try:
         with atomic(path) as out:
             out.write(data)
@@ -37,7 +40,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the disk has the names of a folder; systems that cannot do so do without."""
+    """Sync the directory entries of a folder to disk; does nothing on systems that cannot open folders."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -49,7 +52,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def optional(module: str, extra: str) -> Any:
-    """A module of a package that only some data needs."""
+    """Import an optional module; ImportError names the extra of this package that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""vmap: an equation under a mapped dimension as an equation over more rows."""
+"""vmap: an equation with a mapped dimension becomes an equation with more rows."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from equilibria._core.problem import BoundMap, Equation
 
 @dataclass(frozen=True)
 class Fold:
-    """A mapped dimension of size `size` laid into the batch."""
+    """A mapped dimension of size `size` that is folded into the batch."""
 
     size: int
     batch: int
-    dims: tuple[int | None, ...]  # where it is in each arg
+    dims: tuple[int | None, ...]  # position of the mapped dimension in each arg; None for args that are not mapped
     randomness: str
 
     def unfold(self, x: Tensor) -> Tensor:
+        """(size * batch, ...) -> (size, batch, ...)."""
         return x.unflatten(0, (self.size, self.batch))
 
 
 class FoldedEquation(Equation):
-    """An equation under vmap as one over size * batch rows."""
+    """An equation under vmap as an equation over size * batch rows."""
 
     def __init__(self, of: Equation, fold: Fold) -> None:
         self.of, self.fold = of, fold
@@ -65,9 +66,9 @@ class FoldedEquation(Equation):
         return self.of.coupled
 
     def set_coupled(self, coupled: bool) -> None:
-        if coupled:  # rows of one mapped sample
+        if coupled:  # False is not stored: with a batch of one, the rows compared are different mapped samples
             self.of.set_coupled(coupled)
 
     @property
     def restrictable(self) -> bool:
-        return False  # its args have no rows of their own to take
+        return False  # the mapped dimension need not be the first one of an arg, so that rows cannot be indexed

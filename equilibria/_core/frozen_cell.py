@@ -1,7 +1,18 @@
-"""One function per solve: what a cell computes or draws anew at every call is held from the first call to the backward.
+"""Freezing a cell: from the first evaluation of a solve to the end of its backward, the cell is one and the same function.
 
-Weights behind a parametrization (weight norm, spectral norm) are computed once, inside the autograd graph of the forward,
-masks of `VariationalDropout` are drawn once, buffers such as running statistics stand still.
+What a module may recompute at every call is fixed for the solve:
+
+    parametrized weights (weight norm, spectral norm)   computed once, in the autograd graph of the forward (`HeldWeight`)
+    masks of `VariationalDropout`                       drawn at the first evaluation, then reused
+    buffers (running statistics)                        constant; every evaluation that writes to them works on copies
+
+States. A `FrozenCell` is built before the solve. It copies the module tree if there is something to hold and the tree is
+copyable; `cell` is then the copy and `original` the user's module. `in_place()` installs the held weights and masks in
+`cell` for the duration of a block and restores what was there before, also when blocks of nested solves or of other
+threads overlap. `hand_back` copies attributes that the module set on itself while it ran to the original.
+
+Invariants. The user's module is never modified while it can be copied, so that any number of solves may run at once. No
+method here waits for the device.
 """
 
 from __future__ import annotations
@@ -21,12 +32,15 @@ from equilibria.nn import VariationalDropout
 
 
 class HeldWeight(nn.Module):
-    """Stands where a parametrization stood and gives the weight that it computed."""
+    """Replaces a parametrization and returns the weight that it computed.
+
+    stands  True while this module is installed in place of the parametrization
+    """
 
     def __init__(self, value: Tensor, original: nn.Module) -> None:
         super().__init__()
         self.stands = False
-        self._original = (original,)  # no part of this module
+        self._original = (original,)  # in a tuple, so that it is not registered as a submodule
         self.value: Tensor
         self.register_buffer("value", value, persistent=False)
 
@@ -35,26 +49,25 @@ class HeldWeight(nn.Module):
 
     @staticmethod
     def original(part: nn.Module) -> nn.Module:
-        """The parametrization that a part is, or stands for."""
+        """The parametrization that `part` replaces; `part` itself if it is not a HeldWeight."""
         return part._original[0] if isinstance(part, HeldWeight) else part
 
 
 @dataclass(frozen=True)
 class CellTensors:
-    """What a cell depends on beside its arguments, by name in the cell as it is `in_place`."""
+    """The tensors a cell depends on besides its arguments, by their names in the module under `FrozenCell.in_place`."""
 
     parameters: dict[str, Tensor]
-    weights: dict[str, Tensor]  # held in place of their parametrizations
+    weights: dict[str, Tensor]  # of HeldWeight modules
     masks: dict[str, Tensor]
     buffers: dict[str, Tensor]
 
 
 class FrozenCell:
-    """A cell for the time of one solve.
+    """A cell with everything that varies between calls fixed for one solve.
 
-    Called, it is a function without side effects. `in_place` puts what is held into `cell`, for those who run it in other
-    ways. `cell` is then a copy of the one that was given, `original`, so that any number of solves may be under way, in any
-    number of threads; a tree that cannot be copied is changed itself for as long as it runs.
+    Calling it has no side effects. Callers that run `cell` in other ways do so under `in_place()`. A module tree that
+    cannot be copied is itself modified while `in_place()` is active.
     """
 
     def __init__(self, cell: Callable[..., State]) -> None:
@@ -71,7 +84,7 @@ class FrozenCell:
         self.training = any(module.training for module in self.modules)
         self.dropouts = [m for m in self.modules if isinstance(m, VariationalDropout) and m.active]
         self._weights = [] if self.sharded else _computed_weights(self.modules)
-        self._masks = [dropout.mask for dropout in self.dropouts]  # of a solve around this one; None: yet to be drawn
+        self._masks = [dropout.mask for dropout in self.dropouts]  # set if an enclosing solve has drawn them, else None
         self.holds = bool(self._weights or self.dropouts)
         self._is_in_place = False
         self._snapshot: stateless.Snapshot | None = None
@@ -86,7 +99,7 @@ class FrozenCell:
             return out
 
     def snapshot(self) -> stateless.Snapshot:
-        """The module with what this solve holds, as it was when this was first asked for."""
+        """A snapshot of the module with its held weights and masks, taken on the first call."""
         assert self.module is not None
         if self._snapshot is None:
             with self.in_place():
@@ -94,7 +107,7 @@ class FrozenCell:
         return self._snapshot
 
     def hand_back(self) -> None:
-        """Give the original the attributes and buffers that a copy of it was given while it ran."""
+        """Copy the attributes and buffers that were assigned on the copy during the solve to the original module."""
         for source, module, before in zip(self.sources, self.modules, self._before, strict=False):
             if isinstance(module, VariationalDropout):
                 continue
@@ -105,13 +118,14 @@ class FrozenCell:
             )
 
     def in_place(self) -> AbstractContextManager[None]:
-        """The cell itself with what this solve holds."""
+        """A context in which `cell` has the held weights and masks; it may be entered again while it is active."""
         return self._put() if self.holds and not self._is_in_place else nullcontext()
 
     @contextmanager
     def _put(self) -> Iterator[None]:
+        """Install held weights and masks, and restore the previous ones on exit."""
         before = [place[name] for place, name, _ in self._weights]
-        around = [dropout.held for dropout in self.dropouts]  # does a solve around this one hold it too?
+        around = [dropout.held for dropout in self.dropouts]  # True where an enclosing solve holds the mask too
         for place, name, weight in self._weights:
             place[name], weight.stands = weight, True
         for dropout, mask in zip(self.dropouts, self._masks, strict=True):
@@ -123,7 +137,7 @@ class FrozenCell:
             self._is_in_place = False
             for (place, name, weight), part in zip(self._weights, before, strict=True):
                 weight.stands = False
-                # another thread's weight was found there; if that thread is done since, nobody would take it away again
+                # `part` may be another thread's HeldWeight; if that thread has left its block, restore the parametrization
                 gone = isinstance(part, HeldWeight) and not part.stands
                 place[name] = HeldWeight.original(part) if gone else part
             self._masks = [dropout.mask for dropout in self.dropouts]
@@ -131,12 +145,12 @@ class FrozenCell:
                 dropout.held, dropout.mask = held, mask if held else None
 
     def undrawn(self) -> bool:
-        """Are there masks that the next run will draw? Their shape is not known before."""
+        """True if the next run draws a dropout mask, whose shape is not known before."""
         with self.in_place():
             return any(dropout.mask is None for dropout in self.dropouts)
 
     def tensors(self) -> CellTensors:
-        """None, where the cell is a plain function or its weights are sharded: they are then out of reach."""
+        """The tensors of the module; empty if the cell is a plain function or its weights are sharded."""
         if self.module is None or self.sharded:
             return CellTensors({}, {}, {}, {})
         with self.in_place():
@@ -148,19 +162,19 @@ class FrozenCell:
 
 
 def _is_held(module: nn.Module) -> bool:
-    """Does a solve hold something of this module: a weight that is computed, or a mask?"""
+    """True if a solve fixes something of this module: a parametrized weight or a dropout mask."""
     if isinstance(module, VariationalDropout):
         return module.active
     return isinstance(getattr(module, "parametrizations", None), nn.ModuleDict)
 
 
 def _owned_by(module: nn.Module, name: str, kind: type[nn.Module]) -> bool:
-    """Is the tensor of that name an attribute of such a module?"""
+    """True if the tensor of this name is an attribute of a submodule of type `kind`."""
     return isinstance(module.get_submodule(name.rpartition(".")[0]), kind)
 
 
 def _computed_weights(modules: Sequence[nn.Module]) -> list[tuple[nn.ModuleDict, str, HeldWeight]]:
-    """Every parametrized weight with its place, computed; one that a solve around this one holds is not computed again."""
+    """(ModuleDict, key, computed weight) of every parametrized weight; weights held by an enclosing solve are reused."""
     places = [place for m in modules if isinstance(place := getattr(m, "parametrizations", None), nn.ModuleDict)]
     parts = [(place, name, part) for place in places for name, part in place.items()]
     kinds = (ParametrizationList, HeldWeight)
@@ -172,7 +186,8 @@ def _computed_weights(modules: Sequence[nn.Module]) -> list[tuple[nn.ModuleDict,
 
 
 def _value(parametrization: nn.Module) -> Tensor:
-    if autodiff_modes.inside_transform():  # torch.func refuses to move the vectors of a spectral norm in place
+    """The weight that a parametrization computes; a spectral norm updates its vectors."""
+    if autodiff_modes.inside_transform():  # torch.func forbids the in-place update of the vectors of a spectral norm
         buffers = {name: buffer.clone() for name, buffer in parametrization.named_buffers()}
         value: Tensor = stateless.call(parametrization, buffers, ())
         return value
@@ -180,7 +195,7 @@ def _value(parametrization: nn.Module) -> Tensor:
 
 
 def is_sharded(modules: Sequence[nn.Module]) -> bool:
-    """Does FSDP own weights? It then gathers and reduces them around every call, out of functional_call's sight."""
+    """True if FSDP shards weights of these modules: it gathers them around every call, which functional_call cannot see."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel

@@ -1,8 +1,8 @@
-"""The linear equations behind implicit differentiation, as equations of their own.
+"""The linear equations of implicit differentiation, as instances of `Equation`.
 
-With F(z, *args) = z the adjoint of a cotangent v is the fixed point of g -> J'g + v, the tangent of a perturbation b
-that of t -> J t + b, J = dF/dz. Both are affine maps with explicit arguments (z, offset, *args), so the primitive that
-differentiates F differentiates them too, and derivatives of every order come out of the same few lines.
+Let F(z, *args) = z and J = dF/dz. The adjoint of a cotangent v is the fixed point of g -> J'g + v. The tangent of a
+perturbation b is the fixed point of t -> J t + b. Both are affine maps with explicit arguments (z, offset, *args), so
+the primitive that differentiates F also differentiates them, which gives derivatives of every order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from equilibria._core.problem import BoundMap, Equation
 
 
 class LinearEquation(Equation):
-    """offset + M t with M = J or J' at the equilibrium of another equation; args are (equilibrium, offset, *its args)."""
+    """t -> M t + offset with M = J or J' of the equation `of`; args are (equilibrium, offset, *args of `of`)."""
 
     def __init__(self, of: Equation) -> None:
         self.of = of
@@ -56,7 +56,7 @@ class LinearEquation(Equation):
 
 
 class AdjointEquation(LinearEquation):
-    """g -> J'g + v."""
+    """The adjoint equation, g -> J'g + v."""
 
     def product(self, z: Tensor, *args: Tensor) -> Tensor:
         equilibrium, _, *rest = args
@@ -67,12 +67,12 @@ class AdjointEquation(LinearEquation):
         return self.bind_at(Linearisation(self.of, equilibrium, rest), offset)
 
     def bind_at(self, at: Linearisation, offset: Tensor) -> LinearMap:
-        """The same map on a linearisation that serves for more than this."""
+        """As `bind`, on a given linearisation, so that its graph can be used for other products too."""
         return LinearMap(self, (at.z, offset, *at.args), at.transposed, at.product, offset)
 
 
 class TangentEquation(LinearEquation):
-    """t -> J t + b."""
+    """The tangent equation, t -> J t + b."""
 
     def product(self, z: Tensor, *args: Tensor) -> Tensor:
         equilibrium, _, *rest = args
@@ -85,9 +85,9 @@ class TangentEquation(LinearEquation):
 
 
 class LinearMap(BoundMap, Affine):
-    """A bound linear equation that linear solvers can take apart."""
+    """A bound linear equation that gives linear solvers its product, its transposed product and its offset."""
 
-    drop_at = 2  # fewer rows need a linearisation of their own, which runs the cell again
+    drop_at = 2  # rows are dropped when half have stopped: the rest need a new linearisation, which runs the cell again
 
     def __init__(
         self, equation: Equation, args: Sequence[Tensor], product: FlatMap, transposed: FlatMap, offset: Tensor
@@ -100,7 +100,10 @@ class LinearMap(BoundMap, Affine):
 
 
 class Linearisation:
-    """An equation at one point: the cell is run once with a graph, then only products are taken."""
+    """An equation linearised at z: the cell is run once with a graph, which all products with J' share.
+
+    `needs` marks the args whose gradients `pull` returns.
+    """
 
     def __init__(self, equation: Equation, z: Tensor, args: Sequence[Tensor], needs: Sequence[bool] = ()) -> None:
         self.equation = equation
@@ -129,7 +132,7 @@ class Linearisation:
         return autodiff_modes.jvp(lambda y: self.equation(y, *args), [self.z], [t])
 
     def pull(self, u: Tensor) -> tuple[list[Tensor | None], Tensor]:
-        """(dF/d arg)'u for the args that were named as needed, None for the others; and J'u, which comes along."""
+        """(dF/d arg)'u for each arg in `needs`, None for the others; and J'u from the same pass. Consumes the graph."""
         leaf, out = self._run()
         grads: list[Tensor | None] = [None] * len(self.args)
         if not out.requires_grad:
@@ -141,10 +144,11 @@ class Linearisation:
         return grads, torch.zeros_like(u) if product is None else product
 
     def forget(self) -> None:
-        """The graph, which a pull has used up: what comes next runs the cell again."""
+        """Drop the graph after `pull` has consumed it; the next product runs the cell again."""
         self._graph = None
 
     def _run(self) -> tuple[Tensor, Tensor]:
+        """The leaf z and F(z) with its graph, computed on the first call."""
         if self._graph is None:
             autodiff_modes.check_derivatives("A linearisation of the cell, as spectra and adjoints take it,", self.z)
             with torch.enable_grad():

@@ -1,15 +1,15 @@
-"""The choices nearest to a name that is not among them."""
+"""Suggestions for misspelled names in error messages."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
-SHOWN = 40  # names in an error: more are not read
+SHOWN = 40  # most names listed in an error
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """Say which of the choices may have been meant, as a sentence; list them if none is near."""
+    """A sentence that suggests the choices closest to `name`, or lists the choices if none is close."""
     choices = list(choices)
     near = difflib.get_close_matches(name, choices, n=3, cutoff=0.5)
     if near:

@@ -1,4 +1,4 @@
-"""States: a tensor or any nesting of tuples, lists and dicts of tensors, laid out as one (batch, n) matrix."""
+"""Packing states, which are tensors or nested tuples, lists and dicts of tensors, into one (batch, n) matrix."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-State = Any  # a tensor, or tuples, lists and dicts of tensors nested at will
+State = Any  # a tensor, or nested tuples, lists and dicts of tensors
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One tensor of a state: its shape without the batch, its dtype, and how many columns it fills."""
+    """One tensor of a state: its shape without the batch dimension, its dtype, and its number of columns."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -25,10 +25,11 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each tensor of a state stands in the matrix the solvers work on.
+    """The position of each tensor of a state in the (batch, n) matrix that solvers work on.
 
-    The matrix is at least float32 (half precision cannot carry residuals and Gram matrices); complex tensors lie
-    there as pairs of reals. Every tensor comes back in its own dtype.
+    The matrix is float32 or float64, because half precision is too coarse for residuals and Gram matrices. Complex
+    tensors are stored as pairs of reals. `unpack` returns every tensor in its own dtype. With batched=False the state is
+    one row.
     """
 
     structure: pytree.TreeSpec
@@ -40,6 +41,7 @@ class Layout:
 
     @staticmethod
     def of(state: State, *, batched: bool = True) -> Layout:
+        """The layout of a state; raises if its tensors do not share a batch dimension and a device."""
         tensors, structure = pytree.tree_flatten(state)
         _check_tensors(tensors, batched)
         # torch.promote_types would stand in exported programs as an operation, which torch 2.6 cannot load again
@@ -59,13 +61,13 @@ class Layout:
 
     @property
     def precision(self) -> float:
-        """The coarsest spacing of the numbers of this state: no residual gets much below it."""
+        """The largest machine epsilon among the dtypes of the state; relative residuals do not get much below it."""
         return max(torch.finfo(leaf.dtype).eps for leaf in self.leaves)
 
     def refuse_overflow(self, matrix: Tensor, output: Tensor) -> Tensor:
-        """`output` with nan in the rows where `matrix` exceeds what a tensor of the state can hold.
+        """`output`, (rows, n), with nan in the rows where `matrix` exceeds the range of a tensor's dtype.
 
-        A number such as 1e5 is finite in the float32 matrix, but the cell is given a float16 inf in its place.
+        A number such as 1e5 is finite in the float32 matrix, but a float16 cell receives inf.
         """
         if not self._narrow:
             return output
@@ -73,41 +75,41 @@ class Layout:
         return torch.where(beyond, torch.full_like(output, float("nan")), output)
 
     def saturate(self, matrix: Tensor) -> Tensor:
-        """`matrix` with numbers that the tensors of the state can hold."""
+        """`matrix` clamped to the ranges of the dtypes of the state."""
         if not self._narrow:
             return matrix
         most = self._most(matrix)
         return matrix.clamp(-most, most)
 
     def _most(self, matrix: Tensor) -> Tensor:
-        """(n,), the largest number that each column's tensor can hold."""
+        """(n,), the largest finite number of each column's dtype."""
         parts = [torch.full((leaf.columns,), torch.finfo(leaf.dtype).max, dtype=self.dtype) for leaf in self.leaves]
         return torch.cat(parts).to(matrix.device)
 
     @cached_property
     def _narrow(self) -> bool:
-        """Whether some tensor ends well before the matrix does: float16, or float32 beside float64."""
+        """True if a tensor has a smaller range than the matrix: float16, or float32 beside float64."""
         return any(torch.finfo(leaf.dtype).max < torch.finfo(self.dtype).max / 2 for leaf in self.leaves)
 
     def has_rows(self, tensor: Tensor) -> bool:
-        """Does it look as if it had a row per sample?"""
+        """True if the first dimension of the tensor has the size of the batch."""
         return self.batched and tensor.dim() > 0 and tensor.shape[0] == self.batch
 
     @cached_property
     def _plain(self) -> Leaf | None:
-        """The one leaf of a state that is a tensor and needs no cast: most are, and then nothing is worth a tree."""
+        """The leaf of a state that is a single tensor in the dtype of the matrix, for the fast paths; None otherwise."""
         leaf = self.leaves[0]
         same = self.structure.is_leaf() and len(self.leaves) == 1 and leaf.dtype == self.dtype
         return leaf if same and self.batched else None
 
     def pack(self, state: State) -> Tensor:
-        """The state as a matrix, (batch, n)."""
+        """Pack a state into a matrix, (batch, n)."""
         matrix = self._join(pytree.tree_leaves(state))
-        # forward mode writes beside a tensor of the same strides, which an expanded one does not allow
+        # forward mode allocates the tangent with the strides of the primal, which fails for an expanded tensor
         return matrix.contiguous() if 0 in matrix.stride() else matrix
 
     def pack_output(self, output: State, rows: int, *, cast: bool = False) -> Tensor:
-        """What a cell returned as a matrix, (rows, n)."""
+        """Check and pack the output of a cell, (rows, n); `cast` as in `check_output`."""
         leaf = self._plain
         if leaf is not None and isinstance(output, Tensor) and output.dtype == leaf.dtype:
             if output.shape == (rows, *leaf.shape):
@@ -115,26 +117,26 @@ class Layout:
         return self._join(self.check_output(output, rows, cast=cast))
 
     def check_output(self, output: State, rows: int, *, cast: bool = False) -> list[Tensor]:
-        """The tensors of what a cell returned; anything but the shape of its state is an error.
+        """The tensors of a cell's output; raises if structure, shapes or dtypes differ from those of the state.
 
-        `cast` accepts another floating dtype, as autocast returns it.
+        `cast` accepts any floating dtype, for cells under autocast.
         """
         tensors, structure = pytree.tree_flatten(output)
         if structure != self.structure:
             raise TypeError(
                 f"The cell must return the structure of its state: got {_describe(structure)}, expected "
-                f"{_describe(self.structure)}. Return the tensors nested as they came in."
+                f"{_describe(self.structure)}. Return the tensors in the nesting of z."
             )
         for tensor, leaf in zip(tensors, self.leaves, strict=True):
             self._check_tensor(tensor, leaf, rows, cast)
         return tensors
 
     def unpack(self, matrix: Tensor) -> State:
-        """The nested state that a matrix of any number of rows stands for."""
+        """Unpack a matrix, (rows, n) with any number of rows, into the nested state."""
         if self._plain is not None:
             return matrix if len(self._plain.shape) == 1 else matrix.reshape(matrix.shape[0], *self._plain.shape)
         tensors, first = [], 0
-        for leaf in self.leaves:  # one view at a time: autograd refuses to write over those that `split` returns together
+        for leaf in self.leaves:  # narrow, not split: autograd forbids in-place writes to views from a multi-view function
             part = matrix if len(self.leaves) == 1 else matrix.narrow(1, first, leaf.columns)
             tensors.append(self._restore(part, leaf))
             first += leaf.columns
@@ -155,14 +157,15 @@ class Layout:
     def _restore(self, part: Tensor, leaf: Leaf) -> Tensor:
         shape = self._shape(leaf, part.shape[0])
         if leaf.dtype.is_complex:
-            return torch.view_as_complex(part.to(leaf.dtype.to_real()).reshape(*shape, 2).contiguous())  # of even strides
+            # view_as_complex needs strides that are multiples of two
+            return torch.view_as_complex(part.to(leaf.dtype.to_real()).reshape(*shape, 2).contiguous())
         return part.reshape(shape).to(leaf.dtype)
 
     def _check_tensor(self, tensor: Any, leaf: Leaf, rows: int, cast: bool) -> None:
         expected = self._shape(leaf, rows)
         if not isinstance(tensor, Tensor):
             raise TypeError(
-                f"The cell must return tensors: got {type(tensor).__name__} in place of one of shape {expected}."
+                f"The cell must return tensors: got {type(tensor).__name__}, expected a tensor of shape {expected}."
             )
         if tuple(tensor.shape) != expected:
             raise ValueError(
@@ -183,29 +186,34 @@ def _leaf(tensor: Tensor, batched: bool) -> Leaf:
 
 
 def _describe(structure: pytree.TreeSpec) -> str:
+    """A structure as text, with "tensor" for each leaf."""
     placeholder = pytree.tree_unflatten(["z"] * structure.num_leaves, structure)
     return str(placeholder).replace("'z'", "tensor") if structure.num_leaves != 1 or placeholder != "z" else "a tensor"
 
 
 def _check_tensors(tensors: list[Any], batched: bool) -> None:
+    """Raise unless all are floating or complex tensors on one device, with a common batch dimension if batched."""
     if not tensors:
-        raise ValueError("The state holds no tensor; give init a tensor, or tuples, lists or dicts of tensors.")
+        raise ValueError("The state holds no tensor: give init a tensor, or tuples, lists or dicts of tensors.")
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"A state is made of tensors: got {type(tensor).__name__} in it.")
+            raise TypeError(f"A state must consist of tensors, got {type(tensor).__name__}.")
         if not (tensor.is_floating_point() or tensor.is_complex()):
             raise TypeError(
-                f"A state is made of real or complex numbers: got {tensor.dtype}. Where the first input is of an integer "
-                "dtype, say how the state starts: init=eq.Zeros(*shape), or z0 of a floating dtype."
+                f"A state must have a floating or complex dtype, got {tensor.dtype}. If the first input has an integer "
+                "dtype, pass the start of the state: init=eq.Zeros(*shape), or z0 of a floating dtype."
             )
         if tensor.device != tensors[0].device:
-            raise ValueError(f"A state lies on one device: got {tensors[0].device} and {tensor.device}.")
+            raise ValueError(
+                f"All tensors of a state must be on one device, got {tensors[0].device} and {tensor.device}. "
+                "Move them with .to(device)."
+            )
         if batched and tensor.dim() == 0:
             raise ValueError(
-                "A batched state has a leading batch dimension: got a scalar. Use batched=False for one whole problem."
+                "A batched state must have a leading batch dimension, got a scalar. Use batched=False for one whole problem."
             )
         if batched and tensor.shape[0] != tensors[0].shape[0]:
             raise ValueError(
-                f"All tensors of a state share the leading batch dimension: got {tensors[0].shape[0]} and "
-                f"{tensor.shape[0]}. Use batched=False where the state is one whole problem."
+                f"All tensors of a state must share the leading batch dimension: got {tensors[0].shape[0]} and "
+                f"{tensor.shape[0]}. Use batched=False if the state is one whole problem."
             )

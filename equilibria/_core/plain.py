@@ -1,4 +1,4 @@
-"""Settings and results as the values that JSON holds."""
+"""Conversion of settings and results to values that JSON can represent."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 def to_plain(value: Any, replaced: Callable[[Any], Any] = lambda value: value) -> Any:
-    """Dataclasses and mappings as dicts, tuples as lists; `replaced` is applied to every value first.
+    """Convert dataclasses and mappings to dicts and tuples to lists; `replaced` is applied to every value first.
 
-    TypeError for what is none of these and no string, number or None.
+    Raises TypeError for values that are none of these and no string, number or None.
     """
     value = replaced(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -21,4 +21,4 @@ def to_plain(value: Any, replaced: Callable[[Any], Any] = lambda value: value) -
         return {str(key): to_plain(each, replaced) for key, each in value.items()}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    raise TypeError(f"JSON holds dataclasses, tuples, strings and numbers, got {value!r}.")
+    raise TypeError(f"Only dataclasses, tuples, strings and numbers can be written as JSON, got {value!r}.")

@@ -1,7 +1,7 @@
-"""Equations: a map F(z, *args) on matrices in which every tensor it depends on is explicit.
+"""Equations: maps F(z, *args) on matrices that take every tensor they depend on as an argument.
 
-Explicit arguments are what makes derivatives of any order possible: an autograd.Function differentiates what is
-passed to it, never what lies in a closure.
+Explicit arguments make derivatives of any order possible: an autograd.Function differentiates the tensors that are
+passed to it, never those in a closure.
 """
 
 from __future__ import annotations
@@ -28,70 +28,70 @@ from equilibria._core.packing import Layout, State
 class Equation(ABC):
     """F(z, *args), (rows, n) -> (rows, n)."""
 
-    linear: bool = False  # is it affine in z, with a right-hand side among its args?
-    rowwise: tuple[bool, ...]  # which args have a row per sample
-    precision: float  # spacing of the numbers F computes with
-    owner: Any  # the cell behind it, or the code of a plain function: whom to remember and whom to warn once
-    lasting: bool  # is the owner one thing from call to call? A function may close over other data every time
-    mode: Hashable  # what else tells calls of one owner apart
-    silent: bool  # a plain function without inputs of the batch: that it closes over its data is no news
+    linear: bool = False  # True if F is affine in z and its right-hand side is one of the args
+    rowwise: tuple[bool, ...]  # True for each arg that has a row per sample
+    precision: float  # machine epsilon of the dtype F computes in
+    owner: Any  # the cell, or the code object of a plain function; the key of stored results and of warnings given once
+    lasting: bool  # True for a module; False for a function, which may close over other data at every call
+    mode: Hashable  # distinguishes calls of one owner, e.g. training and eval mode
+    silent: bool  # skip the warning about closures: a function without batched inputs must close over its data
 
     @abstractmethod
     def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
-        """Differentiable in everything."""
+        """F(z, *args), differentiable in z and in every arg."""
 
     def like(self, other: Equation) -> None:
-        """Take over what belongs to the cell behind both."""
+        """Copy from `other` the attributes that belong to the cell of both equations."""
         self.linear = other.linear
         self.precision, self.owner, self.lasting = other.precision, other.owner, other.lasting
         self.mode, self.silent = other.mode, other.silent
 
     def bind(self, args: Sequence[Tensor]) -> FlatMap:
-        """The map z -> F(z, *args), as fast as it can be run when nobody differentiates it."""
+        """The map z -> F(z, *args) for the solver loop, which does not differentiate it."""
         return BoundMap(self, args)
 
     def take(self, args: Sequence[Tensor], index: Tensor) -> list[Tensor]:
-        """The args of the rows at `index`."""
+        """The args restricted to the rows at `index`; args without rows are returned unchanged."""
         return [arg[index] if rows else arg for arg, rows in zip(args, self.rowwise, strict=True)]
 
     def right(self, *args: Tensor) -> Tensor | None:
-        """The right-hand side, where the equation is a linear one: what its tolerance is relative to."""
+        """The right-hand side of a linear equation, to which its tolerance is relative; None for other equations."""
         return None
 
     def product(self, z: Tensor, *args: Tensor) -> Tensor:
-        """What depends on z of an equation that is `linear`."""
+        """M z for a linear equation F(z) = M z + right; TypeError for other equations."""
         raise TypeError(f"{type(self).__name__} is not linear.")
 
     def untraceable(self) -> str | None:
-        """Why F cannot be written down as a graph once and for all; None: it can, while `fingerprint` stays the same."""
+        """The reason why F cannot be traced; None if one trace is valid for as long as `fingerprint` stays the same."""
         return "it is not a function of tensors alone"
 
     def fingerprint(self) -> Hashable:
-        """All that F depends on beside its args."""
+        """A key of everything F depends on besides its args."""
         return self.mode
 
     @property
     def coupled(self) -> bool | None:
-        """True if rows depend on each other, False if they were seen not to, None if that is not known yet."""
+        """True if rows depend on each other, False if a check found that they do not, None before the first check."""
         return False
 
     @property
     def may_uncouple(self) -> bool:
-        """True if rows depended on each other in an earlier solve, and something may have changed since."""
+        """True if rows depended on each other in an earlier solve and the cell may have changed since."""
         return False
 
     @abstractmethod
     def set_coupled(self, coupled: bool) -> None:
-        """Store what a solve has found out about the rows, for what follows it and for later solves of the cell."""
+        """Store whether rows depend on each other, for the backward pass and for later solves of the cell."""
 
     @property
     def restrictable(self) -> bool:
-        """Can the args of some rows be taken? (Whether rows then give the same is verified before it is relied on.)"""
+        """True if `take` works. The loop verifies that the rows taken give the same values before it drops the others."""
         return not self.coupled
 
 
 class BoundMap:
-    """An equation with its arguments, for the loop."""
+    """The map z -> F(z, *args) of an equation, with the attributes that the solver loop reads."""
 
     def __init__(self, equation: Equation, args: Sequence[Tensor]) -> None:
         self.equation, self.args = equation, args
@@ -102,32 +102,33 @@ class BoundMap:
         return self.equation(z, *self.args)
 
     def take(self, index: Tensor) -> FlatMap | None:
+        """The map of the rows at `index`; None if the equation cannot be restricted."""
         if not self.equation.restrictable:
             return None
         return self.equation.bind(self.equation.take(self.args, index))
 
 
 class CellEquation(Equation):
-    """A cell on nested states as an equation on matrices; args are its tensors: inputs, parameters, buffers.
+    """A cell on nested states as an equation on matrices; its args are the inputs, parameters, masks and buffers.
 
-    A cell's buffers are constant during a solve. Where running the cell moves them (batch norm), every evaluation works on
-    a copy, and `settle` moves the real ones once, at the equilibrium.
+    Buffers are constant during a solve. If the cell updates them (batch norm), every evaluation works on a copy, and
+    `settle` updates the module's own buffers once, at the equilibrium.
     """
 
     def __init__(self, cell: FrozenCell, layout: Layout, inputs: Sequence[Any]) -> None:
         self.cell, self.layout = cell, layout
         self._leaves, self._inputs_spec = pytree.tree_flatten(tuple(inputs))
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
-        self.opaque = cell.sharded  # does the cell depend on tensors that cannot be made arguments?
+        self.opaque = cell.sharded  # True if the cell depends on tensors that cannot be passed as arguments
         own = cell.tensors()
         self._snapshot = None if cell.module is None or cell.sharded else cell.snapshot()
         self._names = (*own.parameters, *own.weights, *own.masks, *own.buffers)
         self._buffers = tuple(own.buffers)
         self._inputs = len(tensors)
         may_move = cell.training and len(own.buffers) > 0
-        self._moving = None if may_move else False  # None: not known before the cell has been run
-        self._writes: bool | None = None  # likewise: does it write over its state?
-        kept = [buffer.clone() if may_move else buffer for buffer in own.buffers.values()]  # `settle` moves the originals
+        self._moving = None if may_move else False  # True if the cell updates its buffers; None before its first run
+        self._writes: bool | None = None  # True if the cell writes into its state in place; None before its first run
+        kept = [buffer.clone() if may_move else buffer for buffer in own.buffers.values()]  # `settle` updates the originals
         still = (*own.parameters.values(), *own.weights.values())
         masks = tuple(own.masks.values())
         self._own = (*still, *masks, *kept)
@@ -166,24 +167,24 @@ class CellEquation(Equation):
 
     @property
     def restrictable(self) -> bool:
-        # the masks of a sharded cell are no arguments of which rows could be taken
+        # the dropout masks of a sharded cell are not args, so that `take` cannot restrict them
         return not self._batch_statistics and not (self.opaque and self.cell.dropouts)
 
     def untraceable(self) -> str | None:
         if self.cell.module is None:
             return "the cell is a function, which may close over other data every time; an nn.Module can be compiled"
         if self.opaque or self.coupled or self._moving is not False:
-            return "the cell is sharded, couples the samples or has buffers that may move in training"
+            return "the cell is sharded, couples the samples or has buffers that may change in training"
         return None
 
     def fingerprint(self) -> Hashable:
         constants = tuple(_known(leaf) for leaf in self._leaves if not isinstance(leaf, Tensor))
         settings = tuple(_settings(module) for module in self.cell.sources)
-        # the structure as text: TreeSpecs cannot be hashed in torch 2.6
+        # TreeSpecs are not hashable in torch 2.6, their text is
         return self.mode, self.autocast, constants, repr(self._inputs_spec), self.layout.leaves, settings
 
     def captures(self, z: Tensor) -> tuple[Tensor, bool]:
-        """F(z), and whether a plain callable closes over tensors that need gradients."""
+        """F(z), and True if a plain callable closes over tensors that require gradients."""
         with torch.enable_grad():
             args = [autodiff_modes.primal(arg).detach() for arg in self.args]
             out = self._run(z, args, self._unflatten(args), direct=True)
@@ -193,7 +194,7 @@ class CellEquation(Equation):
         return out.detach(), out.requires_grad
 
     def settle(self, z: Tensor) -> bool:
-        """Let the cell move its buffers, once per solve; True if it was run."""
+        """Run the cell at z, (batch, n), so that it updates its own buffers; True if it was run."""
         if not self._moving:
             return False
         with torch.no_grad(), self.autocast.inside(), self.cell.in_place():
@@ -201,12 +202,13 @@ class CellEquation(Equation):
         return True
 
     def _run(self, z: Tensor, args: Sequence[Tensor], inputs: Sequence[Any], *, direct: bool) -> Tensor:
+        """Evaluate the cell on the matrix z; `direct` calls it without replacing its tensors by `args`."""
         first = self._writes is None
-        given = _copied(z) if first or self._writes else z  # a cell may write over its state, which is the solver's
+        given = _copied(z) if first or self._writes else z  # a cell that writes in place must not change the solver's z
         state, direct = self.layout.unpack(given), direct and self._moving is False
-        # not `given`: a tensor of the state may be a copy of its part, and a view of it in a batch of another size
+        # the leaves and not `given`: unpacking copies some leaves and returns views for others, depending on the batch size
         watched = [(part, _version(part)) for part in pytree.tree_leaves(state)] if first else []
-        if direct and not first and not self._needs_context:  # the innermost of all loops: a context would be felt
+        if direct and not first and not self._needs_context:  # fast path: entering a context takes measurable time
             return self.layout.refuse_overflow(z, self.layout.pack_output(self.cell.cell(state, *inputs), z.shape[0]))
         with self.autocast.inside(), self.cell.in_place():
             out = self.cell.cell(state, *inputs) if direct else self._run_functional(state, inputs, args[self._inputs :])
@@ -215,12 +217,13 @@ class CellEquation(Equation):
         return self.layout.refuse_overflow(z, self.layout.pack_output(out, z.shape[0], cast=self.autocast.enabled))
 
     def _run_functional(self, state: State, inputs: Sequence[Any], tensors: Sequence[Tensor]) -> State:
+        """Call a copy of the module with `tensors` in place of its own, so that the module is not modified."""
         named = dict(zip(self._names, tensors, strict=True))
         if self._moving is not False:
             named |= {name: _copied(named[name]) for name in self._buffers}
         before = [(named[name], _version(named[name])) for name in self._buffers] if self._moving is None else []
         arguments = (state, *inputs)
-        snapshot = self._snapshot  # not the cell itself: in backward it may have changed since
+        snapshot = self._snapshot  # the cell itself may have been changed between forward and backward
         out: State = self.cell.cell(*arguments) if snapshot is None else snapshot.call(named, arguments)
         if self._moving is None:
             after = [named[name] for name in self._buffers]
@@ -230,6 +233,7 @@ class CellEquation(Equation):
         return out
 
     def _unflatten(self, args: Sequence[Tensor]) -> Sequence[Any]:
+        """The nested inputs of the cell, with the first tensors of `args` as leaves."""
         tensors = iter(args)
         leaves = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
         inputs: Sequence[Any] = pytree.tree_unflatten(leaves, self._inputs_spec)
@@ -237,7 +241,7 @@ class CellEquation(Equation):
 
 
 class _CellMap(BoundMap):
-    """A bound cell; called without `functional_call` where the args are the module's own tensors."""
+    """A bound cell. `direct` calls the module itself, which is valid if the args are its own tensors."""
 
     equation: CellEquation
 
@@ -251,14 +255,14 @@ class _CellMap(BoundMap):
 
 
 OUT_OF_REACH = (
-    "The cell closes over tensors that are being differentiated or mapped over, where only tensors it is given can be "
-    "followed: forward mode, torch.func transforms and second derivatives need them as inputs, "
+    "The cell closes over tensors that are being differentiated or mapped over. Only tensors that are passed to it can be "
+    "tracked: forward mode, torch.func transforms and second derivatives need them as inputs, "
     "f(z, *inputs), or as parameters of a cell that is an nn.Module."
 )
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """A copy that counts what is written into it, also under `torch.inference_mode()`, whose own tensors do not."""
+    """A copy with a version counter, also under `torch.inference_mode()`, where a plain clone has none."""
     if not torch.is_inference_mode_enabled() or autodiff_modes.inside_transform():
         return tensor.clone()
     with torch.inference_mode(False):
@@ -267,23 +271,23 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _version(tensor: Tensor) -> int | None:
-    """How often it was written into; None where torch does not count."""
+    """The version counter, which every in-place write increments; None for inference tensors, which have none."""
     return None if tensor.is_inference() else tensor._version
 
 
 def _changed(tensor: Tensor, version: int | None) -> bool:
-    """Was it written into since, as far as is known?"""
+    """True if the tensor was written to since `version` was read, or if that cannot be determined."""
     return version is None or _version(tensor) != version
 
 
 def _settings(module: nn.Module) -> Hashable:
-    """A module's attributes but for tensors and modules: what a trace of it takes for constant, hooks among them."""
+    """A module's type and attributes except tensors and submodules: a trace takes them, including hooks, as constants."""
     elsewhere = ("_parameters", "_buffers", "_modules")
     return type(module), tuple((name, _known(value)) for name, value in vars(module).items() if name not in elsewhere)
 
 
 def _known(value: Any) -> Hashable:
-    """Something that changes when the value does; of objects, and what they hold, when it becomes another one."""
+    """A key of a value: numbers, strings and containers by content, other objects by identity."""
     if isinstance(value, (list, tuple)):
         return type(value), tuple(map(_known, value))
     if isinstance(value, dict):
@@ -292,13 +296,13 @@ def _known(value: Any) -> Hashable:
 
 
 def uses_batch_statistics(module: nn.Module) -> bool:
-    """True if the module normalizes over the batch: not in eval mode with running statistics, and never InstanceNorm."""
+    """True if the module normalizes over the batch: batch norm, except in eval mode with running statistics."""
     over_batch = isinstance(module, _NormBase) and not isinstance(module, _InstanceNorm)
     return over_batch and (module.training or not module.track_running_stats)
 
 
 def _owner(cell: Any) -> Any:
-    """Something that lives as long as the cell does and can be looked up; None where there is no such thing."""
+    """A hashable, weakly referable object that lives as long as the cell; None if there is none."""
     owner = cell if isinstance(cell, nn.Module) else getattr(cell, "__code__", cell)
     try:
         weakref.ref(owner)

@@ -1,4 +1,4 @@
-"""Collecting every solve inside a model."""
+"""Recording the solutions of all solves inside a model."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _active: ContextVar[tuple[tuple[dict[int, str], list[Solution]], ...]] = Context
 
 @contextmanager
 def record(model: nn.Module) -> Iterator[list[Solution]]:
-    """The solutions of every DEQ in `model` that is solved inside the block, in order.
+    """Collect the solutions of every DEQ in `model` that is solved inside the block, in order.
 
         with eq.record(model) as solutions:
             loss = criterion(model(x), y)
         loss.backward()
         solutions[0].stats, solutions[0].adjoint, solutions[0].layer
 
-    A Solution holds its inputs and equilibrium: drop the list when you are done with it.
+    A Solution references its inputs and its equilibrium; delete the list to free them.
     """
     solutions: list[Solution] = []
     names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
@@ -35,7 +35,7 @@ def record(model: nn.Module) -> Iterator[list[Solution]]:
 
 
 def note(module: nn.Module, solution: Solution) -> None:
-    """Append a solution, with the name of its layer, to the recordings that asked for this module."""
+    """Append a solution, with the name of its layer, to every active recording whose model contains this module."""
     for names, solutions in _active.get():
         if (name := names.get(id(module))) is not None:
             solutions.append(dataclasses.replace(solution, layer=name))

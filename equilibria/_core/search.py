@@ -1,4 +1,4 @@
-"""Sums over a batch without the samples that spoil them."""
+"""Sums of gradients over the samples of a batch whose gradients are finite."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-SEARCHES = 8  # trials per halving of the batch, at most
+SEARCHES = 8  # most calls of `share` per halving of the batch
 Grads = Sequence[Tensor | None]
 
 
 def sum_finite_shares(rows: Tensor, share: Callable[[Tensor], Grads], zero: Grads) -> tuple[Grads, Tensor]:
-    """The sum of the gradients of as many of `rows` as have finite ones, and (batch,) the rows left out.
+    """The sum of the finite gradients of `rows`, and (batch,) a mask of the rows that were left out.
 
-    `share` gets a mask of rows and returns their gradients; `zero` is those of no row. Groups whose gradients are not finite
-    are halved: a sample may spoil what it is computed with and be fine alone. Groups for which the trials do not suffice
-    are left out.
+    `share` maps a mask of rows to the sum of their gradients; `zero` is the sum over no rows. A group whose sum is not
+    finite is halved, because one sample makes the sum of its group non-finite. Groups that remain after
+    the last call allowed are left out.
     """
     total, lost = zero, torch.zeros_like(rows)
     groups, left = [rows], SEARCHES * max(len(rows).bit_length(), 1)
@@ -35,7 +35,7 @@ def sum_finite_shares(rows: Tensor, share: Callable[[Tensor], Grads], zero: Grad
 
 
 def all_finite(grads: Grads) -> bool:
-    """Sums first: torch.isfinite needs as much memory again as a gradient has."""
+    """True if all gradients are finite. Sums are checked first: torch.isfinite allocates a mask of the gradient's size."""
     given = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads if grad is not None]
     sums = [grad.sum(dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in given]
     if not sums or bool(torch.isfinite(torch.stack([each.to(sums[0]) for each in sums]).sum())):

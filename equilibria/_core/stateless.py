@@ -1,7 +1,14 @@
-"""Running a module with other tensors in place of its own, on a shallow copy: the module itself is never written to.
+"""Running a module with other tensors in place of its own, on a shallow copy, so that the module is not modified.
 
-A copy is a tree of new module objects with the attributes of the old ones, so that any number of threads may run one
-module, and a module runs as it was when it was copied whatever its owner has changed since.
+A `Snapshot` stores the module tree: every submodule, its attributes and its tensors, by reference. `build` makes new
+module objects with the same attributes, in which references to submodules and tensors of the tree are replaced by their
+counterparts. `call` builds a copy with the given tensors and runs it.
+
+Invariants. Any number of threads may call one snapshot. A snapshot runs the module as it was when the snapshot was taken,
+even if attributes were reassigned since. Tied tensors and submodules registered twice stay tied. If an object that
+cannot be copied refers to the tree (a closure, an object that stores a layer), the copy would keep using the original
+through it: `copyable` is then False, and `call` swaps tensors in the module itself under a lock. Nothing here waits for
+the device.
 """
 
 from __future__ import annotations
@@ -18,32 +25,31 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 REGISTERED = ("_parameters", "_buffers", "_modules")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type, torch.Generator)
-_DEPTH = 3  # how far into objects that are no modules references to the tree are looked for
-_in_place = threading.RLock()  # for trees that cannot be copied
+_DEPTH = 3  # nesting of plain objects up to which references to the tree are searched
+_in_place = threading.RLock()  # held while the tensors of a tree that cannot be copied are swapped
 
 
 def call(module: nn.Module, tensors: dict[str, Tensor], arguments: Sequence[Any]) -> Any:
-    """module(*arguments) with `tensors` for the parameters and buffers of these names, wherever else they are used.
+    """module(*arguments) with `tensors` in place of the parameters and buffers of these names, tied ones included.
 
-    The names are those of `named_parameters` and `named_buffers`. Buffers that the module rebinds are rebound in `tensors`.
+    The names are those of `named_parameters` and `named_buffers`. A buffer that the module rebinds is rebound in `tensors`.
     """
     return Snapshot(module).call(tensors, arguments)
 
 
 class Snapshot:
-    """A module as it is now: its submodules, their attributes and their tensors, by reference.
+    """A module at the time of construction: its submodules, their attributes and their tensors, by reference.
 
-    A tree is copied only where every reference to its parts is seen: registered, or in lists, tuples, dicts and bound
-    methods. Where other objects refer to parts of it (a closure, an object that holds a layer), `copyable` is False, and
-    tensors are exchanged in the module itself, one thread at a time.
+    copyable  True if every reference to a part of the tree is registered or lies in lists, tuples, dicts, partials and
+              bound methods, where it can be replaced
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        parts = dict(module.named_modules())  # a submodule that is registered twice goes by its first name
+        parts = dict(module.named_modules())  # lists a submodule that is registered twice once, under its first name
         self.parts = list(parts.values())
         self._index = {id(part): i for i, part in enumerate(self.parts)}
-        self._places: list[tuple[int, str, str, str]] = []  # part, dict, attribute and the name of the tensor
+        self._places: list[tuple[int, str, str, str]] = []  # index of the part, dict, attribute, name of the tensor
         names: dict[int, str] = {}
         for i, (prefix, part) in enumerate(parts.items()):
             for kind in ("_parameters", "_buffers"):
@@ -59,7 +65,7 @@ class Snapshot:
         self.copyable = not any(map(_cannot_be_copied, self.parts)) and not self._is_referred_to_from_elsewhere()
 
     def build(self, tensors: Mapping[str, Tensor] | None = None) -> list[nn.Module]:
-        """New parts, the module itself first, with other tensors under their names."""
+        """Copies of all modules of the tree, the root first; `tensors` replaces the tensors of these names."""
         new = [object.__new__(type(part)) for part in self.parts]
         for part, attributes, children, (parameters, buffers) in zip(
             new, self._attributes, self._children, self._tensors, strict=True
@@ -76,12 +82,12 @@ class Snapshot:
         for i, attribute in self._referring:
             new[i].__dict__[attribute] = self._moved(self._attributes[i][attribute], new, tensors or {})
         for part, source in zip(new, self.parts, strict=True):
-            if hasattr(type(part), "follow"):  # a module whose copies hand something back
+            if hasattr(type(part), "follow"):  # the copy reports results to its source
                 part.follow(source)
         return new
 
     def call(self, tensors: dict[str, Tensor], arguments: Sequence[Any]) -> Any:
-        """As the function `call`."""
+        """As the function `call`, for this snapshot."""
         if not self.copyable:
             return self._call_in_place(tensors, arguments)
         new = self.build(tensors)
@@ -92,10 +98,10 @@ class Snapshot:
         return out
 
     def _call_in_place(self, tensors: dict[str, Tensor], arguments: Sequence[Any]) -> Any:
-        """By torch.func.functional_call, which exchanges the tensors of the module.
+        """Run the module itself by torch.func.functional_call, which swaps its tensors for the duration of the call.
 
-        Left to tie weights itself, it exchanges the tensors of a submodule that is registered twice twice, and leaves the
-        module with the wrong ones (pytorch issue 164759). Here every submodule is visited once.
+        With tie_weights=True, functional_call swaps the tensors of a submodule that is registered twice two times and
+        leaves the module with the wrong ones (pytorch issue 164759). Here every submodule is visited once.
         """
         prefixes = [name for name, _ in self.module.named_modules()]
         exchanged = {
@@ -110,12 +116,13 @@ class Snapshot:
         return out
 
     def _names_that_refer(self, i: int) -> Iterator[str]:
-        """Attributes through which a part refers to parts or tensors of the tree, beside those it has registered."""
+        """Names of unregistered attributes through which part `i` refers to modules or tensors of the tree."""
         for name, value in self._attributes[i].items():
             if name not in REGISTERED and not isinstance(value, _PLAIN) and self._refers(value):
                 yield name
 
     def _refers(self, value: Any) -> bool:
+        """True if `value` is a module or tensor of the tree, or a container, method or partial that holds one."""
         if isinstance(value, (nn.Module, Tensor)):
             return id(value) in self._index or id(value) in self._names
         if isinstance(value, (list, tuple, set, frozenset)):
@@ -127,7 +134,7 @@ class Snapshot:
         return isinstance(value, functools.partial) and self._refers((value.func, value.args, value.keywords))
 
     def _moved(self, value: Any, new: Sequence[nn.Module], tensors: Mapping[str, Tensor]) -> Any:
-        """`value` with the new parts and tensors in place of the old ones."""
+        """`value` with the modules and tensors of the tree replaced by their counterparts in the copy."""
         if id(value) in self._index:
             return new[self._index[id(value)]]
         if isinstance(value, Tensor):
@@ -151,14 +158,15 @@ class Snapshot:
         return type(value)(map(moved, value))
 
     def _is_referred_to_from_elsewhere(self) -> bool:
+        """True if an attribute holds an object that cannot be copied and refers to the tree."""
         values = (value for part in self._attributes for name, value in part.items() if name not in REGISTERED)
         return any(self._reaches(value, _DEPTH) for value in values if not isinstance(value, _PLAIN))
 
     def _reaches(self, value: Any, depth: int) -> bool:
-        """Does something that cannot be copied refer to the tree?"""
+        """True if an object that cannot be copied, up to `depth` levels inside `value`, refers to the tree."""
         if isinstance(value, (*_PLAIN, Tensor)) or depth == 0 or id(value) in self._index:
             return False
-        if isinstance(value, nn.Module):  # one that is not registered
+        if isinstance(value, nn.Module):  # a module that is not registered in the tree
             return any(self._refers(part) for part in value.modules())
         if isinstance(value, (list, tuple, set, frozenset)):
             return any(self._reaches(each, depth) for each in value)
@@ -175,7 +183,7 @@ class Snapshot:
 
 
 def _held_by_function(function: Callable[..., Any]) -> Iterator[Any]:
-    """What a function closes over, and the globals it names."""
+    """The values a function closes over, and the modules and tensors among the globals it names."""
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents
@@ -187,6 +195,7 @@ def _held_by_function(function: Callable[..., Any]) -> Iterator[Any]:
 
 
 def _cannot_be_copied(module: nn.Module) -> bool:
+    """True for script modules and for lazy modules without initialized parameters."""
     if isinstance(module, torch.jit.ScriptModule):
         return True
     return isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()
