@@ -43,6 +43,7 @@ from equilibria.models.images.monotone_nets import (
 from equilibria.models.images.neural_ode import AdaptiveSteps, FixedSteps, NeuralODE, NeuralODEConfig
 from equilibria.models.images.skip_mlp import SkipMLP, SkipNet, SkipPolynomial, SkipSolver
 from equilibria.models.language.adaptive_vocabulary import AdaptiveVocabulary, VocabularyConfig
+from equilibria.models.language.attractor import AttractorHead, AttractorModel, CausalBackbone, token_residuals
 from equilibria.models.language.deq_transformer import DEQTransformer, TransformerXL
 from equilibria.models.language.sequence import GRUModel, SequenceModel, generate, unrolled_pretraining
 from equilibria.models.language.transformer_configs import TRANSFORMER_CONFIGS, TRANSFORMER_XL_CONFIGS, TransformerConfig
@@ -62,7 +63,10 @@ __all__ = [
     "AdaptiveSteps",
     "AdaptiveVocabulary",
     "Adjacency",
+    "AttractorHead",
+    "AttractorModel",
     "CIFARResNet",
+    "CausalBackbone",
     "ChainNet",
     "ChainNetConfig",
     "DEQTransformer",
@@ -130,6 +134,7 @@ __all__ = [
     "read_info",
     "save",
     "summary",
+    "token_residuals",
     "unrolled_pretraining",
     "untied",
     "weight_tied",

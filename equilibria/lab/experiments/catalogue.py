@@ -24,6 +24,7 @@ from equilibria.lab.experiments.mdeq.segmentation_table import tables as segment
 from equilibria.lab.experiments.monotone.table import tables as monotone_tables
 from equilibria.lab.experiments.phantom.language_table import tables as language_phantom_tables
 from equilibria.lab.experiments.phantom.table import tables as phantom_tables
+from equilibria.lab.experiments.reasoning.attractor_table import tables as attractor_tables
 from equilibria.lab.experiments.reasoning.table import tables as reasoning_tables
 from equilibria.lab.experiments.skip_deq.multiscale_table import tables as skip_vision_tables
 from equilibria.lab.experiments.skip_deq.table import tables as skip_tables
@@ -56,6 +57,7 @@ def tables() -> dict[str, Table]:
         *language_phantom_tables(),
         *language_memory_tables(),
         *reasoning_tables(),
+        *attractor_tables(),
     )
     return {table.name: table for table in found}
 

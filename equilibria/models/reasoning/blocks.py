@@ -44,20 +44,29 @@ class PositionMLP(nn.Module):
 
 
 class RotaryAttention(nn.Module):
-    """Self-attention without a mask; queries and keys are turned by angles that grow with the position."""
+    """Self-attention whose queries and keys are turned by angles that grow with the position.
 
-    def __init__(self, width: int, heads: int) -> None:
+    causal  True: a position sees itself and those before it; False: all
+    """
+
+    def __init__(self, width: int, heads: int, *, causal: bool = False) -> None:
         super().__init__()
         if width % (2 * heads):
             raise ValueError(f"Rotary attention needs an even width per head: {heads} heads do not divide {width} so.")
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, h: Tensor) -> Tensor:
         q, k, v = self.qkv(h).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (batch, heads, positions, d)
         cos, sin = rotary_angles(h.shape[1], q.shape[-1], h)
-        mixed = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v)
+        # Written out: torch's fused attention has neither second derivatives, which penalties on the Jacobian need, nor a
+        # forward-mode derivative, which Newton's method needs.
+        scores = rotate(q, cos, sin) @ rotate(k, cos, sin).transpose(-1, -2) / math.sqrt(q.shape[-1])
+        if self.causal:
+            later = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
+            scores = scores.masked_fill(later, -math.inf)
+        mixed = scores.softmax(dim=-1) @ v
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 

@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("lightning_fabric")
 import equilibria as eq
 from equilibria.analysis.diagnosis.attractors import area_under_curve
+from equilibria.lab.experiments.reasoning import attractor_table
 from equilibria.lab.experiments.reasoning.losses import answer_loss, halting_loss, log_stablemax
 from equilibria.lab.experiments.reasoning.scaling import measure_scaling
 from equilibria.lab.experiments.reasoning.table import PUZZLES, TITLES, experiment, tables
@@ -91,6 +92,21 @@ def test_every_puzzle_trains(puzzle: str, tmp_path: Path) -> None:
     e = experiment(puzzle, "eqr", "debug")
     summary = Trainer(e.task(), e.training, tmp_path, accelerator="cpu", listener=Noted()).fit()
     assert {"exact_1x1", "exact_4x2", "steps_halted"} <= set(summary.final["split"]["test"])
+
+
+@pytest.mark.parametrize("row", attractor_table.TITLES)
+def test_attractor_language_models_train(row: str, tmp_path: Path) -> None:
+    e = attractor_table.experiment(row, "debug")
+    test = Trainer(e.task(), e.training, tmp_path, accelerator="cpu", listener=Noted()).fit().final["split"]["test"]
+    assert 1 < test["perplexity"] < 100 and ("token_residual" in test) is (row != "layers")
+
+
+def test_an_attractor_head_and_one_more_layer_have_equal_parameters() -> None:
+    counts = {
+        sum(w.numel() for w in attractor_table.experiment(row, "reduced").task().model().parameters())
+        for row in attractor_table.TITLES
+    }
+    assert len(counts) == 1
 
 
 def test_the_stacks_have_equal_parameters_and_equal_depth() -> None:

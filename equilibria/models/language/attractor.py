@@ -1,0 +1,125 @@
+"""Attractor language models: an equilibrium block that refines what a backbone of ordinary layers gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equilibria._core.loop import Stop
+from equilibria.deq import DEQ
+from equilibria.gradients.base import Gradient
+from equilibria.gradients.implicit import Implicit
+from equilibria.models.language.adaptive_vocabulary import AdaptiveVocabulary, VocabularyConfig
+from equilibria.models.language.sequence import Memory, SequenceModel, checked
+from equilibria.models.reasoning.blocks import Layer, RotaryAttention, initialize, rms_norm
+from equilibria.solution import Solution
+from equilibria.solvers.anderson import Anderson
+from equilibria.solvers.fallback import AnySolver
+
+MULTIPLE = 16  # hidden widths are rounded up to it
+# The published limits: at most 8 steps, at least 4. Convergence is looked at every fourth step, and at the first.
+ATTRACTOR_STOP = Stop(rtol=1e-3, atol=0.0, max_steps=8, check_every=4, on_failure="ignore")
+
+
+class AttractorCell(nn.Module):
+    """f(z, h) = layers(z + h): causal attention with rotary positions and a SwiGLU, RMS norms behind each sum."""
+
+    def __init__(self, width: int, heads: int, layers: int = 1, expansion: float = 4.0) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[causal_layer(width, heads, expansion) for _ in range(layers)])
+        initialize(self)
+
+    def forward(self, z: Tensor, h: Tensor) -> Tensor:
+        out: Tensor = self.layers(z + h)
+        return out
+
+
+def causal_layer(width: int, heads: int, expansion: float = 4.0) -> Layer:
+    """An ordinary layer of the same kind as the cell's."""
+    return Layer(RotaryAttention(width, heads, causal=True), width, expansion, MULTIPLE)
+
+
+class AttractorHead(nn.Module):
+    """The equilibrium z = f(z, h) of an `AttractorCell`, started at the backbone's output h, (batch, time, width).
+
+    gradient  `Implicit()` is exact, `JFB()` the one-step gradient
+    """
+
+    def __init__(
+        self,
+        width: int,
+        heads: int = 4,
+        layers: int = 1,
+        *,
+        solver: AnySolver = Anderson(),
+        stop: Stop = ATTRACTOR_STOP,
+        gradient: Gradient = Implicit(),
+    ) -> None:
+        super().__init__()
+        self.layer = DEQ(AttractorCell(width, heads, layers), _itself, solver, stop, gradient)
+
+    def forward(self, h: Tensor) -> Tensor:
+        z: Tensor = self.layer(rms_norm(h))
+        return z
+
+
+def _itself(h: Tensor) -> Tensor:
+    return h
+
+
+class CausalBackbone(nn.Module):
+    """Tokens -> embedding -> ordinary causal layers, (batch, time, width)."""
+
+    def __init__(self, tokens: int, width: int, heads: int, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(tokens, width)
+        self.layers = nn.Sequential(*[causal_layer(width, heads) for _ in range(layers)])
+        initialize(self)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h: Tensor = self.layers(self.embedding(tokens))
+        return h
+
+
+class AttractorModel(SequenceModel):
+    """backbone -> head -> softmax over the vocabulary; it carries no memory from segment to segment.
+
+        backbone = transformers.AutoModel.from_config(config)  # or models.CausalBackbone(...)
+        model = models.AttractorModel(backbone, models.AttractorHead(width), tokens=vocabulary, width=width)
+
+    backbone  tokens -> (batch, time, width), or an object with such a `last_hidden_state`, as Hugging Face's models return
+    head      an `AttractorHead`; None: the backbone alone
+    """
+
+    def __init__(self, backbone: nn.Module, head: AttractorHead | None, *, tokens: int, width: int) -> None:
+        super().__init__()
+        self.backbone, self.head = backbone, head
+        self.vocabulary = AdaptiveVocabulary(VocabularyConfig(tokens=tokens), width)
+
+    def forward(self, tokens: Tensor, memory: Memory | None = None, targets: Tensor | None = None) -> tuple[Tensor, Memory]:
+        """(scores (batch, time, tokens), ()) or, with targets, (mean loss, ())."""
+        checked(tokens, memory, 0)
+        h = last_hidden(self.backbone(tokens))
+        return self.vocabulary(h if self.head is None else self.head(h), targets), ()
+
+
+def last_hidden(output: Any) -> Tensor:
+    """The hidden states in what a backbone returned."""
+    found = getattr(output, "last_hidden_state", output)
+    if not isinstance(found, Tensor) or found.dim() != 3:
+        raise TypeError(
+            "The backbone must return hidden states (batch, time, width), or an object with them as last_hidden_state; got "
+            f"{type(output).__name__}."
+        )
+    return found
+
+
+@torch.no_grad()
+def token_residuals(s: Solution) -> Tensor:
+    """(batch, time), |f(z) - z| / |f(z)| of every token of a state (batch, time, width), by one evaluation of the cell."""
+    z = s.z.detach()
+    fz = s.f(z)
+    length: Tensor = (fz - z).norm(dim=-1) / fz.norm(dim=-1).clamp_min(torch.finfo(fz.dtype).tiny)
+    return length
