@@ -64,6 +64,29 @@ def test_short_example(name: str, printed: str, monkeypatch: pytest.MonkeyPatch,
     assert printed in capsys.readouterr().out
 
 
+def test_a_reasoner_is_trained_on_sudoku(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run("sudoku.py", ["--steps", "100"], monkeypatch)
+    told = capsys.readouterr().out
+    assert "step 100: loss" in told and "starts on average" in told
+    assert len((EXAMPLES / "sudoku.py").read_text().splitlines()) < 80
+
+
+@pytest.mark.slow
+def test_the_pictures_of_reasoners_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lightning_fabric")
+    from equilibria.lab.experiments import experiment
+    from equilibria.lab.training import Silent, Trainer
+
+    e = experiment("reasoner-sudoku-4x4-eqr", "debug")
+    Trainer(e.task(), e.training, tmp_path / "run", config=e.config(), accelerator="cpu", listener=Silent()).fit()
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    arguments = [str(tmp_path / "run"), "--folder", str(tmp_path / "images"), "--depths", "1", "2", "4"]
+    monkeypatch.setattr(sys, "argv", ["reasoner_pictures.py", *arguments])
+    runpy.run_path(str(EXAMPLES.parent / "docs" / "reasoner_pictures.py"), run_name="__main__")
+    names = {path.name for path in (tmp_path / "images").iterdir()}
+    assert names == {"reasoner-scaling.png", "reasoner-residual.png", "reasoner-filling.gif"}
+
+
 def test_a_sick_model_is_made_well(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run("sick_model.py", [], monkeypatch)
     told = capsys.readouterr().out

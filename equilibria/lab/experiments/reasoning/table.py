@@ -61,7 +61,7 @@ PUZZLES = {
     ),
     "sudoku-6x6": Puzzle(
         "Sudoku 6x6",
-        PuzzleData(size=6, train=1_000, test=128, low=8, high=14, repeats=128),
+        PuzzleData(size=6, train=1_000, test=128, low=8, high=14, repeats=72),
         dataclasses.replace(_SMALL, tokens=7, positions=36, width=64, l_cycles=2),
         steps=16,
         epochs=2,
@@ -75,10 +75,10 @@ PUZZLES = {
     ),
     "mazes": Puzzle(
         "Mazes 9x9",
-        PuzzleData(name="mazes", size=9, train=1_000, test=128, low=4, high=24, repeats=32),
+        PuzzleData(name="mazes", size=9, train=1_000, test=128, low=4, high=24, repeats=48),
         dataclasses.replace(_SMALL, tokens=5, positions=81, width=48, l_cycles=1),
         steps=16,
-        epochs=3,
+        epochs=2,
     ),
     "prefix-sums": Puzzle(
         "Prefix sums",
