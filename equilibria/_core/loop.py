@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 OnFailure = Literal["ignore", "warn", "raise"]
 RECURRENCE = 0.1  # of the tolerance: by how much rounding may take a residual carried by recurrence from the measured one
 RECURRENCE_SPACINGS = 1000.0  # likewise in spacings of the numbers, where rows run alone are compared with one
+EARLY = 3  # rows that stopped before others and are evaluated again without them
 VERIFICATIONS = 3  # how often an answer found by recurrence may turn out short of the tolerance and be improved
 
 
@@ -176,7 +177,11 @@ class _Unusual(Exception):  # noqa: N818, no error
 
 
 def _answer(problem: _Problem, z0: Tensor, solver: AnySolver) -> Flat:
-    return _chain(problem, z0, solver) if isinstance(solver, Fallback) else _verified(problem, z0, solver)
+    if not isinstance(solver, Fallback):
+        return _verified(problem, z0, solver)
+    flat = _chain(problem, z0, solver)
+    # a chain joins rows of several solves: where they depend on each other, these were not evaluated together
+    return _confirm(problem, flat) if flat.coupled and problem.scale is None else flat
 
 
 def _followed(problem: _Problem, flat: Flat, solver: AnySolver) -> Flat:
@@ -194,7 +199,19 @@ def _divided(problem: _Problem, z0: Tensor, fz: Tensor, solver: AnySolver) -> Fl
     flat = _answer(inner, y0, solver)
     stats = dataclasses.replace(flat.stats, iterates=tuple(y * unit for y in flat.stats.iterates))
     state = None if flat.state is None else flat.state.rescaled(unit)
-    return dataclasses.replace(flat, z=flat.z * unit, stats=stats, state=state)
+    return _within_dtype(dataclasses.replace(flat, z=flat.z * unit, stats=stats, state=state), z0)
+
+
+def _within_dtype(flat: Flat, z0: Tensor) -> Flat:
+    """A solve in which answers that the dtype cannot hold are NONFINITE, with their start."""
+    lost = ~torch.isfinite(flat.z).all(dim=1)
+    if not bool(lost.any()):
+        return flat
+    start = torch.where(torch.isfinite(z0), z0, torch.zeros_like(z0))
+    stats = flat.stats
+    status, residual = stats.status.masked_fill(lost, Status.NONFINITE), stats.residual.masked_fill(lost, float("inf"))
+    stats = dataclasses.replace(stats, status=status, residual=residual, best=stats.best.masked_fill(lost, 0))
+    return dataclasses.replace(flat, z=torch.where(lost.unsqueeze(1), start, flat.z), stats=stats, failed=True)
 
 
 def _divide(f: FlatMap, unit: Tensor) -> FlatMap:
@@ -251,12 +268,13 @@ def _run(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> Flat:
             if not (f.any_rank(running > 0) if f.any_rank else running):
                 break
             stopped = ledger.rows - running
-            if compact and rows is None and worth_dropping(f.raw, stopped, state.z.shape):
+            # not at the start, where all rows may be zero: what they make of each other cannot be seen there
+            if compact and rows is None and step > 1 and worth_dropping(f.raw, stopped, state.z.shape):
                 rows = _compare_rows(problem, solver, state, ledger)
-                compact = rows.harmless
-                if rows.coupled:
+                compact = rows is None or rows.harmless
+                if rows is not None and rows.coupled:
                     break  # what follows is one problem
-            if compact and worth_dropping(f.raw, stopped, state.z.shape):
+            if compact and rows is not None and worth_dropping(f.raw, stopped, state.z.shape):
                 kept = gather(kept, state, ledger.index) if problem.keep_state else None
                 smaller = _compact(f, state, ledger, over=not problem.keep_state)
                 compact = smaller is not None
@@ -268,13 +286,21 @@ def _run(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> Flat:
         ledger.observe(state, step, look=often, rejected=rejected(state))
         taken = step
     kept = gather(kept, state, ledger.index) if problem.keep_state else None
-    apart = ledger.stopped_apart(taken)
-    if rows is None:
-        forward = problem.scale is None and solver.exact
-        rows = _compare_rows(problem, solver, state, ledger) if apart and forward else _Rows()
     flat = finished(ledger, problem.f.counter, taken, kept)
+    forward = problem.scale is None and solver.exact
+    apart = ledger.stopped_apart(taken) or (forward and flat.failed and _differ(flat.stats.best))
+    if rows is None:
+        rows = _compare_answer(problem, flat) if apart and forward else _Rows()
+        counter = problem.f.counter
+        stats = dataclasses.replace(flat.stats, evaluations=counter.evaluations, sample_evaluations=counter.rows)
+        flat = dataclasses.replace(flat, stats=stats)
     unmeasured = ledger.index is not None or (apart and not rows.harmless)
     return dataclasses.replace(flat, coupled=rows.coupled, unmeasured=unmeasured)
+
+
+def _differ(best: Tensor) -> bool:
+    """True if the best iterates are of different steps, so that rows of the answer were not evaluated together."""
+    return len(best) > 1 and not bool((best == best[0]).all())
 
 
 @dataclass(frozen=True)
@@ -285,8 +311,11 @@ class _Rows:
     coupled: bool | None = None  # True: rows depend on each other; None: not known
 
 
-def _compare_rows(problem: _Problem, solver: Solver[Any], state: Iterate, ledger: Ledger) -> _Rows:
-    """Run two of the rows that took the last step without the others, and compare with what they gave among them."""
+def _compare_rows(problem: _Problem, solver: Solver[Any], state: Iterate, ledger: Ledger) -> _Rows | None:
+    """Run two of the rows that took the last step without the others, and compare with what they gave among them.
+
+    None if those rows are zero, as at the start: a product with them would hide what they depend on.
+    """
     whole = problem.f
     if problem.stop.process_group is not None or differentiated(state.z, state.fz):
         return _Rows()
@@ -294,6 +323,8 @@ def _compare_rows(problem: _Problem, solver: Solver[Any], state: Iterate, ledger
     smaller = whole.take(few)
     if smaller is None:
         return _Rows()
+    if not bool(state.z.index_select(0, few[:1]).any()):
+        return None
     try:
         alone = smaller(state.z.index_select(0, few))[:1]
     except (RuntimeError, ValueError, IndexError, TypeError):
@@ -309,6 +340,36 @@ def _compare_rows(problem: _Problem, solver: Solver[Any], state: Iterate, ledger
     # an input that only looks as if it had a row per sample gives the same picture as rows that depend on each other
     coupled = rows_mix(whole, state.z, problem.precision)
     if not coupled and isinstance(whole.raw, Owned) and problem.stop.compact:
+        warn_once(whole.raw)
+    return _Rows(coupled=coupled)
+
+
+def _compare_answer(problem: _Problem, flat: Flat) -> _Rows:
+    """Evaluate rows that stopped first and the last one without the others, and compare residuals with those that are told.
+
+    The others have moved since a row stopped: where it depends on them, its residual is another one by now.
+    """
+    whole, stats, stop = problem.f, flat.stats, problem.stop
+    order = stats.steps.argsort()
+    few = torch.cat((order[: min(EARLY, len(order) - 2)], order[-1:]))
+    smaller = whole.take(few) if len(few) > 1 and stop.process_group is None and not differentiated(flat.z) else None
+    if smaller is None:
+        return _Rows()
+    z = flat.z.index_select(0, few)
+    try:
+        fz = smaller(z)
+    except (RuntimeError, ValueError, IndexError, TypeError):
+        # data of the whole batch lies inside the cell, beyond the reach of its inputs
+        if isinstance(whole.raw, Owned) and stop.compact:
+            warn_once(whole.raw)
+        return _Rows()
+    size = stop.norm(fz)
+    change = (stop.norm(fz - z) - stats.residual.index_select(0, few) * size).abs()
+    allowed = SHARE * stop.atol + max(SHARE * stop.rtol, ROUNDING * problem.precision) * size
+    if not bool((change > allowed).any()):  # nan does not count
+        return _Rows(harmless=True, coupled=False)
+    coupled = rows_mix(whole, flat.z, problem.precision)
+    if not coupled and isinstance(whole.raw, Owned) and stop.compact:
         warn_once(whole.raw)
     return _Rows(coupled=coupled)
 

@@ -49,6 +49,13 @@ FOUND = [
     Case(dtype="float32", width=2, scale=1e-30, start="nan-row", solver="gmres", atol=1e-6, seed=62068),
     Case(gain=4.0, start="input", special="huge", gradient="phantom", max_steps=0, seed=64006),
     Case(call="closure", gradient="neumann", cotangent="nan-row", seed=40244),
+    Case(batch=2, special="nan", coupling=0.4, seed=63286),
+    Case(batch=2, special="nan", coupling=0.4, solver="steady-state", seed=63286),
+    Case(batch=3, width=2, special="huge", coupling=0.4, solver="anderson", change="weight", norm="max", seed=49879),
+    Case(batch=3, width=2, special="huge", coupling=0.4, solver="fallback", change="weight", norm="max", seed=49879),
+    Case(batch=2, gain=0.9, change="coupling", seed=2615),
+    Case(dtype="float32", batch=3, width=5, gain=1.0, scale=1e30, solver="gmres", change="coupling", rtol=1e-8, seed=13541),
+    Case(cell="tanh", batch=2, special="zero", coupling=0.001, compact=False, seed=903),
     Case(change="gain-before-backward", seed=29256),
     Case(cell="batch-norm", batch=2, gradient="phantom-checkpointed", change="eval-between", seed=52426),
 ]
