@@ -74,5 +74,5 @@ def test_the_table_in_the_documentation_is_that_of_the_results() -> None:
 
 @pytest.mark.slow
 def test_robust_solves_48_of_the_49_systems() -> None:
-    runs = {system.name: comparison.run_ours(system, eq.Robust(), tight=True) for system in SYSTEMS}
+    runs = {system.name: comparison.run_ours(system, eq.Robust(), "tight") for system in SYSTEMS}
     assert comparison.solved(runs, comparison.TIGHT) >= 48

@@ -288,7 +288,7 @@ def _run(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> Flat:
     kept = gather(kept, state, ledger.index) if problem.keep_state else None
     flat = finished(ledger, problem.f.counter, taken, kept)
     forward = problem.scale is None and solver.exact
-    apart = ledger.stopped_apart(taken) or (forward and flat.failed and _differ(flat.stats.best))
+    apart = ledger.stopped_apart(taken) or (forward and flat.failed and _is_joined(flat.stats))
     if rows is None:
         rows = _compare_answer(problem, flat) if apart and forward else _Rows()
         counter = problem.f.counter
@@ -298,9 +298,11 @@ def _run(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> Flat:
     return dataclasses.replace(flat, coupled=rows.coupled, unmeasured=unmeasured)
 
 
-def _differ(best: Tensor) -> bool:
-    """True if the best iterates are of different steps, so that rows of the answer were not evaluated together."""
-    return len(best) > 1 and not bool((best == best[0]).all())
+def _is_joined(stats: Stats) -> bool:
+    """True if rows of the answer were not evaluated together: of different steps, or put in place of what was not finite."""
+    if len(stats.best) < 2:
+        return False
+    return bool(((stats.best != stats.best[0]) | (stats.status == Status.NONFINITE)).any())
 
 
 @dataclass(frozen=True)
@@ -435,7 +437,11 @@ def _is_to_be_measured(problem: _Problem, solver: Solver[Any], flat: Flat) -> bo
         return problem.verify
     if problem.scale is not None:  # the residual of a linear system is measured by whoever asked for its solution
         return False
-    return flat.coupled is True or (flat.unmeasured and not (problem.measured_later and flat.coupled is False))
+    if not flat.unmeasured or flat.coupled:
+        return bool(flat.coupled)
+    # a backward pass that has samples to set aside does not evaluate the answer as it is
+    later = problem.measured_later and flat.coupled is False
+    return not (later and not (flat.failed and flat.stats.count(Status.NONFINITE)))
 
 
 def _confirm(problem: _Problem, claimed: Flat) -> Flat:
