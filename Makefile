@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-rounding test-torch fuzz lint bench docs dist test-dist clean
+.PHONY: help demo test test-all test-plain test-native-sanitized test-rounding test-torch fuzz lint bench docs dist test-dist clean
 .NOTPARALLEL:
 
 help: ## List the targets
@@ -18,6 +18,17 @@ test: lint ## Lint, check types and run the tests
 
 test-all: lint ## The same with the slow tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 -m "not gpu"
+
+test-plain: .venv/installed-dev ## Solvers, core and gradients with steps in torch, without the compiled kernels
+	EQUILIBRIA_NATIVE=0 OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 tests/solvers tests/core tests/gradients tests/native
+
+# Built in place and afterwards built again as usual.
+BUILD_KERNELS := $(BIN)/python setup.py -q build_ext --inplace --force
+SANITIZERS = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0
+test-native-sanitized: .venv/installed-dev ## The tests of the compiled kernels under address and undefined-behaviour sanitizers
+	EQUILIBRIA_SANITIZE=1 $(BUILD_KERNELS)
+	$(SANITIZERS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/native/test_same_as_torch.py tests/native/test_rows.py; \
+		found=$$?; $(BUILD_KERNELS); exit $$found
 
 SAMPLES ?= 20000
 fuzz: .venv/installed-dev ## Look for statuses and gradients that are not true; SAMPLES=100000 takes ten minutes
@@ -69,6 +80,7 @@ $(BIN)/python:
 
 # installed-X: the package, editable, with its extra X. The exact torch in constraints.txt must be in the same command,
 # or pip may settle on a build that brings gigabytes of GPU libraries.
-.venv/installed-%: pyproject.toml constraints.txt | $(BIN)/python
+KERNELS := setup.py $(wildcard equilibria/native/*.cpp equilibria/native/*.h)
+.venv/installed-%: pyproject.toml constraints.txt $(KERNELS) | $(BIN)/python
 	$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e ".[$*]"
 	@touch $@

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from equilibria import nn
+from equilibria import native, nn
 from equilibria._core.loop import Stop
 from equilibria._core.norms import euclidean_norm, max_norm, rms_norm
 from equilibria._core.recording import record
@@ -103,6 +103,7 @@ __all__ = [
     "max_norm",
     "models",
     "monitor",
+    "native",
     "nn",
     "random_max_steps",
     "record",

@@ -17,7 +17,7 @@ import torch
 import equilibria as eq
 
 ROOT = Path(__file__).parent.parent
-BUILT = ("equilibria", "LICENSE", "README.md", "pyproject.toml")  # what the build reads
+BUILT = ("equilibria", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", "setup.py")  # what the build reads
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +61,7 @@ def test_the_archive_can_be_built_again(dist: Path) -> None:
     (archive,) = dist.glob("*.tar.gz")
     names = {name.partition("/")[2] for name in tarfile.open(archive).getnames()}
     assert {"pyproject.toml", "README.md", "LICENSE", "equilibria/__init__.py", "equilibria/py.typed"} <= names
+    assert {name for name in sources("equilibria/native") if name.endswith((".h", ".cpp"))} <= names
 
 
 def test_version_and_requirements(dist: Path) -> None:

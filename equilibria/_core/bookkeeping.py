@@ -68,6 +68,7 @@ class Ledger:
         self.diverged: Tensor | None = None  # rows given up far away; None: not looked for yet
         self.limit: Tensor | None = None  # (batch,), a residual beyond this is far away
         self.traced = False
+        self.adopted = False  # is `closed` complete already?
         self.least, self.most = usual_range(z0.dtype)  # sizes between which squares can be computed with
         self.range: tuple[float, float] | None = None  # of the sizes of all starts, where known
         self.faint: Tensor | None = None  # (batch,) samples that came below that range on their way; None: none did
@@ -81,6 +82,7 @@ class Ledger:
         self.stalled: Tensor  # rows given up, where progress is followed
         self.counted: tuple[int, float] | None = None  # rows running after the last entry and `growth`, where known
         self.growth = 0.0  # of the worst row: its excess, over the least it had before
+        self.better: Tensor | None = None  # rows whose last iterate is their best; None: all, or not known
         self.watchful = patience is not None or rtol < self.floor  # is progress to be followed?
         self.trace: list[tuple[Tensor | None, Tensor]] | None = [] if trace else None
         self.keep_every = keep_every
@@ -163,6 +165,7 @@ class Ledger:
             return False
         if self.excess is None or worst < 1:
             self.z, self.excess, self.length, self.size, self.best = z, excess, length, size, None
+            self.better = None
         else:
             self._keep_best(z, excess, length, size, step)
         self.step = step
@@ -209,7 +212,7 @@ class Ledger:
     def _keep_best(self, z: Tensor, excess: Tensor, length: Tensor, size: Tensor, step: int) -> None:
         """Some rows are no better than before."""
         assert self.excess is not None
-        better = excess < self.excess
+        self.better = better = excess < self.excess
         self.best = torch.where(better, step, self.step if self.best is None else self.best)
         self.z = torch.where(better.unsqueeze(1), z, self.z)
         self.excess = torch.where(better, excess, self.excess)
@@ -301,6 +304,11 @@ class Ledger:
             status = torch.where(self.diverged, Status.DIVERGED, status)
         return torch.where(self.open, RUNNING, status)
 
+    @property
+    def fell(self) -> Tensor | None:
+        """(rows,) rows whose last iterate is their best; None where `growth` says it of all."""
+        return self.better if self.open is None else ~self.worse
+
     def running(self) -> int:
         """Rows still running; asks the device, where that was not done at a glance."""
         if self.open is None:
@@ -352,7 +360,8 @@ class Ledger:
 
         Samples that have failed, or may have, are to be looked at by `settle`; without them this is all.
         """
-        self._write_off()
+        if not self.adopted:
+            self._write_off()
         status, length, size = self._ended(), self.closed["length"], self._sizes()
         if self.whole_scale is None and (self.traced or len(self.lengths) > 1):
             self.faint = (status == Status.CONVERGED) & (size < self.least) & (self.closed["best"] > 0)
@@ -370,6 +379,11 @@ class Ledger:
             trace=self._traces(),
             iterates=self._iterates(),
         )
+
+    def adopt(self, record: dict[str, Tensor], first_length: Tensor, first_size: Tensor, peak: Tensor) -> None:
+        """Take the record of the whole batch from a solve that kept it elsewhere, in place of `observe`."""
+        self.closed, self.first_length, self.first_size, self.peak = record, first_length, first_size, peak
+        self.traced = self.adopted = True
 
     def _sizes(self) -> Tensor:
         return self.closed["size"] if self.whole_scale is None else self.whole_scale

@@ -241,7 +241,9 @@ class Program:
 
         def body(*tensors: Tensor) -> tuple[Tensor, ...]:
             step, now, books = read(tensors)
-            now = self.solver.step(_Traced(parts, tensors[len(moving) :][: len(saved)]), now)  # type: ignore[arg-type]
+            f = _Traced(parts, tensors[len(moving) :][: len(saved)])
+            f.fell = books.fell
+            now = self.solver.step(f, now)  # type: ignore[arg-type]
             books.enter(now, step + 1)
             out = (step + 1, *collect(now, Tensor), *books.books())
             # contiguous() leaves tensors of one row the strides they have, and the loop wants always the same
@@ -356,6 +358,7 @@ class _Traced:
     """The map as solvers see it in a trace: nothing is counted, nothing is known about values."""
 
     growth = float("inf")
+    fell: Tensor | None = None
 
     def __init__(self, parts: Parts, saved: Sequence[Tensor], known: tuple[Tensor, Tensor | None] | None = None) -> None:
         self.parts, self.saved, self.known = parts, saved, known

@@ -17,6 +17,7 @@ from equilibria._core.bookkeeping import FLOOR, Ledger
 from equilibria._core.compaction import ROUNDING, SHARE, Owned, is_harmless, rows_mix, warn_once, worth_dropping
 from equilibria._core.maps import Affine, Counter, FlatMap, Map
 from equilibria._core.norms import Norm, binary_size, max_norm, rms_norm, usual_range
+from equilibria.native import solve as native_solve
 from equilibria.solution import Handover, Stats, Status
 from equilibria.solvers.base import Iterate, Solver, differentiated, gather, map_tensors, pack, rejected, require
 from equilibria.solvers.fallback import AnySolver, Fallback
@@ -252,8 +253,13 @@ class _Problem:
 
 
 def _run(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> Flat:
-    """The loop."""
+    """The loop, with native steps where they can be taken."""
     f, stop = problem.f, problem.stop
+    if problem.unit is None and not problem.keep_state and native_solve.can_run(z0, solver, stop):
+        fz = f(z0)
+        if native_solve.can_go_on(fz):
+            return _run_native(problem, z0, fz, solver)
+        f.remember(z0, fz)
     state = solver.init(f, z0)
     ledger = problem.ledger(z0)
     often = stop.check_every == 1
@@ -281,21 +287,27 @@ def _run(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> Flat:
                 f, state = smaller or (f, state)
             if stopped and not (compact and solver.runs_on and not problem.keep_state):
                 state = ledger.freeze(state)
-        f.growth = ledger.growth
+        f.growth, f.fell = ledger.growth, ledger.fell
         state = solver.step(f, state)
         ledger.observe(state, step, look=often, rejected=rejected(state))
         taken = step
     kept = gather(kept, state, ledger.index) if problem.keep_state else None
     flat = finished(ledger, problem.f.counter, taken, kept)
+    return _with_rows(problem, solver, flat, rows, apart=ledger.stopped_apart(taken), dropped=ledger.index is not None)
+
+
+def _with_rows(
+    problem: _Problem, solver: Solver[Any], flat: Flat, rows: _Rows | None, *, apart: bool, dropped: bool
+) -> Flat:
+    """A solve with what is known about its rows: asked now if it was not yet and rows were not evaluated together."""
     forward = problem.scale is None and solver.exact
-    apart = ledger.stopped_apart(taken) or (forward and flat.failed and _is_joined(flat.stats))
-    if rows is None:
-        rows = _compare_answer(problem, flat) if apart and forward else _Rows()
-        counter = problem.f.counter
+    apart = apart or (forward and flat.failed and _is_joined(flat.stats))
+    if rows is None and apart and forward:
+        rows, counter = _compare_answer(problem, flat), problem.f.counter
         stats = dataclasses.replace(flat.stats, evaluations=counter.evaluations, sample_evaluations=counter.rows)
         flat = dataclasses.replace(flat, stats=stats)
-    unmeasured = ledger.index is not None or (apart and not rows.harmless)
-    return dataclasses.replace(flat, coupled=rows.coupled, unmeasured=unmeasured)
+    rows = rows or _Rows()
+    return dataclasses.replace(flat, coupled=rows.coupled, unmeasured=dropped or (apart and not rows.harmless))
 
 
 def _is_joined(stats: Stats) -> bool:
@@ -374,6 +386,35 @@ def _compare_answer(problem: _Problem, flat: Flat) -> _Rows:
     if not coupled and isinstance(whole.raw, Owned) and stop.compact:
         warn_once(whole.raw)
     return _Rows(coupled=coupled)
+
+
+def _run_native(problem: _Problem, z0: Tensor, fz: Tensor, solver: Solver[Any]) -> Flat:
+    ledger = problem.ledger(z0)
+
+    def check_start(lowest: float, highest: float) -> None:
+        ledger.range = lowest, highest
+        if z0 is problem.origin and ledger.unusual() and _unusual(z0, fz):
+            raise _Unusual(fz)
+
+    def compare(z: Tensor, fz: Tensor, steps: Tensor) -> _Rows | None:
+        ledger.steps = steps
+        return _compare_rows(problem, solver, Iterate(z, fz), ledger)
+
+    found = native_solve.run(
+        problem.f,
+        z0,
+        fz,
+        solver,
+        problem.stop,
+        scale=problem.scale,
+        precision=problem.precision,
+        check_start=check_start,
+        compare=None if problem.stands_alone() else compare,
+    )
+    ledger.adopt(*found.record())
+    flat = finished(ledger, problem.f.counter, found.taken)
+    rows = _Rows() if problem.stands_alone() else found.rows
+    return _with_rows(problem, solver, flat, rows, apart=found.apart, dropped=found.work.place is not None)
 
 
 def finished(ledger: Ledger, counter: Counter, taken: int, state: Any = None) -> Flat:

@@ -146,6 +146,9 @@ class Anderson(Solver[AndersonState]):
         usual = (length <= GROWTH * state.shortest) & (waited < (PATIENCE if limit < n else limit + PATIENCE))  # not nan
         trusted = state.trusted if state.doubted else length.new_ones(length.shape[0], state.pairs.shape[1])
         shortest = torch.where(usual, torch.minimum(length, state.shortest), length)
+        if f.fell is not None:  # these are judged as if all had fallen: a row does not depend on others
+            fell = f.fell.unsqueeze(1)
+            usual, waited, shortest = usual | fell, waited * ~fell, torch.where(fell, length, shortest)
         return Trust(shortest, waited * usual, trusted * usual, doubted=True)
 
     def _insert(self, state: AndersonState, trust: Trust) -> tuple[Tensor, Trust]:

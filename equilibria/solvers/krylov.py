@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from equilibria._core import autodiff_modes
-from equilibria._core.maps import FALLEN, Map
+from equilibria._core.maps import FALLEN, Affine, Map
 from equilibria.solvers.base import (
     SMALL_STATE,
     Iterate,
@@ -53,8 +53,10 @@ class GMRESState(_Carried):
     limit: int  # slots for now
     most: int  # slots at most
     count: int | Tensor  # pairs so far
-    oldest: int = 0  # the slot that is written over next, once all are taken
     taken: int = 0  # steps since the residual was computed
+    order: tuple[int, ...] = ()  # slots in use, the oldest pair first
+    window: Tensor | None = None  # (batch, 1), pairs that a row may keep; None: `limit`
+    held: Tensor | None = None  # (batch, 1), pairs that it keeps: the last ones
 
 
 STAGNATION = 0.9  # a step that leaves more of the residual than this: the residual alone is no good direction
@@ -104,20 +106,19 @@ class GMRES(Solver[GMRESState]):
         # nobody else knows what is written over here
         remaining = torch.addcmul(state.remaining, share, q, value=-1, out=None if traced else state.remaining)
         fz = torch.add(z, remaining, out=None if traced or state.count == 0 else state.fz)
-        count, oldest = state.count + 1, state.oldest
-        if isinstance(state.count, int) and state.count >= state.limit:
-            oldest = (oldest + 1) % state.limit
-        limits = (state.limit, state.most, count, oldest, state.taken + 1)
-        return GMRESState(z, fz, state.base, remaining, pairs, q, length, *limits, active=state.active)
+        limits = (state.limit, state.most, state.count + 1, state.taken + 1)
+        held = state.held if state.held is None or state.window is None else torch.minimum(state.held + 1, state.window)
+        rows = (_following(state), state.window, held)
+        return GMRESState(z, fz, state.base, remaining, pairs, q, length, *limits, *rows, active=state.active)
 
     def _anew(self, f: Map, state: GMRESState) -> GMRESState:
         """The same iterate without directions, its residual r = f(base) - base - A (z - base) computed."""
         away = state.z - state.base
         remaining = f(state.base) - state.base - away + f.jacobian(state.base).product(away)
         nothing = remaining.new_empty(len(remaining), 0, 2 * remaining.shape[1])
-        return replace(
-            state, remaining=remaining, fz=state.z + remaining, pairs=nothing, image=remaining, count=0, oldest=0, taken=0
-        )
+        held = None if state.held is None else torch.zeros_like(state.held)
+        state = replace(state, remaining=remaining, fz=state.z + remaining, pairs=nothing, image=remaining)
+        return replace(state, count=0, taken=0, order=(), held=held)
 
     def settled(self, state: GMRESState) -> GMRESState:
         batch, n = state.z.shape
@@ -131,8 +132,8 @@ class GMRES(Solver[GMRESState]):
         limit = k = state.limit
         slot: int | Tensor
         if isinstance(state.count, int):
-            k = min(state.count, limit)
-            slot = state.count if state.count < limit else state.oldest
+            k = len(state.order)
+            slot = k if k < limit else state.order[0]
             pairs = room(pairs, slot, limit, blank=False)
         else:
             slot = state.count % limit
@@ -143,7 +144,7 @@ class GMRES(Solver[GMRESState]):
         size = torch.linalg.vector_norm(q, dim=1)
         pair = torch.cat((q, p), dim=1)
         if k:
-            pair = without(pair, products(pairs[:, :k, :n], q), pairs[:, :k], over=True)
+            pair = without(pair, _weights(state, products(pairs[:, :k, :n], q)), pairs[:, :k], over=True)
         length = torch.linalg.vector_norm(pair[:, :n], dim=1)
         # what is left of an image inside the space is rounding: the space is complete and nothing is to be added
         complete = length <= 10 * torch.finfo(q.dtype).eps * size
@@ -154,12 +155,39 @@ class GMRES(Solver[GMRESState]):
 
 
 def _roomier(f: Map, state: GMRESState) -> GMRESState:
-    """With a slot more, where all are taken and the last step was slow."""
-    if isinstance(state.count, Tensor) or state.count < state.limit or state.limit == state.most:
+    """With a larger window for rows that have filled theirs and whose last step was slow."""
+    if isinstance(state.count, Tensor) or len(state.order) < FEW or (state.limit == state.most and state.window is None):
         return state
-    if f.growth < SLOW or f.growth == FALLEN:  # which does not say how far
-        return state
-    return replace(state, limit=state.limit + 1, count=state.limit)  # the new slot comes after all others
+    if isinstance(f.raw, Affine) and f.growth < SLOW and f.growth != FALLEN:  # which does not say how far
+        return state  # no row was slow: linear systems have a fixed scale, so that this is about residuals alone
+    full = len(state.order) == state.limit
+    window = state.window
+    if window is None:
+        if not full:
+            return state
+        window = torch.full_like(state.before, state.limit, dtype=torch.int64).unsqueeze(1)
+    held = window if state.held is None else state.held
+    slow = ~(state.length < SLOW * state.before).unsqueeze(1)
+    larger = window + (slow & (held == window) & (window < state.most))
+    limit = min(state.limit + 1, state.most) if full else state.limit  # whether a row needs the slot is known to it alone
+    return replace(state, limit=limit, window=larger, held=held)
+
+
+def _following(state: GMRESState) -> tuple[int, ...]:
+    """The slots in use after a step, the oldest first."""
+    if len(state.order) < state.limit:
+        return (*state.order, len(state.order))
+    return (*state.order[1:], state.order[0])
+
+
+def _weights(state: GMRESState, weights: Tensor) -> Tensor:
+    """(batch, k), zero for pairs that a row no longer keeps."""
+    if state.held is None:
+        return weights
+    newer = [0] * len(state.order)  # pairs after that of a slot
+    for age, slot in enumerate(reversed(state.order)):
+        newer[slot] = age
+    return weights * (torch.tensor(newer, device=weights.device) < state.held)
 
 
 @dataclass(frozen=True)

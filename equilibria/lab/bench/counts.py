@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from equilibria import native
 from equilibria.lab.bench.cases import Case, make
 from equilibria.lab.bench.methods import Method, Ours
 from equilibria.lab.bench.rules import count
@@ -63,8 +64,12 @@ def counts(case: Case, method: Method) -> Counts:
 
 
 def measured() -> dict[str, Any]:
-    """Our default on the small cases, with the version of torch, on which the number of operations depends."""
-    cases = {name: counts(make(name, BATCHES.get(name)), Ours()) for name in SMALL}
+    """Our default on the small cases, with the version of torch, on which the number of operations depends.
+
+    Steps are taken in torch: what native steps do is not dispatched.
+    """
+    with native.disabled():
+        cases = {name: counts(make(name, BATCHES.get(name)), Ours()) for name in SMALL}
     return {"torch": torch.__version__, "cases": cases}
 
 

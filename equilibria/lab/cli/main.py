@@ -43,6 +43,7 @@ COMMANDS = {
         "serve",
         "Serve a model over HTTP: rows leave the solve as they converge, requests enter it mid-way.",
     ),
+    "info": ("info", "info", "Versions, threads, devices, and whether solver steps are compiled here."),
     "data": ("listing", "data_app", "Datasets: what there is, fetching, checking."),
 }
 

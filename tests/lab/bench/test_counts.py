@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from equilibria.lab.bench.counts import Lists, Operations, main, measured, regressions
+from equilibria import native
+from equilibria.lab.bench.cases import make
+from equilibria.lab.bench.counts import BATCHES, SMALL, Lists, Operations, main, measured, regressions
+from equilibria.lab.bench.methods import Ours
+from equilibria.lab.bench.rules import count
 
 BASELINE: dict[str, Any] = json.loads((Path(__file__).parent / "counts.json").read_text())
 
@@ -19,6 +24,13 @@ def test_nothing_has_become_more() -> None:
     found = regressions(measured(), BASELINE)
     accept = "python -m equilibria.lab.bench.counts tests/lab/bench/counts.json"
     assert not found, "\n".join([*found, f"To accept the new counts: {accept}"])
+
+
+@pytest.mark.skipif(not native.available(), reason=native.reason() or "native")
+@pytest.mark.parametrize("name", SMALL)
+def test_native_steps_take_as_many_calls_and_rows(name: str) -> None:
+    found, case = asdict(count(make(name, BATCHES.get(name)), Ours(), 1e-3)), BASELINE["cases"][name]
+    assert found == {key: case[key] for key in found}
 
 
 @pytest.mark.parametrize("name", ["evaluations", "graph_evaluations", "products", "rows"])

@@ -130,3 +130,10 @@ def test_an_error_does_not_list_hundreds_of_names() -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_of_all_commands_says_what_each_says_itself(name: str) -> None:
     assert load(name).help.splitlines()[0] == COMMANDS[name][-1]
+
+
+def test_info_says_whether_steps_are_compiled() -> None:
+    code, text = run("info")
+    assert code == 0 and f"native     {eq.native.available()}" in text
+    found = json.loads(run("info", "--json")[1])
+    assert found["equilibria"] == eq.__version__ and found["native"] is eq.native.available()

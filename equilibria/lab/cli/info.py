@@ -1,0 +1,30 @@
+"""info: versions and what solves run on here."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+import typer
+
+import equilibria
+from equilibria import native
+from equilibria.lab.cli.console import AsJson, show_json
+
+
+def info(as_json: AsJson = False) -> None:
+    """Versions, threads, devices, and whether solver steps are compiled here."""
+    found = {
+        "equilibria": equilibria.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "cuda": torch.cuda.is_available(),
+        "native": native.available(),
+        "reason": native.reason(),
+    }
+    if as_json:
+        return show_json(found)
+    for name, value in found.items():
+        if value != "":
+            typer.echo(f"{name:11}{value}")

@@ -1,0 +1,108 @@
+// Picard and Anderson: one step of a row.
+#pragma once
+#include "steps.h"
+
+namespace equilibria {
+
+template <class T>
+EQ_INLINE void relax(T* out, const T* z, const T* fz, T damping, int64_t n) {  // as torch.lerp rounds
+    if (damping == 1) return copy(out, fz, n);
+    for (int64_t i = 0; i < n; ++i)
+        out[i] = damping < T(0.5) ? z[i] + damping * (fz[i] - z[i]) : fz[i] - (1 - damping) * (fz[i] - z[i]);
+}
+
+template <class T>
+EQ_INLINE void picard(const Context& c, const Call<T>& call, int64_t r, int64_t place, Scratch<T>&) {
+    Row<T> row{c, place};
+    T length, growth;
+    if (observe(row, call, r, length, growth)) relax(call.out + r * c.n, call.a + r * c.n, call.b + r * c.n, T(c.damping), c.n);
+}
+
+constexpr double GROWTH = 5.0;  // the constant of solvers/anderson.py
+
+// A row that was led astray forgets its history.
+template <class T>
+EQ_INLINE void judge(const Row<T>& row, T length, T growth) {
+    T& shortest = row.of(row.c.shortest);
+    int64_t& waited = row.c.waited[row.place];
+    if (growth < 1) {
+        shortest = length;
+        waited = 0;
+        return;
+    }
+    waited = length >= shortest ? waited + 1 : 0;
+    int64_t most = row.c.patience_of_trust + (row.c.most < row.c.n ? 0 : row.c.most);
+    if (length <= T(GROWTH) * shortest && waited < most) {
+        if (length < shortest) shortest = length;
+    } else {
+        shortest = length;
+        waited = 0;
+        row.count() = 0;
+    }
+}
+
+// Complete the new pair by its value, and write the next iterate f(z) - sum of u (values).
+template <class T>
+EQ_INLINE void mix(const Pairs<T>& pairs, const Added<T>& added, Scratch<T>& s, const T* z, const T* fz, T* out) {
+    const Row<T>& row = pairs.row;
+    T *g0 = row.vector(row.c.residual), *f0 = row.vector(row.c.value), x[CHUNK], y[CHUNK];
+    for (int64_t j = 0; j < row.c.n; j += CHUNK) {
+        const int64_t m = least(CHUNK, row.c.n - j);
+        difference(x, fz + j, f0 + j, m);
+        copy(y, fz + j, m);
+        for (int64_t i = 0; i < pairs.k; ++i) {
+            const T* v = pairs.second(i) + j;
+            subtract(x, s.w[i], v, m);
+            if (i >= pairs.replaced) subtract(y, s.u[i], v, m);
+        }
+        for (int64_t i = 0; i < m; ++i) {
+            x[i] *= added.scale;
+            y[i] -= added.share * x[i];
+            added.first[j + i] *= added.scale;
+        }
+        copy(added.second + j, x, m);
+        copy(out + j, y, m);
+        copy(f0 + j, fz + j, m);
+        difference(g0 + j, fz + j, z + j, m);
+    }
+}
+
+// z <- z - (1 - damping) (residual - sum of u (differences)).
+template <class T>
+EQ_INLINE void damp(const Pairs<T>& pairs, const Added<T>& added, Scratch<T>& s, T* out) {
+    const Row<T>& row = pairs.row;
+    const T rest = 1 - T(row.c.damping);
+    T x[CHUNK];
+    for (int64_t j = 0; j < row.c.n; j += CHUNK) {
+        const int64_t m = least(CHUNK, row.c.n - j);
+        copy(x, row.vector(row.c.residual) + j, m);
+        for (int64_t i = pairs.replaced; i < pairs.k; ++i) subtract(x, s.u[i], pairs.first(i) + j, m);
+        subtract(x, added.share, added.first + j, m);
+        subtract(out + j, rest, x, m);
+    }
+}
+
+template <class T>
+EQ_INLINE void anderson(const Context& c, const Call<T>& call, int64_t r, int64_t place, Scratch<T>& s) {
+    Row<T> row{c, place};
+    T length, growth;
+    if (!observe(row, call, r, length, growth)) return;
+    const T *z = call.a + r * c.n, *fz = call.b + r * c.n, *g0 = row.vector(c.residual);
+    T* out = call.out + r * c.n;
+    judge(row, length, growth);
+    if (call.step == 0) {
+        difference(row.vector(c.residual), fz, z, c.n);
+        copy(row.vector(c.value), fz, c.n);
+        return relax(out, z, fz, T(c.damping), c.n);
+    }
+    Pairs<T> pairs(row);
+    const Added<T> added = add_pair<true>(pairs, s, [=](T* x, T* y, int64_t j, int64_t m) {
+        difference(y, fz + j, z + j, m);
+        difference(x, y, g0 + j, m);
+    });
+    mix(pairs, added, s, z, fz, out);
+    if (c.damping != 1) damp(pairs, added, s, out);
+    grow(row, growth);
+}
+
+}  // namespace equilibria

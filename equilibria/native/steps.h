@@ -1,0 +1,153 @@
+// What the methods share: the tensors of a call, the record of an iterate, and histories made orthonormal.
+#pragma once
+#include <vector>
+
+#include "record.h"
+
+namespace equilibria {
+
+template <class T>
+struct Scratch {  // of one thread
+    std::vector<Lanes<T>> lanes;
+    std::vector<T> w, u, matrix;
+    void fit(int64_t k) {
+        if (int64_t(w.size()) >= k) return;
+        lanes.resize(2 * k);
+        w.resize(k);
+        u.resize(k);
+    }
+};
+
+template <class T>
+struct Call {  // the tensors of one call, each (rows, n)
+    const T *a, *b, *before;  // iterate and value, and the iterate before; for GMRES direction and its product
+    T* out;                   // where to evaluate next; null: this was the last step
+    int64_t step;
+};
+
+template <class T>
+EQ_INLINE void lengths(const T* z, const T* fz, int64_t n, T& length, T& size) {
+    Lanes<T> g, f;
+    g.clear();
+    f.clear();
+    T x[CHUNK];
+    for (int64_t j = 0; j < n; j += CHUNK) {
+        int64_t m = least(CHUNK, n - j);
+        difference(x, fz + j, z + j, m);
+        g.add(x, x, m);
+        f.add(fz + j, fz + j, m);
+    }
+    length = std::sqrt(g.sum());
+    size = std::sqrt(f.sum());
+}
+
+// Record z and f(z); false if the row has stopped, or need not go on. A row that has stopped is evaluated at its answer.
+template <class T>
+EQ_INLINE bool observe(const Row<T>& row, const Call<T>& call, int64_t r, T& length, T& growth) {
+    const int64_t n = row.c.n;
+    const T *z = call.a + r * n, *fz = call.b + r * n;
+    length = growth = 0;
+    if (call.step == 0) begin(row);
+    if (row.running()) {
+        T size;
+        lengths(z, fz, n, length, size);
+        growth = record(row, call.step, length, size);
+        keep_best(row, call.step, z, call.before + r * n, call.out == nullptr);
+    }
+    if (call.out && !row.running()) copy(call.out + r * n, row.vector(row.c.answer), n);
+    return call.out && row.running();
+}
+
+// A row's pairs of vectors, oldest first: the same also after `take_slot` has given a slot to a new one.
+template <class T>
+struct Pairs {
+    const Row<T>& row;
+    const int64_t k;
+    const int64_t replaced;  // 1: all slots are taken, the oldest pair is overwritten
+    int32_t* order;
+    const int32_t oldest;
+    int64_t shift = 0;  // by which `order` has moved since
+    explicit EQ_INLINE Pairs(const Row<T>& row)
+        : row(row), k(row.count()), replaced(row.count() == row.limit()), order(row.c.order + row.place * row.c.most),
+          oldest(k ? order[0] : 0) {}
+    EQ_INLINE int32_t slot(int64_t i) const { return i < shift ? oldest : order[i - shift]; }
+    EQ_INLINE const T* first(int64_t i) const { return row.vector(row.c.first[slot(i)]); }
+    EQ_INLINE const T* second(int64_t i) const { return row.vector(row.c.second[slot(i)]); }
+    EQ_INLINE int32_t take_slot() {
+        int64_t& count = row.count();
+        if (!replaced) {
+            order[count] = int32_t(count);
+            return int32_t(count++);
+        }
+        shift = 1;
+        for (int64_t i = 1; i < count; ++i) order[i - 1] = order[i];
+        return order[count - 1] = oldest;
+    }
+};
+
+// Let a full history grow after a slow step.
+template <class T>
+EQ_INLINE void grow(const Row<T>& row, T growth) {
+    if (row.count() == row.limit() && row.limit() < row.c.most && !(growth < T(row.c.slow))) ++row.limit();
+}
+
+// Inner products s.w of x, and if BOTH s.u of y, with the first vectors of the pairs; returns |x|. make(x, y, j, m) writes
+// m numbers of both vectors from j on.
+template <bool BOTH, class T, class Make>
+EQ_INLINE T project(const Pairs<T>& pairs, Scratch<T>& s, const Make& make) {
+    const int64_t n = pairs.row.c.n;
+    T x[CHUNK], y[CHUNK];
+    Lanes<T> square;
+    square.clear();
+    s.fit(pairs.row.c.most);
+    for (int64_t i = 0; i < 2 * pairs.k; ++i) s.lanes[i].clear();
+    for (int64_t j = 0; j < n; j += CHUNK) {
+        const int64_t m = least(CHUNK, n - j);
+        make(x, y, j, m);
+        square.add(x, x, m);
+        for (int64_t i = 0; i < pairs.k; ++i) {
+            const T* q = pairs.first(i) + j;
+            s.lanes[2 * i].add(x, q, m);
+            if (BOTH) s.lanes[2 * i + 1].add(y, q, m);
+        }
+    }
+    for (int64_t i = 0; i < pairs.k; ++i) {
+        s.w[i] = s.lanes[2 * i].sum();
+        if (BOTH) s.u[i] = s.lanes[2 * i + 1].sum();
+    }
+    return std::sqrt(square.sum());
+}
+
+template <class T>
+struct Added {
+    T *first, *second;  // of the new pair; `first` is written but not scaled
+    T scale;            // that makes `first` a unit vector; 0 if what is left of x is rounding
+    T share;            // inner product of y with it
+};
+
+// x made orthogonal to the pairs becomes the first vector of a new one.
+template <bool BOTH, class T, class Make>
+EQ_INLINE Added<T> add_pair(Pairs<T>& pairs, Scratch<T>& s, const Make& make) {
+    const Row<T>& row = pairs.row;
+    const T size = project<BOTH>(pairs, s, make);
+    const int32_t slot = pairs.take_slot();
+    Added<T> added{row.vector(row.c.first[slot]), row.vector(row.c.second[slot]), 0, 0};
+    T x[CHUNK], y[CHUNK];
+    Lanes<T> left, along;
+    left.clear();
+    along.clear();
+    for (int64_t j = 0; j < row.c.n; j += CHUNK) {
+        const int64_t m = least(CHUNK, row.c.n - j);
+        make(x, y, j, m);
+        for (int64_t i = 0; i < pairs.k; ++i) subtract(x, s.w[i], pairs.first(i) + j, m);
+        left.add(x, x, m);
+        along.add(x, y, m);
+        copy(added.first + j, x, m);
+    }
+    const T rest = std::sqrt(left.sum());
+    added.scale = rest <= T(row.c.threshold) * size ? T(0) : 1 / rest;
+    added.share = along.sum() * added.scale;
+    return added;
+}
+
+}  // namespace equilibria
