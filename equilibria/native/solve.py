@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,29 +14,17 @@ from equilibria._core import autodiff_modes
 from equilibria._core.bookkeeping import FLOOR, LEAST
 from equilibria._core.compaction import worth_dropping
 from equilibria._core.maps import Map
-from equilibria._core.norms import Norm, euclidean_norm, rms_norm
+from equilibria._core.norms import euclidean_norm, rms_norm
 from equilibria.native.context import COUNTERS, NUMBERS
 from equilibria.native.methods import KINDS, Iteration, Krylov
 from equilibria.native.workspace import Workspace
 from equilibria.solvers.broyden import Broyden
 from equilibria.solvers.krylov import GMRES
 
+if TYPE_CHECKING:
+    from equilibria._core.loop import Stop
+
 DTYPES = (torch.float32, torch.float64)
-
-
-class Limits(Protocol):
-    """Of a Stop."""
-
-    rtol: float
-    atol: float
-    max_steps: int
-    norm: Norm
-    check_every: int
-    patience: int | None
-    compact: bool
-    trace: bool
-    keep_every: int | None
-    process_group: Any
 
 
 class Rows(Protocol):
@@ -67,7 +55,7 @@ class NativeSolve:
         return record, numbers["first_length"], numbers["first_size"], numbers["peak"]
 
 
-def can_run(z0: Tensor, solver: Any, stop: Limits) -> bool:
+def can_run(z0: Tensor, solver: Any, stop: Stop) -> bool:
     """True if a solve may take native steps, as far as can be told before its first evaluation."""
     if not native.available() or type(solver) not in KINDS or (isinstance(solver, Broyden) and solver.line_search):
         return False
@@ -98,7 +86,7 @@ def run(
     z0: Tensor,
     fz: Tensor,
     solver: Any,
-    stop: Limits,
+    stop: Stop,
     *,
     scale: Tensor | None,
     precision: float,
@@ -146,7 +134,7 @@ def run(
     return NativeSolve(work, taken, rows, apart)
 
 
-def _settings(z0: Tensor, stop: Limits, scale: Tensor | None, precision: float) -> dict[str, Any]:
+def _settings(z0: Tensor, stop: Stop, scale: Tensor | None, precision: float) -> dict[str, Any]:
     """Those that do not depend on the solver. Lengths stand for means: every comparison comes out the same."""
     info = torch.finfo(z0.dtype)
     root = max(z0.shape[1], 1) ** 0.5 if stop.norm is rms_norm else 1.0

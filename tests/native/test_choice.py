@@ -82,7 +82,12 @@ def test_states_that_are_followed_run_in_torch() -> None:
     with torch.no_grad():
         assert can_run(z0, eq.Anderson(), eq.Stop())
     seen = []
-    torch.func.vmap(lambda z: seen.append(can_run(z, eq.Anderson(), eq.Stop())) or z)(torch.zeros(4, 2, 3))
+
+    def look(z: Tensor) -> Tensor:
+        seen.append(can_run(z, eq.Anderson(), eq.Stop()))
+        return z
+
+    torch.func.vmap(look)(torch.zeros(4, 2, 3))
     with torch.autograd.forward_ad.dual_level():
         seen.append(can_run(torch.zeros(2, 3), eq.Anderson(), eq.Stop()))
     assert seen == [False, False]
