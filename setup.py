@@ -15,7 +15,7 @@ from setuptools.command.build_ext import build_ext
 SOURCES = Path("equilibria/native")
 FLAGS = ["-std=c++17", "-O2", "-ftree-vectorize", "-Wno-psabi", "-fvisibility=hidden"]
 WINDOWS_FLAGS = ["/std:c++17", "/O2", "/EHsc"]
-SANITIZERS = ["-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-O1", "-g", "-DEQUILIBRIA_ONE_TARGET"]
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", "-g", "-DEQUILIBRIA_ONE_TARGET"]
 
 
 class BuildKernels(build_ext):
