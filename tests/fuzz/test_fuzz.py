@@ -18,7 +18,6 @@ EXAMPLES = int(os.environ.get("EQUILIBRIA_EXAMPLES", "60"))
 SOLVED = Case(cell="tanh", batch=3, width=4, gain=0.9, solver="anderson", rtol=1e-8, max_steps=200, cotangent="random")
 
 
-@pytest.mark.xfail(reason="known defects of the list of trust are still open", strict=False)
 @settings(derandomize=True, deadline=None, max_examples=EXAMPLES, database=None, phases=[Phase.generate])
 @given(cases)
 def test_no_status_lies(case: Case) -> None:
