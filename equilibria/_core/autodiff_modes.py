@@ -94,7 +94,7 @@ def has_values(*tensors: Tensor) -> bool:
 
 
 def numbers(x: Tensor) -> list[Any]:
-    """`x.tolist()` of a vector, also of one that a transform tracks, whose storage torch 2.6 does not find."""
+    """`x.tolist()` of a vector, also inside a transform, where `tolist` fails in torch 2.6."""
     return [each.item() for each in x] if torch._C._functorch.is_functorch_wrapped_tensor(x) else x.tolist()
 
 
@@ -165,7 +165,7 @@ def _one_thread() -> Iterator[None]:
 
 @contextmanager
 def _with_derivatives() -> Iterator[None]:
-    """Leave inference mode, in which the jvp of torch 2.6 is zero; no graph is kept all the same."""
+    """Leave inference mode, in which the jvp of torch 2.6 returns zeros; no_grad still prevents a graph."""
     if not torch.is_inference_mode_enabled():
         yield
         return

@@ -44,7 +44,7 @@ class Layout:
         """The layout of a state; raises if its tensors do not share a batch dimension and a device."""
         tensors, structure = pytree.tree_flatten(state)
         _check_tensors(tensors, batched)
-        # torch.promote_types would stand in exported programs as an operation, which torch 2.6 cannot load again
+        # torch.promote_types would be recorded in exported programs, and torch 2.6 cannot load such programs
         double = any(tensor.dtype.to_real() == torch.float64 for tensor in tensors)
         return Layout(
             structure=structure,

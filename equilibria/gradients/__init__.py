@@ -1,4 +1,4 @@
-"""Gradients: how derivatives flow through an equilibrium."""
+"""Gradients: methods to differentiate an equilibrium."""
 
 from equilibria.gradients.base import Gradient, Problem, quarantine
 

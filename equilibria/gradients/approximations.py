@@ -1,4 +1,4 @@
-"""Cotangents by a formula: what takes the place of solving u = J'u + v."""
+"""Formulas that approximate the solution of the adjoint system u = J'u + v."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from equilibria._core.maps import FlatMap
 
 
 class Approximation(ABC):
-    """u, close to the fixed point of u -> M u + right."""
+    """A formula for a vector close to the fixed point of u -> M u + right."""
 
     @abstractmethod
     def __call__(self, product: FlatMap, right: Tensor) -> Tensor:
-        """`product` is t -> M t."""
+        """The approximation, (batch, n); `product` is t -> M t and `right` is (batch, n)."""
 
 
 @dataclass(frozen=True)
 class Neumann(Approximation):
     """damping (1 + B + ... + B^(steps - 1)) right with B = damping M + (1 - damping) I.
 
-    The partial sum of a damped Neumann series, or `steps` damped iterations of u -> M u + right from 0.
+    This is the partial sum of a damped Neumann series, and equals `steps` damped iterations of u -> M u + right from 0.
     """
 
     steps: int

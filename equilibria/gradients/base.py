@@ -1,4 +1,4 @@
-"""What a gradient is: it runs the forward solve and returns an equilibrium that carries derivatives."""
+"""The base class of gradients: a gradient runs the forward solve and returns a differentiable equilibrium."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ AdjointFailure = Literal["ignore", "warn", "raise", "fall_back"]
 
 @dataclass(frozen=True)
 class Problem:
-    """An equilibrium to be found: z = equation(z, *args).
+    """The problem z = equation(z, *args) with its solver, stop and report.
 
     what    "forward" for a cell; "adjoint" or "tangent" for a linear system of its derivatives, whose args are
             (z, right-hand side, *args) and whose tolerance is relative to that right-hand side
-    known   F(z0), where it has been computed already
-    opaque  does the equation depend on tensors that are not among its args?
+    known   F(z0) if it has been computed already
+    opaque  True if the equation depends on tensors that are not among its args
     """
 
     equation: Equation
@@ -41,21 +41,22 @@ class Problem:
     stop: Stop
     report: Report
     what: Literal["forward", "adjoint", "tangent"] = "forward"
-    on_failure: AdjointFailure | None = None  # None: as `stop` says
+    on_failure: AdjointFailure | None = None  # None uses `stop.on_failure`
     known: Tensor | None = None
     opaque: bool = False
-    keep_state: bool = False  # of the solver, in the Flat
-    solves: int = 0  # how many times the layer was solved in training before
-    verify: bool = True  # look at the answer of a solver that carries its residual by recurrence
-    compiler: Compiler | None = None  # of the layer, where its solves are to be compiled
-    measured_later: bool = False  # backward evaluates the cell at the answer, and measures its residual there
+    keep_state: bool = False  # return the state of the solver in the Flat
+    solves: int = 0  # number of earlier solves of the layer in training mode
+    verify: bool = True  # measure the residual of the result if the solver updates its residual by a recurrence
+    compiler: Compiler | None = None  # the layer's compiler; None if its solves are not compiled
+    measured_later: bool = False  # True if backward evaluates the cell at the result and measures the residual there
 
     def run(self, z0: Tensor, args: Sequence[Tensor]) -> Flat:
-        """Solve without a graph; statistics are filed, the failure policy applied."""
+        """Solve from z0, (batch, n), without a graph; store the statistics in `report` and report failures."""
         with torch.no_grad():
             return self.run_map(self.equation.bind(args), z0, self.equation.right(*args))
 
     def run_map(self, f: FlatMap, z0: Tensor, right: Tensor | None) -> Flat:
+        """As `run`, for the bound map `f` and its right-hand side if it is linear."""
         flat = self._solve(f, z0, right)
         if self.what == "forward":
             self.report.stats = flat.stats
@@ -66,11 +67,12 @@ class Problem:
         action = "warn" if self.on_failure == "fall_back" else self.on_failure
         if flat.failed:
             report_failures(flat.stats, self.stop, self.solver, what=self.what, owner=self.equation.owner, on_failure=action)
-        if right is not None and self.on_failure == "fall_back":  # to the Jacobian-free answer, g = v
+        if right is not None and self.on_failure == "fall_back":  # failed rows get the Jacobian-free cotangent g = v
             return dataclasses.replace(flat, z=torch.where(flat.stats.failed.unsqueeze(1), right, flat.z))
         return flat
 
     def _solve(self, f: FlatMap, z0: Tensor, right: Tensor | None) -> Flat:
+        """Solve row by row, or as one system if rows depend on each other; switch if the solve finds that they do."""
         equation, precision = self.equation, self.equation.precision
         if equation.coupled and z0.shape[0] > 1:
             if self.what == "forward" and equation.may_uncouple:
@@ -92,7 +94,7 @@ class Problem:
         return go_on(flat, solve_rows_as_one(f, flat.z, self.solver, stop, precision=precision))
 
     def measure(self, z: Tensor, fz: Tensor) -> None:
-        """File the measured residuals of the answer z; a sample that claimed to be converged and is not, is STALLED."""
+        """Check the residuals of the result z, (batch, n), by fz = F(z); rows wrongly marked CONVERGED become STALLED."""
         stats, stop = self.report.stats, self.stop
         assert stats is not None
         self.report.unmeasured = False
@@ -107,36 +109,38 @@ class Problem:
 
 
 class Gradient(ABC):
-    """How derivatives flow. Keeps nothing between calls: one DEQ may be solved many times before a backward."""
+    """A method to differentiate an equilibrium. It stores nothing between calls, so a DEQ may be solved many times before
+    `backward()`."""
 
     follows_start: ClassVar[bool] = False
-    """Does a derivative flow to the starting point? The equilibrium has none in it, the steps of a solver have."""
+    """True if gradients reach the starting point: an equilibrium does not depend on it, the steps of a solver do."""
 
     @abstractmethod
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
-        """Solve; the equilibrium (batch, n) with its derivatives, `problem.report` filled in."""
+        """Solve the problem from z0 and return the differentiable equilibrium, (batch, n); fills in `problem.report`."""
 
 
 def check_first_order(name: str, *, differentiable: bool = False) -> None:
-    """Refuse what a gradient without derivatives of its own cannot give."""
+    """Raise under torch.func, forward mode and double backward, for gradients that are not differentiable themselves."""
     if differentiable or autodiff_modes.inside_transform() or autodiff_modes.inside_dual_level():
         raise RuntimeError(
-            f"{name} gives first-order gradients by plain backward(): for torch.func, forward mode or second derivatives "
-            "take eq.Implicit()."
+            f"{name} gives only first-order gradients, by plain backward(). For torch.func, forward mode or second "
+            "derivatives, take eq.Implicit()."
         )
 
 
 def cotangent_scale(equation: Equation, v: Tensor, *, measured: bool) -> Tensor:
-    """(batch, 1), what a right-hand side is divided by: its solution then does not depend on the scale of the loss.
+    """(batch, 1), the RMS of each row of the right-hand side v, by which it is divided before the solve.
 
-    Where samples are coupled they share one divisor, or the solution would not be that of the system. They also share it
-    where that is not known and the solution is not `measured` afterwards.
+    The solution then does not depend on the scale of the loss. Coupled samples share one divisor, because dividing rows
+    by different numbers would change a coupled system. Samples also share it if it is not known whether they are coupled
+    and the solution is not `measured` afterwards.
     """
     if v.numel() == 0:
         return v.new_ones(v.shape[0], 1)
     v = v.detach()
     largest = _sound(v.abs().amax(dim=1, keepdim=True))
-    # the squares of very small or large numbers are 0 or inf: these are divided first
+    # squares of very small or very large numbers underflow or overflow, so these rows are divided first
     size = _usual(rms_norm(v).unsqueeze(1), largest * rms_norm(v / largest).unsqueeze(1))
     if equation.coupled or (equation.coupled is None and not measured):
         most = _sound(size.amax(dim=0, keepdim=True))
@@ -146,22 +150,22 @@ def cotangent_scale(equation: Equation, v: Tensor, *, measured: bool) -> Tensor:
 
 
 def _usual(size: Tensor, otherwise: Tensor) -> Tensor:
-    """A size that was computed by squares, where these are far from the ends of the dtype."""
+    """`size`, which was computed from squares, where they neither underflow nor overflow; `otherwise` elsewhere."""
     least = float(torch.finfo(size.dtype).tiny ** 0.5 / torch.finfo(size.dtype).eps)
     return torch.where((size > least) & (size < 1 / least), size, otherwise)
 
 
 def _sound(size: Tensor) -> Tensor:
-    """With ones for what cannot be divided by."""
+    """`size` with 1 in place of entries that are zero or not finite."""
     return size.masked_fill(~((size > 0) & (size < float("inf"))), 1.0)  # nan is neither
 
 
 def quarantine(
     equation: Equation, z: Tensor, args: Sequence[Tensor], v: Tensor, good: Tensor
 ) -> tuple[Tensor, list[Tensor], Tensor]:
-    """In place of every bad sample a good one, with a cotangent of zero.
+    """Replace every sample that is not `good` by a good one with a cotangent of zero; returns z, args and v.
 
-    A zero cotangent alone does not do: 0 * nan is nan, and the gradient of shared weights sums over the batch.
+    A zero cotangent alone does not suffice: 0 * nan is nan, and gradients of shared weights sum over the batch.
     """
     concrete = autodiff_modes.has_values(z, good, *args)
     if z.shape[0] == 0 or (concrete and bool(good.all())):
@@ -174,24 +178,24 @@ def quarantine(
 
 
 def with_zero_gradient(z: Tensor, args: Sequence[Tensor]) -> Tensor:
-    """`z`, from which backward() sends zeros to the args: without a graph it would raise."""
+    """`z` with a graph that gives the args zero gradients, because backward() raises for a tensor without a graph."""
     followed = [arg for arg in args if arg.requires_grad]
     if z.requires_grad or not followed or not torch.is_grad_enabled():
         return z
-    zeros = [arg.reshape(-1)[:0].sum().real.to(z.dtype) for arg in followed]  # empty sums: nothing that is nan takes part
+    zeros = [arg.reshape(-1)[:0].sum().real.to(z.dtype) for arg in followed]  # empty sums, which no nan enters
     return z + torch.stack(zeros).sum()
 
 
 def _args_with_rows(equation: Equation, z: Tensor, args: Sequence[Tensor], index: Tensor, good: Tensor) -> Sequence[bool]:
-    """Which args really have a row per sample: a weight of as many rows as the batch has samples only looks like it.
+    """True for each arg that has a row per sample; a weight may have as many rows by coincidence.
 
-    Exchanging the rows of bad samples changes nothing for the good ones, unless the rows are not the samples'.
+    The test replaces the rows of bad samples. The outputs of good samples change only if the rows belong to a weight.
     """
-    if getattr(equation, "opaque", False):  # to run it is a collective, which other ranks would not join
+    if getattr(equation, "opaque", False):  # evaluating it is a collective operation that other ranks would not join
         return equation.rowwise
     rows = list(equation.rowwise)
     with torch.no_grad():
-        # beside the state itself another one: a weight that is multiplied by a state of zero could be any
+        # a second state without zeros is tested too: a state of zero hides a change of the weight that multiplies it
         for state in (z, _another_state(z)):
             expected = equation(state, *args)[good]
             for i, looks_like in enumerate(rows):
@@ -202,6 +206,6 @@ def _args_with_rows(equation: Equation, z: Tensor, args: Sequence[Tensor], index
 
 
 def _another_state(z: Tensor) -> Tensor:
-    """A state of about the size of `z` without a zero in it."""
+    """A state of about the magnitude of `z` without zero entries."""
     largest = _sound(torch.nan_to_num(z, nan=0.0, posinf=0.0, neginf=0.0).abs().amax(dim=1, keepdim=True))
     return largest * (1 + torch.arange(z.shape[1], device=z.device, dtype=z.dtype) / z.shape[1])

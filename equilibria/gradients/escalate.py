@@ -1,4 +1,4 @@
-"""A cheap gradient where it is good enough, an exact one where it is not."""
+"""A gradient that is approximate for samples where that is accurate enough, and exact for the others."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from equilibria.solvers.base import require
 
 @dataclass(frozen=True, kw_only=True)
 class Escalate(Gradient):
-    """Per sample the cotangent of `cheap` if its relative residual |J'u + v - u| / |v| is at most `when`, else exact.
+    """Use the cotangent of `cheap` for samples whose relative residual |J'u + v - u| / |v| is at most `when`, else `exact`.
 
-    The residual costs one product; a sample that is sent on starts from its cheap cotangent. Derivatives that are to be
-    differentiated again are exact for every sample.
+    The residual costs one product. The exact solve of the other samples starts from their cheap cotangents. Derivatives
+    that are differentiated again are exact for every sample.
 
     cheap  JFB() or NeumannPhantom(...)
     exact  Implicit(...)
-    when   the largest residual that will do
+    when   the largest residual at which the cheap cotangent is accepted
     """
 
     cheap: Gradient = field(default_factory=NeumannPhantom)
@@ -44,11 +44,12 @@ class Escalate(Gradient):
         return attach(task, z0, args) if problem.opaque else differentiable_fixed_point(task, z0, *args)[0]
 
     def _approximation(self) -> Approximation:
+        """The formula of `cheap`; TypeError if it has none."""
         if isinstance(self.cheap, JFB):
             return Neumann(1, 1.0)
         if isinstance(self.cheap, NeumannPhantom):
             return Neumann(self.cheap.steps, self.cheap.damping)
         raise TypeError(
-            f"Escalate's cheap must be eq.JFB() or eq.NeumannPhantom(...), got {self.cheap!r}: only a cotangent at the "
-            "equilibrium has an adjoint residual to be judged by."
+            f"Escalate's cheap must be eq.JFB() or eq.NeumannPhantom(...), got {self.cheap!r}: the adjoint residual is "
+            "defined only for a cotangent at the equilibrium."
         )

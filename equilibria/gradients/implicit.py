@@ -18,15 +18,15 @@ from equilibria.solvers.krylov import GMRES
 
 @dataclass(frozen=True, kw_only=True)
 class Implicit(Gradient):
-    """dz = (I - J)^{-1} dF: a backward pass solves g = J'g + v, with no memory of the forward steps.
+    """dz = (I - J)^{-1} dF: the backward pass solves g = J'g + v and stores no forward steps.
 
-    Exact to the tolerances, in reverse and forward mode and to any order, forward mode at most once.
+    Gradients are exact up to the tolerances, in reverse and forward mode and to any order; forward mode does not nest.
 
-    solver      of the linear systems; None: GMRES
-    stop        when they are solved, relative to their right-hand side, so that gradients do not depend on the
-                scale of the loss; None: the tolerances of the forward solve
+    solver      solver of the linear systems; None uses GMRES
+    stop        tolerances of the linear systems, relative to their right-hand sides, so that gradients do not depend on
+                the scale of the loss; None uses those of the forward solve
     on_failure  for samples whose system was not solved: "ignore", "warn", "raise", or "fall_back" to the
-                Jacobian-free gradient g = v with a warning; None: as `stop` says
+                Jacobian-free gradient g = v with a warning; None uses `stop.on_failure`
     """
 
     solver: AnySolver | None = None
@@ -44,9 +44,9 @@ class Implicit(Gradient):
 
     def task(self, problem: Problem) -> ImplicitProblem:
         """The problem with the settings of its linear systems."""
-        # a tolerance relative to the right-hand side has no use for an absolute part
+        # tolerances are relative to the right-hand side, so an absolute part would depend on the scale of the loss
         inherited = dataclasses.replace(problem.stop, atol=0.0, trace=False, keep_every=None)
         stop = (self.stop or inherited).reachable(problem.equation.precision)
-        if stop.process_group is None:  # what the ranks agree on forward they must agree on backward
+        if stop.process_group is None:  # ranks that take the same number of steps forward must do so backward
             stop = dataclasses.replace(stop, process_group=problem.stop.process_group)
         return ImplicitProblem(problem, self.solver or GMRES(), stop, self.on_failure)

@@ -24,14 +24,14 @@ from equilibria.solvers.krylov import GMRES
 
 @dataclass(frozen=True, kw_only=True)
 class UnrolledPhantom(Gradient):
-    """`steps` damped steps from the equilibrium with their graph kept, h <- h + damping (f(h) - h) (Geng and others 2021).
+    """Backpropagation through `steps` damped steps from the equilibrium, h <- h + damping (f(h) - h) (Geng et al. 2021).
 
-    The layer returns the last h, the gradient is that of these steps. Memory of `steps` runs of the cell. `Stats` describes
-    the equilibrium before them; `Solution.measure_residual()` measures the last h.
+    The layer returns the last h. The graph of `steps` evaluations of the cell is kept. `Stats` describes the equilibrium
+    before these steps; `Solution.measure_residual()` measures the last h.
 
-    steps       the more, the closer to the exact gradient
-    damping     the smaller, the better conditioned, and the slower to approach the exact gradient
-    checkpoint  keep the steps' states alone and run the cell again in backward: memory of one run
+    steps       number of steps; more steps are closer to the exact gradient
+    damping     smaller values are better conditioned, and approach the exact gradient more slowly
+    checkpoint  keep only the states h and run the cell again in backward, with the memory of one evaluation
     """
 
     steps: int = 5
@@ -46,6 +46,7 @@ class UnrolledPhantom(Gradient):
         return unroll_from(problem, z, status, args, self._advance, replays=self.checkpoint)
 
     def _advance(self, f: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
+        """Take the damped steps from h, (batch, n)."""
         for _ in range(self.steps):
             fh = run_checkpointed(f, h, use_reentrant=False) if self.checkpoint and torch.is_grad_enabled() else f(h)
             h = fh if self.damping == 1 else torch.lerp(h, fh, self.damping)
@@ -54,11 +55,11 @@ class UnrolledPhantom(Gradient):
 
 @dataclass(frozen=True, kw_only=True)
 class JFB(Gradient):
-    """One step from the equilibrium with its graph: the inverse (I - J)^{-1} taken for I (Fung and others 2022).
+    """Jacobian-free backpropagation: one step from the equilibrium with a graph, (I - J)^{-1} replaced by I.
 
-    The layer returns f(z); `Stats` describes z, `Solution.measure_residual()` measures f(z). A descent direction where
-    the cell contracts and its parameters are well conditioned; costs no linear solve and the memory of one run of the
-    cell.
+    (Fung et al. 2022.) The layer returns f(z). `Stats` describes z; `Solution.measure_residual()` measures f(z). The
+    gradient is a descent direction if the cell is a contraction and its parameters are well conditioned. It needs no
+    linear solve and the memory of one evaluation of the cell.
     """
 
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
@@ -70,8 +71,9 @@ class JFB(Gradient):
 class NeumannPhantom(Gradient):
     """The partial sum damping (I + B + ... + B^(steps - 1)), B = damping J + (1 - damping) I, in place of (I - J)^{-1}.
 
-    (Geng and others 2021.) The layer returns the equilibrium; nothing but it and the inputs is kept. At an exact
-    equilibrium the gradient equals UnrolledPhantom's. `Solution.adjoint.residual` tells how far from exact it was.
+    (Geng et al. 2021.) The layer returns the equilibrium and keeps only the equilibrium and the inputs for backward. At an
+    exact equilibrium the gradient equals that of UnrolledPhantom. `Solution.adjoint.residual` is the relative residual of
+    the approximate cotangent.
 
     steps, damping  as in UnrolledPhantom
     """
@@ -88,7 +90,7 @@ class NeumannPhantom(Gradient):
 
 
 def solve_detached(problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The equilibrium as a constant, and its status; through the primitive, so that transforms find their way."""
+    """The equilibrium without a graph, (batch, n), and its status; uses the primitive, which supports torch.func."""
     task = ImplicitProblem(problem, GMRES(), problem.stop)
     if torch.is_grad_enabled() and not autodiff_modes.inside_transform():
         task = dataclasses.replace(task, problem=dataclasses.replace(problem, measured_later=True))  # by `unroll_from`
@@ -106,16 +108,19 @@ def unroll_from(
     *,
     replays: bool = False,
 ) -> Tensor:
-    """`advance(f, z)` with its graph, for good samples; a non-finite one keeps its iterate, and no gradient."""
+    """`advance(f, z)` with a graph for finite samples; samples that are not finite keep z and get no gradient.
+
+    replays  True if backward runs the cell again
+    """
     report, good = problem.report, status != Status.NONFINITE
     concrete = autodiff_modes.has_values(z, good, *args)
     if report.nonfinite and not autodiff_modes.inside_transform() and not bool(good.any()):
-        return with_zero_gradient(z, args)  # there is no good sample to put in place of the bad ones
+        return with_zero_gradient(z, args)  # no good sample is left to replace the bad ones
     steps = _Advance(advance, good)
     out = watched(steps, problem, z, args, replays=replays)
     if concrete and not bool(torch.isfinite(out.detach().sum())):
         finite = torch.isfinite(out.detach()).all(dim=1)
-        if not bool(finite.all()):  # steps from an iterate that is no equilibrium may overflow
+        if not bool(finite.all()):  # steps from an iterate that has not converged may overflow
             _set_aside(problem, ~finite)
             return unroll_from(problem, z, status.masked_fill(~finite, Status.NONFINITE), args, advance, replays=replays)
     problem.report.add_evaluations(steps.runs, len(z))
@@ -125,7 +130,7 @@ def unroll_from(
 
 
 class _Advance:
-    """The steps from an equilibrium, for the samples that are good."""
+    """Applies `advance` to the good samples and counts its evaluations of the cell."""
 
     def __init__(self, advance: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor], good: Tensor) -> None:
         self.advance, self.good, self.runs = advance, good, 0
@@ -137,7 +142,7 @@ class _Advance:
         def f(h: Tensor) -> Tensor:
             self.runs += 1
             out = problem.equation(h, *inputs)
-            if problem.report.unmeasured and start is z:  # the first run, at the answer itself
+            if problem.report.unmeasured and start is z:  # the first evaluation is at the equilibrium itself
                 problem.measure(z.detach(), out.detach())
             return out
 
@@ -145,7 +150,7 @@ class _Advance:
 
 
 def _set_aside(problem: Problem, rows: Tensor) -> None:
-    """Samples whose steps are not finite keep their iterate and get no gradient: NONFINITE."""
+    """Mark samples whose extra steps are not finite as NONFINITE, and report them."""
     stats = problem.report.stats
     assert stats is not None
     status = stats.status.masked_fill(rows, Status.NONFINITE)
@@ -154,5 +159,6 @@ def _set_aside(problem: Problem, rows: Tensor) -> None:
 
 
 def _check(name: str, steps: int, damping: float) -> None:
-    require(steps >= 1, f"{name}'s steps must be at least 1, got {steps}; for no gradient at all use torch.no_grad().")
+    """Raise ValueError for invalid settings of the gradient `name`."""
+    require(steps >= 1, f"{name}'s steps must be at least 1, got {steps}; for no gradient use torch.no_grad().")
     require(0 < damping <= 1, f"{name}'s damping must lie in (0, 1], got {damping}.")

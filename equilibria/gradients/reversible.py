@@ -1,4 +1,4 @@
-"""A reversible solver: its steps are undone in backward instead of being stored."""
+"""A reversible solver: backward recomputes its iterates by inverting its steps instead of storing them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from equilibria.solution import Status, empty_stats
 from equilibria.solvers.base import Iterate, Solver, require
 from equilibria.solvers.picard import Picard
 
-LEFT = 1e-3  # rounding up to which an undone state is believed
-WIDE = torch.float64  # undoing a step multiplies rounding by 1 / (1 - damping): only double precision has digits to lose
+LEFT = 1e-3  # largest relative rounding error of a recomputed state
+WIDE = torch.float64  # inverting a step multiplies rounding errors by 1 / (1 - damping), which float32 cannot afford
 
 OUT_OF_REACH = (
     "Reversible works on cells whose tensors are inputs or parameters and whose samples do not depend on each other: no "
@@ -33,43 +33,43 @@ OUT_OF_REACH = (
 
 @dataclass(frozen=True, kw_only=True)
 class Reversible(Gradient):
-    """The exact gradient of the computed iterate in constant memory, by steps that can be undone.
+    """The exact gradient of the computed iterate in constant memory, by a solver whose steps are invertible.
 
-    Two states take turns, with d = damping:
+    A step updates two states in turn, with d = damping:
 
         y <- (1 - d) y + d f(z),   z <- (1 - d) z + d f(y)
 
-    which is undone by z <- (z - d f(y)) / (1 - d), y <- (y - d f(z)) / (1 - d). Backward goes back step by step, with
-    one run of the cell for each half of it. Two evaluations a step.
+    Its inverse is z <- (z - d f(y)) / (1 - d), y <- (y - d f(z)) / (1 - d). Backward inverts the steps one by one. A step
+    takes two evaluations of the cell in each direction.
 
-    A step that contracts loses digits, and undoing it asks for them: for a cell that contracts, rounding grows by up to
-    (1 + d) / (1 - d) a step, of the 16 digits of the double precision in which the states are carried. The way back ends
-    where three digits are left (26 steps at d = 1/2); `Solution.adjoint.residual` is the share of the cotangent that was
-    left there, and a sample with more than `Stop.rtol` of it counts as failed.
+    Inverting a contractive step amplifies rounding errors, by up to (1 + d) / (1 - d) per step. The states are float64,
+    with 16 digits. Backward stops when three digits are left (26 steps at d = 1/2). `Solution.adjoint.residual` is the
+    share of the cotangent that remains there; a sample fails if it exceeds `Stop.rtol`.
 
-    As with Unrolled, a sample that takes no step has no gradient. Brings its own steps: the DEQ's solver must be Picard(),
-    of which it is the reversible form.
+    As with Unrolled, a sample that takes no step has no gradient. The DEQ's solver must be Picard(), of which these steps
+    are the reversible form.
 
-    damping  in (0, 1); larger converges faster, smaller loses fewer digits on the way back
+    damping  in (0, 1); larger values converge faster, smaller values lose fewer digits in backward
     """
 
     damping: float = 0.5
 
     def __post_init__(self) -> None:
         require(
-            0 < self.damping < 1, f"Reversible's damping must lie in (0, 1), got {self.damping}: at 1 nothing can be undone."
+            0 < self.damping < 1,
+            f"Reversible's damping must lie in (0, 1), got {self.damping}: at 1 a step has no inverse.",
         )
 
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
         check_first_order("Reversible")
         if not isinstance(problem.solver, Picard):
             raise TypeError(
-                f"Reversible takes steps of its own, the reversible form of plain iteration, and the solver is "
-                f"{problem.solver!r}: take solver=eq.Picard(), or another gradient."
+                f"Reversible replaces plain iteration by its reversible form, and the solver is {problem.solver!r}: "
+                "take solver=eq.Picard(), or another gradient."
             )
         if problem.opaque or problem.equation.coupled:
             raise TypeError(OUT_OF_REACH)
-        # every step counts here: a finished sample must be stopped at once, or more steps were taken than are undone
+        # a finished sample must stop at once, or it would take more steps than backward inverts
         stop = dataclasses.replace(problem.stop, check_every=1)
         solver = ReversiblePicard(damping=self.damping)
         problem = dataclasses.replace(problem, solver=solver, stop=stop, known=None, keep_state=True)
@@ -78,7 +78,7 @@ class Reversible(Gradient):
 
 @dataclass(frozen=True)
 class ReversibleState(Iterate):
-    """z and fz are those of the second state; the first is y. `wide` is z in double precision."""
+    """z and fz belong to the second state of a step, y is the first; `wide` is z in float64."""
 
     y: Tensor  # (batch, n), double
     wide: Tensor  # (batch, n), double
@@ -90,6 +90,8 @@ class ReversibleState(Iterate):
 
 @dataclass(frozen=True, kw_only=True)
 class ReversiblePicard(Solver[ReversibleState]):
+    """The forward steps of `Reversible`."""
+
     damping: float
 
     def init(self, f: Map, z0: Tensor) -> ReversibleState:
@@ -98,7 +100,7 @@ class ReversiblePicard(Solver[ReversibleState]):
     def step(self, f: Map, state: ReversibleState) -> ReversibleState:
         y = torch.lerp(state.y, state.fz.to(WIDE), self.damping)
         wide = torch.lerp(state.wide, f(y.to(state.z.dtype)).to(WIDE), self.damping)
-        if state.active is not None:  # a finished sample stands still to the last bit, or its steps could not be undone
+        if state.active is not None:  # a finished sample must not change in any bit, or its steps could not be inverted
             keep = state.active.unsqueeze(1)
             y, wide = torch.where(keep, y, state.y), torch.where(keep, wide, state.wide)
         z = wide.to(state.z.dtype)
@@ -106,6 +108,8 @@ class ReversiblePicard(Solver[ReversibleState]):
 
 
 class _Reversible(Function):
+    """Forward solves without a graph; backward inverts the steps."""
+
     @staticmethod
     def forward(ctx: Any, problem: Problem, z0: Tensor, *args: Tensor) -> Tensor:
         flat = problem.run(z0, args)
@@ -123,6 +127,7 @@ class _Reversible(Function):
 
     @staticmethod
     def _pull(ctx: Any, cotangent: Tensor) -> Sequence[Tensor | None]:
+        """The gradients of the args for a cotangent, (batch, n), without samples whose derivatives are not finite."""
         y, z, steps, best, status, *args = ctx.saved_tensors
         equation, needs = ctx.problem.equation, ctx.needs_input_grad[2:]
         good, lost = status != Status.NONFINITE, torch.zeros_like(status, dtype=torch.bool)
@@ -140,7 +145,7 @@ class _Reversible(Function):
                 sound: Sequence[Tensor | None] = grads
                 if not all_finite(grads):
                     sound, spoilt = sum_finite_shares(good, lambda rows: undo(rows)[0], zero)
-                    # a sum of finite gradients may be too large for its dtype: it belongs to every sample
+                    # if a sum of finite gradients overflows, no single sample is the cause, and all are marked
                     lost = lost | (spoilt if all_finite(sound) else good)
                 _file_rest(
                     ctx.problem, left, torch.where(good.unsqueeze(1), cotangent, torch.zeros_like(cotangent)), steps, lost
@@ -153,7 +158,7 @@ class _Reversible(Function):
 
 
 def _same(good: Tensor) -> Tensor:
-    """The rows `quarantine` puts in place of bad ones."""
+    """(batch,), the index of the row that `quarantine` uses for each sample."""
     return torch.where(good, torch.arange(len(good), device=good.device), good.to(torch.int8).argmax())
 
 
@@ -167,17 +172,18 @@ def _undo(
     args: Sequence[Tensor],
     needs: Sequence[bool],
 ) -> tuple[list[Tensor | None], Tensor, Tensor]:
-    """Back through the steps: undo each, and pull the cotangents of both states through it.
+    """Invert the steps in reverse order and pull the cotangents of both states through each.
 
-    A sample that did not converge goes back to its best iterate first; there its cotangent comes in. The second result is
-    the cotangent with which the way back ended short of the start, the third tells whose cotangents stayed finite.
+    The cotangent of a sample enters at its best iterate, which for a sample that did not converge may precede the last.
+    Returns the gradients of the args; the part of the cotangents, (batch, n), that remained where the inversion stopped
+    before the start; and (batch,) True for samples whose cotangents stayed finite.
     """
     equation, d = problem.equation, problem.solver.damping  # type: ignore[union-attr]  # a ReversiblePicard
     total: list[Tensor | None] = [torch.zeros_like(arg) if need else None for arg, need in zip(args, needs, strict=True)]
     vy, vz = torch.zeros_like(z), torch.zeros_like(z)
 
     def back(at: Tensor, state: Tensor, cotangent: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Undo state <- (1 - d) state + d f(at): the state before, and what its cotangent sends to `at`."""
+        """Invert state <- (1 - d) state + d f(at): the state before, and the cotangent that reaches `at`."""
         here = Linearisation(equation, at.to(v.dtype), args, needs)
         value = here.value().to(WIDE)
         sent = torch.where(rows, d * cotangent, torch.zeros_like(cotangent)).to(v.dtype)
@@ -201,7 +207,7 @@ def _undo(
 
 
 def _file_rest(problem: Problem, left: Tensor, v: Tensor, steps: Tensor, lost: Tensor) -> None:
-    """Statistics of the way back: what of the cotangent did not reach the start; `lost` had derivatives not finite."""
+    """Store adjoint statistics: the relative norm of the cotangent `left` over, and NONFINITE for the samples in `lost`."""
     norm = problem.stop.norm
     residual = (norm(left) / norm(v).clamp_min(torch.finfo(v.dtype).tiny)).to(v.dtype)
     status = torch.where(residual <= problem.stop.rtol, Status.CONVERGED, Status.STALLED).to(torch.int8)

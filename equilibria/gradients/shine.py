@@ -1,4 +1,4 @@
-"""SHINE: the inverse Jacobian that Broyden's method has learnt on the way, used once more."""
+"""SHINE: the backward pass reuses the inverse Jacobian that Broyden's method estimated in the forward solve."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ OUT_OF_REACH = (
 
 @dataclass(frozen=True, kw_only=True)
 class Shine(Gradient):
-    """u = B'v with the estimate B of (I - J)^{-1} that the forward Broyden steps left behind (Ramzi and others 2022).
+    """u = B'v with the estimate B of (I - J)^{-1} from the forward Broyden solve (Ramzi et al. 2022).
 
-    No products at all; needs Broyden as the forward solver. First order only.
+    It needs no products with the Jacobian and gives first-order gradients only. The forward solver must be Broyden.
 
-    refine    steps of GMRES from there
-    fallback  where |u| exceeds so many |v| the estimate is not believed, and u = v as in JFB; None: always believed
+    refine    number of GMRES steps that improve u
+    fallback  samples with |u| > fallback |v| use u = v, as in JFB; None always uses the estimate
     """
 
     refine: int = 0
@@ -53,7 +53,7 @@ class Shine(Gradient):
         solver = problem.solver.solver if isinstance(problem.solver, Restart) else problem.solver
         if not isinstance(solver, Broyden):
             raise TypeError(
-                f"Shine reuses what Broyden's method has learnt about the Jacobian, and the solver is {problem.solver!r}: "
+                f"Shine reuses the Jacobian estimate of Broyden's method, and the solver is {problem.solver!r}: "
                 "take solver=eq.Broyden(), or another gradient such as eq.NeumannPhantom()."
             )
         if problem.opaque or problem.equation.coupled:
@@ -64,12 +64,12 @@ class Shine(Gradient):
 
 
 class _Shine(Function):
-    """The equilibrium; the solver's state is kept beside z and the inputs."""
+    """Forward solves and keeps the solver's state besides z and the inputs; backward applies the estimate."""
 
     @staticmethod
     def forward(ctx: Any, problem: Problem, shine: Shine, z0: Tensor, *args: Tensor) -> Tensor:
         flat = problem.run(z0, args)
-        if flat.state is None:  # samples turned out to depend on each other, and were solved anew
+        if flat.state is None:  # the solve found that samples depend on each other and solved them as one system
             raise TypeError(OUT_OF_REACH)
         ctx.task, ctx.estimate = _task(problem, shine), Estimate.of(flat.state, shine.fallback)
         ctx.save_for_backward(flat.z, flat.stats.status, *args)
@@ -86,14 +86,17 @@ class _Shine(Function):
 
 
 def _task(problem: Problem, shine: Shine) -> ImplicitProblem:
-    """Refinement is an exact solve of what the estimate leaves, cut short and not judged."""
+    """The adjoint problem: an exact solve that starts from the estimate, limited to `refine` steps, failures ignored."""
     stop = Stop(rtol=0.0, atol=0.0, max_steps=shine.refine, on_failure="ignore", norm=problem.stop.norm)
     return ImplicitProblem(problem, GMRES(), stop, when=0.0 if shine.refine else None)
 
 
 @dataclass(frozen=True)
 class Estimate(Approximation):
-    """v -> v - S' core^{-T} (S + Y) v: the transpose of Broyden's step."""
+    """v -> v - S' core^{-T} (S + Y) v, the transpose of Broyden's inverse Jacobian.
+
+    The rows of `steps` are S, those of `sums` are S + Y.
+    """
 
     steps: Tensor  # (batch, k, n)
     sums: Tensor  # (batch, k, n)
@@ -102,10 +105,11 @@ class Estimate(Approximation):
 
     @staticmethod
     def of(state: Any, fallback: float | None) -> Estimate:
+        """The estimate that a Broyden state holds."""
         if isinstance(state, RestartState):
             state = state.inner
         assert isinstance(state, BroydenState)
-        # a sample that stopped early never wrote its last slots: 1 on the diagonal keeps its core invertible
+        # slots that a sample did not fill before it stopped get 1 on the diagonal, which keeps its core invertible
         empty = (euclidean_norm(state.steps.flatten(0, 1)) == 0).view(state.core.shape[:2])
         return Estimate(state.steps, state.sums, state.core + torch.diag_embed(empty.to(state.core.dtype)), fallback)
 

@@ -1,4 +1,4 @@
-"""Back-propagation through the solver's own steps."""
+"""Backpropagation through the steps of the solver."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ from equilibria.solvers.base import Iterate, Solver, collect, rebuild, require
 from equilibria.solvers.fallback import Fallback
 
 NOT_REPLAYED = (
-    "Unrolled with checkpoint or truncate replays the steps of one solver, sample by sample: not those of a Fallback, nor "
-    "those of a cell whose samples depend on each other, as with batch statistics. Leave both out, or take depth=..., an "
-    "explicit network."
+    "Unrolled with checkpoint or truncate replays the steps of one solver, sample by sample. It cannot replay those of a "
+    "Fallback, or of a cell whose samples depend on each other, as with batch statistics. Leave both options out, or take "
+    "depth=..., an explicit network."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Unrolled(Gradient):
-    """The exact gradient of the iterate that was computed, by back-propagation through time (BPTT).
+    """The exact gradient of the computed iterate, by backpropagation through time (BPTT).
 
-    Any differentiable solver (not those with an inner linear solve). Memory of a run of the cell per step, and the only
-    gradient that reaches the starting point. A sample that is at its equilibrium from the start takes no step, and has no
-    gradient: with warm starts take another one.
+    It works with every solver whose steps are differentiable, which excludes those with an inner linear solve. The graph
+    of one evaluation of the cell per step is kept. It is the only gradient that reaches the starting point. A sample that
+    starts at its equilibrium takes no step and has no gradient: use another gradient with warm starts.
 
-    checkpoint  "sqrt" or "recursive": keep some states, run the cell again in backward; O(√steps) or O(log steps) of
-                memory. The solve is run once ahead to learn its length
-    truncate    keep the graph of the last so many steps only; None: of all
-    depth       so many plain steps of the cell, whatever solver and tolerance: an explicit, weight-tied network
+    checkpoint  "sqrt" or "recursive": keep some states and run the cell again in backward, with O(√steps) or O(log steps)
+                memory; the solve runs once without a graph first, to determine its length
+    truncate    keep the graph of the last `truncate` steps only; None keeps all
+    depth       take this number of plain steps of the cell and ignore solver and tolerance: an explicit, weight-tied
+                network
     """
 
     checkpoint: Checkpoint = None
@@ -57,16 +58,17 @@ class Unrolled(Gradient):
         if not autodiff_modes.has_values(z0, *args):
             raise RuntimeError(
                 "torch.func.vmap does not pass through Unrolled, whose number of steps depends on values: make the mapped "
-                "dimension a part of the batch, or take eq.Implicit(), which maps."
+                "dimension a part of the batch, or take eq.Implicit(), which supports vmap."
             )
         return watched(self._steps, problem, z0, args, replays=self.checkpoint is not None)
 
     def _steps(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
-        # where no sample takes a step there is no graph
+        # without any step there is no graph, and backward() would raise
         return with_zero_gradient(self._unroll(problem, z0, args), [z0, *args])
 
     def _unroll(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
-        problem = dataclasses.replace(problem, known=None)  # known without its graph, which is what is wanted here
+        """The result of the steps, (batch, n), with their graph; by depth, directly, or by a replay."""
+        problem = dataclasses.replace(problem, known=None)  # F(z0) is known only without its graph
         if self.depth is not None:
             return _spared(_Explicit(self.depth, self.truncate, self.checkpoint), problem, z0, args)
         for solver in problem.solver.solvers if isinstance(problem.solver, Fallback) else (problem.solver,):
@@ -76,7 +78,7 @@ class Unrolled(Gradient):
         return self._replay(problem, z0, args)
 
     def _replay(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
-        """Solve once for the length of every sample's solve, then take the same steps with a graph."""
+        """Solve without a graph to get the number of steps of every sample, then take the same steps with a graph."""
         if isinstance(problem.solver, Fallback) or problem.equation.coupled:
             raise TypeError(NOT_REPLAYED)
         flat = problem.run(z0.detach(), [arg.detach() for arg in args])
@@ -87,16 +89,16 @@ class Unrolled(Gradient):
         good = flat.stats.status != Status.NONFINITE
         chosen = self._steps_again(problem, z0, args, flat.stats.best, good)
         sound = torch.isfinite(chosen).all(dim=1) | ~good
-        if not bool(sound.all()):  # steps whose derivatives exist can end elsewhere where numbers are hardly normal ones
+        if not bool(sound.all()):  # steps with a graph round differently near underflow and may not stay finite
             good = good & sound
             status = flat.stats.status.masked_fill(~sound, Status.NONFINITE)
             problem.report.stats, problem.report.nonfinite = dataclasses.replace(flat.stats, status=status), True
             chosen = self._steps_again(problem, z0, args, flat.stats.best, good)
-        # the value is the one that was judged, whatever the steps with a graph made of it
+        # the value is that of the first solve, which the statistics describe; the gradient is that of the replay
         return torch.where(good.unsqueeze(1), flat.z + (chosen - chosen.detach()), flat.z)
 
     def _steps_again(self, problem: Problem, z0: Tensor, args: Sequence[Tensor], best: Tensor, good: Tensor) -> Tensor:
-        """The iterates at step `best`, with a graph."""
+        """Each sample's iterate at its step `best`, (batch, n), with a graph."""
         assert isinstance(problem.solver, Solver)
         z0, args, _ = quarantine(problem.equation, z0, args, z0, good)
         f = Map(_bind(problem, args))
@@ -108,18 +110,19 @@ class Unrolled(Gradient):
 
 
 class _ReplayedStep:
-    """A solver's step as a function of tensors alone: (counters, iterate chosen so far, *tensors of the state).
+    """A solver's step as a function of tensors: (counters, iterates chosen so far, *tensors of the state).
 
-    The counters are the time and those of the state.
+    The counters are the number of the step and the integers of the state.
     """
 
     def __init__(self, solver: Solver[Any], f: Map, like: Iterate, best: Tensor, truncate: int | None) -> None:
         self.solver, self.f, self.like, self.best, self.truncate = solver, f, like, best, truncate
 
     def buffers(self) -> dict[str, Tensor]:
-        return {}  # an equation keeps them still
+        return {}  # the buffers of an equation are constant
 
     def first(self, state: Iterate) -> Tensors:
+        """The tensors before the first step."""
         return (torch.tensor([0, *collect(state, int)]), state.z, *self._cut(collect(state, Tensor), time=0))
 
     def __call__(self, z: Tensors, buffers: Buffers) -> Tensors:
@@ -131,7 +134,7 @@ class _ReplayedStep:
         return (torch.tensor([time + 1, *collect(state, int)]), chosen, *self._cut(collect(state, Tensor), time + 1))
 
     def _cut(self, tensors: list[Tensor], time: int) -> list[Tensor]:
-        """The state without the graph of samples that have more than `truncate` evaluations to go."""
+        """The state, detached for samples that are more than `truncate` steps before their last."""
         if self.truncate is None:
             return tensors
         early = time < self.best - self.truncate
@@ -139,7 +142,7 @@ class _ReplayedStep:
 
 
 def _without_graph(tensor: Tensor, rows: Tensor) -> Tensor:
-    """`tensor` with some rows as constants."""
+    """`tensor` with the given rows detached."""
     return torch.where(rows.view(-1, *[1] * (tensor.dim() - 1)), tensor.detach(), tensor)
 
 
@@ -153,7 +156,7 @@ def _direct(problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class _Explicit:
-    """depth plain steps; the statistics tell how far from an equilibrium they end."""
+    """`depth` plain steps; the statistics contain the residual after the last."""
 
     depth: int
     truncate: int | None
@@ -174,7 +177,7 @@ class _Explicit:
 
 
 def _finite_rows(problem: Problem, z: Tensor, z0: Tensor) -> Tensor:
-    """`z` with the start in place of rows that are not finite; as everywhere, what is returned is."""
+    """`z` with the start in place of rows that are not finite, so that the result is finite."""
     assert problem.report.stats is not None
     start = torch.where(torch.isfinite(z0), z0, torch.zeros_like(z0)).detach()
     return torch.where((problem.report.stats.status != Status.NONFINITE).unsqueeze(1), z, start)
@@ -182,6 +185,8 @@ def _finite_rows(problem: Problem, z: Tensor, z0: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _PlainStep:
+    """z -> F(z, *args) as a `checkpointing.Step`."""
+
     equation: Equation
     args: Sequence[Tensor]
 
@@ -193,9 +198,9 @@ class _PlainStep:
 
 
 def _spared(run: Callable[..., Tensor], problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
-    """What `run` gives; where a sample turned non-finite, with that sample kept out of everybody's gradient.
+    """The result of `run`; if samples became non-finite, `run` is repeated without them.
 
-    Its steps lie in the graph with weight zero, and 0 * nan is nan: the others are run again without it.
+    Otherwise their steps would stay in the graph with weight zero, and 0 * nan is nan.
     """
     z = run(problem, z0, args)
     stats = problem.report.stats
@@ -212,6 +217,7 @@ def _spared(run: Callable[..., Tensor], problem: Problem, z0: Tensor, args: Sequ
 
 
 def _file(problem: Problem, z: Tensor, fz: Tensor, depth: int) -> None:
+    """Store the statistics of an explicit network that ended at z with fz = F(z), both (batch, n)."""
     stop, stats = problem.stop, empty_stats(len(z), z.device)
     length, size = scaled_norm(stop.norm, (fz - z).detach()), scaled_norm(stop.norm, fz.detach())
     converged, finite = length <= stop.atol + stop.rtol * size, torch.isfinite(length)
@@ -230,6 +236,6 @@ def _file(problem: Problem, z: Tensor, fz: Tensor, depth: int) -> None:
 def _check_differentiable(solver: Solver[Any]) -> None:
     if not solver.differentiable:
         raise TypeError(
-            f"Unrolled cannot follow the steps of {solver!r}, which solves linear systems in place: take Picard, Anderson, "
-            "Broyden or SteadyState, or the implicit gradient, which does not ask how the equilibrium was found."
+            f"Unrolled cannot differentiate the steps of {solver!r}, which solves linear systems in place: take Picard, "
+            "Anderson, Broyden or SteadyState, or eq.Implicit(), which works with every solver."
         )

@@ -1,4 +1,4 @@
-"""One gradient first, another one then."""
+"""A gradient that switches to another one after a number of training solves."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from equilibria.solvers.base import require
 
 @dataclass(frozen=True, kw_only=True)
 class Warmup(Gradient):
-    """`first` for the first `until` training solves of a DEQ, `then` from there on.
+    """Use `first` for the first `until` training solves of a DEQ, and `then` afterwards.
 
-    DEQ training recipes pre-train as a short unrolled network before they ask for an equilibrium:
+    DEQ training recipes pre-train a short unrolled network before they solve for an equilibrium:
 
         Warmup(first=Unrolled(depth=10), then=Implicit(), until=3000)
 
-    The DEQ counts its solves in training mode with gradients, in a buffer, so that a resumed run goes on where it was.
-    In eval mode and without gradients it uses what training would use next.
+    The DEQ counts its solves in training mode with gradients in a buffer, so that a resumed run continues the count. In
+    eval mode and without gradients it uses the gradient that the next training solve would use.
     """
 
     first: Gradient = field(default_factory=lambda: Unrolled(depth=10))
     then: Gradient = field(default_factory=Implicit)
     until: int = 1000
-    follows_start: ClassVar[bool] = True  # whichever of the two runs detaches what it does not follow
+    follows_start: ClassVar[bool] = True  # __call__ detaches the start for the one that does not follow it
 
     def __post_init__(self) -> None:
         for name, part in (("first", self.first), ("then", self.then)):

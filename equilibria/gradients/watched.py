@@ -1,8 +1,8 @@
-"""Gradients that autograd computes from a graph of steps (JFB, UnrolledPhantom, Unrolled), checked before they leave it.
+"""Quarantine for gradients that autograd computes from a graph of steps: JFB, UnrolledPhantom, Unrolled.
 
-The gradient of a weight is a sum over the batch, so one sample whose share is not finite takes it from all of them. The
-gradients of all arguments pass through one node. Where one of them is not finite, that node finds the samples responsible
-and computes the gradients again without them, as the implicit gradients do.
+The gradient of a weight is a sum over the batch, so that one sample with a non-finite share makes it non-finite. The
+gradients of all arguments pass through one autograd node. If one of them is not finite, that node finds the samples
+responsible and computes the gradients again without them, as the implicit gradients do.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ CHANGED = (
 
 
 def watched(steps: Steps, problem: Problem, start: Tensor, args: Sequence[Tensor], *, replays: bool = False) -> Tensor:
-    """`steps(problem, start, args)`, whose first-order gradients quarantine samples.
+    """`steps(problem, start, args)` with a check that leaves samples with non-finite gradients out of first-order gradients.
 
-    replays  the backward pass runs the cell again, so its tensors must still be as they were
+    replays  True if backward runs the cell again; it then raises if a tensor was changed in place since the forward
 
-    Not where values cannot be read (`torch.func`), nor where another run of the cell is a collective of many ranks.
+    There is no check under `torch.func`, where values cannot be read, and with several ranks, where another run of the
+    cell would be a collective operation.
     """
     tensors = (start, *args)
     followed = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
@@ -56,7 +57,7 @@ def watched(steps: Steps, problem: Problem, start: Tensor, args: Sequence[Tensor
 
 
 class _Answer(Function):
-    """The identity; its backward keeps the cotangent until the gradients of the arguments arrive."""
+    """The identity; its backward stores the cotangent for the check of the gradients."""
 
     @staticmethod
     def forward(ctx: Any, watch: _Watch, z: Tensor) -> Tensor:
@@ -70,13 +71,13 @@ class _Answer(Function):
 
 
 class _Arguments(Function):
-    """The identity on all arguments that need gradients; its backward runs once their gradients are complete."""
+    """The identity on all arguments that require gradients; its backward runs when their gradients are complete."""
 
     @staticmethod
     def forward(ctx: Any, watch: _Watch, *args: Tensor) -> tuple[Tensor, ...]:
         ctx.watch = watch
         ctx.set_materialize_grads(False)
-        return tuple(arg.detach() for arg in args)  # detached: a view of many may not be written into
+        return tuple(arg.detach() for arg in args)  # autograd forbids in-place writes to views from a multi-view function
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -84,12 +85,15 @@ class _Arguments(Function):
 
 
 class _Watch:
+    """The steps and tensors of one forward pass, and the cotangent while its backward runs."""
+
     def __init__(self, steps: Steps, problem: Problem, tensors: list[Tensor], followed: list[int], replays: bool) -> None:
         self.steps, self.problem, self.tensors, self.followed = steps, problem, tensors, followed
         self.versions, self.replays = list(map(_version, tensors)), replays
         self.cotangent: Tensor | None = None
 
     def begin(self, cotangent: Tensor) -> None:
+        """Store the cotangent, (batch, n), at the start of the backward pass."""
         self.cotangent = cotangent
         if self.replays:
             self._refuse_changes()
@@ -99,7 +103,7 @@ class _Watch:
             raise RuntimeError(CHANGED)
 
     def checked(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """These gradients, or those of the samples whose share is finite."""
+        """`grads` if they are finite, else the sum over the samples whose gradients are."""
         v, self.cotangent = self.cotangent, None
         if v is None or torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(v) or all_finite(grads):
             return grads
@@ -108,17 +112,17 @@ class _Watch:
         assert stats is not None
         at_first = stats.status != Status.NONFINITE
         good = at_first & torch.isfinite(v).all(dim=1)
-        if self.problem.equation.coupled:  # there are no shares
+        if self.problem.equation.coupled:  # gradients are no sums over independent samples
             grads, lost = self._again(v, good), torch.zeros_like(good)
         else:
             zero = [torch.zeros_like(self.tensors[i]) for i in self.followed]
             grads, lost = sum_finite_shares(good, lambda rows: self._again(v, rows), zero)
-        # a sum of finite gradients may be too large for its dtype: it belongs to every sample
+        # if a sum of finite gradients overflows, no single sample is the cause, and all are marked
         self._file(at_first & ~(good & ~lost) if all_finite(grads) else at_first)
         return grads
 
     def _again(self, v: Tensor, good: Tensor) -> list[Tensor | None]:
-        """The gradients with good samples in place of all others, which get a cotangent of zero."""
+        """Compute the gradients again, with good samples in place of the others and a zero cotangent for these."""
         leaves = [tensor.detach() for tensor in self.tensors]
         needed = [leaves[i].requires_grad_() for i in self.followed]
         if not bool(good.any()):
@@ -130,7 +134,7 @@ class _Watch:
         return list(torch.autograd.grad(z, needed, v, allow_unused=True))
 
     def _file(self, lost: Tensor) -> None:
-        """Samples set aside are NONFINITE; nothing was solved for the others, so no residual is known of them."""
+        """Store adjoint statistics: NONFINITE for samples left out; nan residuals for the others, which had no solve."""
         if not bool(lost.any()):
             return
         problem, stats = self.problem, empty_stats(len(lost), lost.device)
@@ -146,5 +150,5 @@ class _Watch:
 
 
 def _version(tensor: Tensor) -> int:
-    """How often it was written into; inference tensors do not count, and cannot be written into outside of that mode."""
+    """The version counter; 0 for inference tensors, which have none and are read-only outside of inference mode."""
     return 0 if tensor.is_inference() else tensor._version

@@ -491,7 +491,7 @@ def test_checkpointed_phantom_keeps_less() -> None:
         (lambda: eq.NeumannPhantom(steps=0), ValueError, "steps must be at least 1"),
         (lambda: eq.UnrolledPhantom(damping=0.0), ValueError, r"damping must lie in \(0, 1\], got 0.0"),
         (lambda: eq.NeumannPhantom(damping=1.5), ValueError, "damping must lie in"),
-        (lambda: eq.Reversible(damping=1.0), ValueError, "nothing can be undone"),
+        (lambda: eq.Reversible(damping=1.0), ValueError, "a step has no inverse"),
         (lambda: eq.Unrolled(checkpoint="cube"), ValueError, "checkpoint must be one of"),  # type: ignore[arg-type]
         (lambda: eq.Unrolled(truncate=0), ValueError, "truncate must be at least 1"),
         (lambda: eq.Unrolled(depth=0), ValueError, "depth must be at least 1"),
@@ -514,8 +514,8 @@ def test_settings_out_of_range(make: Callable[[], object], error: type[Exception
     [
         (eq.Shine(), eq.Anderson(), "take solver=eq.Broyden"),
         (eq.Reversible(), eq.Anderson(), "take solver=eq.Picard"),
-        (eq.Unrolled(), eq.Newton(), "cannot follow the steps of Newton"),
-        (eq.Unrolled(), eq.GMRES(), "cannot follow the steps of GMRES"),
+        (eq.Unrolled(), eq.Newton(), "cannot differentiate the steps of Newton"),
+        (eq.Unrolled(), eq.GMRES(), "cannot differentiate the steps of GMRES"),
         (eq.Unrolled(checkpoint="sqrt"), eq.Fallback(eq.Picard(), eq.Anderson()), "not those of a Fallback"),
     ],
     ids=name,
