@@ -14,6 +14,7 @@ from equilibria.lab.data.catalogue import info as data_info
 from equilibria.lab.data.catalogue import names as data_names
 from equilibria.lab.data.files import FileState, data_root
 from equilibria.lab.experiments.catalogue import tables
+from equilibria.lab.experiments.definitions import SCALES, Table, TableRow
 from equilibria.models.registry import info as model_info
 from equilibria.models.registry import names as model_names
 
@@ -25,7 +26,12 @@ data_app = typer.Typer(help="Datasets: what there is, fetching, checking.", no_a
 def list_all(data: DataRoot = None, as_json: AsJson = False) -> None:
     """Tables and their experiments, models and datasets, with their sizes."""
     found = [
-        {"table": table.name, "title": table.title, "experiments": [f"{table.name}-{row.name}" for row in table.rows]}
+        {
+            "table": table.name,
+            "title": table.title,
+            "experiments": [f"{table.name}-{row.name}" for row in table.rows],
+            "seeds": {scale: table.seeds[scale] for scale in SCALES},
+        }
         for table in tables().values()
     ]
     known = [model_info(name) for name in model_names()]
@@ -34,7 +40,7 @@ def list_all(data: DataRoot = None, as_json: AsJson = False) -> None:
         built = [{"name": m.name, "summary": m.summary, "parameters": m.parameters} for m in known]
         return show_json({"tables": found, "models": built, "data": sets})
     for table in tables().values():
-        rows = [(f"{table.name}-{row.name}", row.experiment("full").summary, _epochs(row)) for row in table.rows]
+        rows = [(f"{table.name}-{row.name}", row.experiment("full").summary, _epochs(table, row)) for row in table.rows]
         show_table(f"Table {table.name}: {table.title}", ("experiment", "what", "epochs, seeds"), rows)
         typer.echo("")
     show_table("Models", ("model", "what", "parameters"), [(m.name, m.summary, f"{m.parameters:,}") for m in known])
@@ -116,9 +122,9 @@ def _show_sets(sets: list[dict[str, Any]]) -> None:
     show_table("Data", ("dataset", "what", "train", "valid", "test", "MB", "there"), rows)
 
 
-def _epochs(row: Any) -> str:
-    e = row.experiment("full")
-    return f"{e.training.epochs}, {len(e.seeds)}"
+def _epochs(table: Table, row: TableRow) -> str:
+    """Epochs and seeds of the full scale, as `reproduce` runs them."""
+    return f"{row.experiment('full').training.epochs}, {table.seeds['full']}"
 
 
 def _progress(name: str, done: int, total: int | None) -> None:

@@ -28,6 +28,11 @@ COMMANDS = {
         "reproduce",
         "Run a published table, or --all, and report it beside the published figures; finished runs are not run again.",
     ),
+    "report": (
+        "tables",
+        "report",
+        "Judge the stored reports of all tables anew, without their runs, and write the pages over them.",
+    ),
     "generate": (
         "generating",
         "generate",

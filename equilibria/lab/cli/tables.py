@@ -18,7 +18,7 @@ from equilibria.lab.experiments.digits.table import DIGITS
 from equilibria.lab.experiments.runner import Failure, Resources, plan
 from equilibria.lab.reports.overview import write_overview
 from equilibria.lab.reports.table import TableResults, figure_text, plain
-from equilibria.lab.reports.write import NUMBERS, PAGE, TEXT, reported_scale, write_report
+from equilibria.lab.reports.write import NUMBERS, PAGE, TEXT, reported_scale, rewrite_report, write_report
 
 
 def reproduce(
@@ -77,6 +77,17 @@ def report_folder(table: Table, scale: Scale, out: Path, report: Path | None, *,
     return own
 
 
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the reports, one folder per table.")],
+) -> None:
+    """Judge the stored reports of all tables anew, without their runs, and write the pages over them."""
+    with explained():
+        found = [name for name, table in tables().items() if rewrite_report(table, folder / name) is not None]
+        if not found:
+            raise typer.BadParameter(f"{folder} has no report of a table: expected DIR/TABLE/{NUMBERS}.")
+        typer.echo(f"{len(found)} reports; overview: {write_overview(folder, tables())}")
+
+
 def _chosen(
     table: str | None, everything: bool, rows: list[str] | None, assignments: list[str] | None, as_json: bool
 ) -> list[str]:
@@ -95,7 +106,7 @@ def demo(
     """Train an equilibrium classifier of digits and its explicit twin, and report them: a minute, no download."""
     with explained():
         found = find_table(DIGITS)
-        todo = [job for job in plan(found, scale, out) if not job.finished]
+        todo = [job for job in plan(found, scale, out, seeds=1) if not job.finished]
         torch.set_num_threads(1)  # the kernels are too small to gain from more threads
         failures = run_jobs(todo)
         folder = found.folder(out, scale)
@@ -108,11 +119,11 @@ def _show(results: TableResults, folder: Path, as_json: bool) -> None:
     files = {"html": folder / PAGE, "markdown": folder / TEXT, "numbers": folder / NUMBERS}
     if as_json:
         return show_json(plain(results) | {"files": {kind: str(path) for kind, path in files.items()}})
-    titles = [row.title for row in results.table.rows]
+    titles = [row.label(results.scale) for row in results.table.rows]
     show_table(results.table.title, [f"{results.scale} scale", *titles], _lines(results))
     typer.echo("")
     for verdict in results.verdicts():
-        typer.echo(f"{verdict.word}: {verdict.claim.text}. {verdict.seen}")
+        typer.echo(f"{verdict.word}: {verdict.claim.text}. {verdict.text}")
     typer.echo(f"\nreport: {files['html']}\n        {files['markdown']}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,13 +86,32 @@ class Column:
     over: str | None = None
     epochs: Literal["first", "last", "mean", "min", "max", "selected"] = "last"
 
+    @property
+    def is_time(self) -> bool:
+        """True for seconds, and for ratios of seconds: figures that do not compare across machines."""
+        return "seconds" in self.key
+
 
 @dataclass(frozen=True)
 class Figure:
-    """A mean, and the deviation over seeds where it is known."""
+    """A mean over runs.
+
+    std    deviation over seeds, where it is known
+    runs   how many runs it is the mean of; None for published figures
+    error  standard error of the mean; None: std / sqrt(runs)
+    """
 
     mean: float
     std: float | None = None
+    runs: int | None = None
+    error: float | None = None
+
+    @property
+    def standard_error(self) -> float | None:
+        """The standard error of the mean; None where it is not known."""
+        if self.error is not None or self.std is None or not self.runs:
+            return self.error
+        return self.std / math.sqrt(self.runs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,12 +131,28 @@ class Profile:
 
 @dataclass(frozen=True)
 class TableRow:
-    """A row of a table: an experiment, and its published figures by column."""
+    """A row of a table: an experiment, and its published figures by column.
+
+    title    of the published row
+    run_as   what is run in its place, for scales at which that is something else
+    limited  its solves end at a limit of steps by design: failed solves do not show that training failed
+    """
 
     name: str
     title: str
     experiment: Callable[[Scale], Experiment[Any]]
     published: Mapping[str, Figure] = field(default_factory=dict)
+    run_as: Mapping[Scale, str] = field(default_factory=dict)
+    limited: bool = False
+
+    def title_at(self, scale: Scale) -> str:
+        """What is run at a scale."""
+        return self.run_as.get(scale, self.title)
+
+    def label(self, scale: Scale) -> str:
+        """The same, with the name of the published row where that is another."""
+        own = self.title_at(scale)
+        return own if own == self.title or not self.published else f"{own} (published: {self.title})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +161,7 @@ class Table:
 
     protocol  what a reader must know, for each scale
     hidden    columns that only claims and profiles use
+    guess     by column of accuracy: what the best constant answer scores, in the unit of the column
     former    the name this table had before; runs in folders of that name are found
     """
 
@@ -136,9 +173,10 @@ class Table:
     claims: tuple[Claim, ...] = ()
     profiles: tuple[Profile, ...] = ()
     hidden: tuple[Column, ...] = ()
+    guess: Mapping[str, float] = field(default_factory=dict)
     former: str | None = None
     protocol: Mapping[Scale, tuple[str, ...]] = field(default_factory=dict)
-    seeds: Mapping[Scale, int] = field(default_factory=lambda: {"debug": 1, "reduced": 1, "full": 3})
+    seeds: Mapping[Scale, int] = field(default_factory=lambda: {"debug": 1, "reduced": 3, "full": 3})
 
     def row(self, name: str) -> TableRow:
         return next(row for row in self.rows if row.name == name)

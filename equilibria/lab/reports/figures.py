@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from equilibria.analysis.plots import COLOURS, finish, new_axes, png
 from equilibria.lab.experiments.definitions import Profile
-from equilibria.lab.reports.table import TableResults, look
+from equilibria.lab.reports.measured import look
+from equilibria.lab.reports.table import TableResults
 from equilibria.lab.training.folder import Run
 from equilibria.lab.training.gallery import SHOW_DATA, read_gallery
 
@@ -66,7 +67,7 @@ def _galleries(results: TableResults, hidden: Sequence[str]) -> dict[str, tuple[
         for run in results.runs.get(row.name, ())[:1]:
             for name, (title, content) in read_gallery(run.folder).items():
                 if name not in hidden:
-                    found[f"{row.name}-{name}"] = (f"{row.title}: {title}", content)
+                    found[f"{row.name}-{name}"] = (f"{row.title_at(results.scale)}: {title}", content)
     return found
 
 
@@ -88,7 +89,7 @@ def _draw_profile(axes: Axes, results: TableResults, profile: Profile) -> bool:
             ls=style,
             marker=".",
             lw=1.8,
-            label=row.title,
+            label=row.title_at(results.scale),
         )
         drawn = True
     if drawn:
@@ -107,7 +108,7 @@ def _draw(axes: Axes, results: TableResults, curve: Curve) -> bool:
         x, low, middle, high = _band(points)
         colour, style = looks[row.name]
         marker = "." if len(x) == 1 else None
-        axes.plot(x, middle, color=colour, ls=style, marker=marker, lw=1.8, label=row.title)
+        axes.plot(x, middle, color=colour, ls=style, marker=marker, lw=1.8, label=row.title_at(results.scale))
         if len(points) > 1:
             axes.fill_between(x, low, high, color=colour, alpha=0.15, lw=0)
         drawn = True

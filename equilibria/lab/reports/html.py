@@ -6,7 +6,8 @@ from html import escape
 
 from equilibria.analysis.html_document import Pictures, document, plots
 from equilibria.lab.reports.markdown import body, heads, published_columns
-from equilibria.lab.reports.table import TableResults, Verdict, protocol
+from equilibria.lab.reports.table import TableResults, protocol
+from equilibria.lab.reports.verdicts import Verdict
 
 CLASSES = {"held": "well", "did not hold": "ill", "undecided": "hint"}
 
@@ -28,7 +29,7 @@ def page(results: TableResults, pictures: Pictures) -> str:
 def _claim(verdict: Verdict) -> str:
     return (
         f'<li class="{CLASSES[verdict.word]}"><b>{verdict.word.capitalize()}:</b> {escape(verdict.claim.text)}. '
-        f"<i>Seen:</i> {escape(verdict.seen)}.</li>"
+        f"<i>Seen:</i> {escape(verdict.text)}.</li>"
     )
 
 
@@ -47,4 +48,6 @@ def _table(results: TableResults) -> str:
         + "</tr>"
         for cells in body(results)
     )
-    return f"<table class='report'><tr><th>model</th>{top}</tr><tr><th></th>{under}</tr>{lines}</table>"
+    return (
+        f"<table class='report'><tr><th>model</th><th>runs</th>{top}</tr><tr><th></th><th></th>{under}</tr>{lines}</table>"
+    )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from equilibria.lab.experiments.definitions import Column
-from equilibria.lab.reports.table import TableResults, figure_text, protocol
+from equilibria.lab.experiments.definitions import Column, TableRow
+from equilibria.lab.reports.measured import Measured
+from equilibria.lab.reports.table import TableResults, figure_text, letter, protocol
 
 MARKS = {"held": "held", "did not hold": "**did not hold**", "undecided": "undecided"}
 
@@ -18,7 +19,7 @@ def page(results: TableResults, pictures: Mapping[str, str]) -> str:
         f"Source: {table.source}. Scale: {results.scale}.",
         "\n".join(_rows(heads(results), body(results))),
         "## Claims",
-        "\n".join(f"- {MARKS[v.word]}: {v.claim.text}. Seen: {v.seen}." for v in results.verdicts()) or "None.",
+        "\n".join(f"- {MARKS[v.word]}: {v.claim.text}. Seen: {v.text}." for v in results.verdicts()) or "None.",
         "## Protocol",
         "\n".join(f"- {line}" for line in protocol(results)),
     ]
@@ -38,21 +39,29 @@ def heads(results: TableResults) -> list[str]:
     def titles(column: Column) -> list[str]:
         return [f"{column.title}, published", f"{column.title}, ours"] if column.name in known else [column.title]
 
-    return ["model", *(title for column in results.table.columns for title in titles(column))]
+    return ["model", "runs", *(title for column in results.table.columns for title in titles(column))]
 
 
 def body(results: TableResults) -> list[list[str]]:
-    """A line per row, the published figure before ours."""
-    known = published_columns(results)
-    lines = []
-    for row in results.table.rows:
-        cells = [row.title]
-        for column in results.table.columns:
-            if column.name in known:
-                cells.append(figure_text(row.published.get(column.name), column))
-            cells.append(figure_text(results.figure(row.name, column), column))
-        lines.append(cells)
-    return lines
+    """A line for each row and machine, the published figure before ours; a row that was not run has one line."""
+    return [
+        _line(results, row, measured)
+        for row in results.table.rows
+        for measured in results.measured.get(row.name, ()) or (None,)
+    ]
+
+
+def _line(results: TableResults, row: TableRow, measured: Measured | None) -> list[str]:
+    known, machines = published_columns(results), results.machines()
+    runs = "0" if measured is None else str(len(measured.runs))
+    if measured is not None and len(machines) > 1:
+        runs += f" on {letter(machines.index(measured.machine))}"
+    cells = [row.label(results.scale), runs]
+    for column in results.table.columns:
+        if column.name in known:
+            cells.append(figure_text(row.published.get(column.name), column))
+        cells.append(figure_text(None if measured is None else results.figure(row.name, column, measured), column))
+    return cells
 
 
 def _rows(head: list[str], lines: list[list[str]]) -> list[str]:

@@ -9,7 +9,8 @@ from typing import Any
 from equilibria._core.files import replace_file
 from equilibria.lab.experiments.definitions import Table
 from equilibria.lab.reports.markdown import MARKS
-from equilibria.lab.reports.write import AGAIN, NUMBERS, TEXT
+from equilibria.lab.reports.measured import AGAIN
+from equilibria.lab.reports.write import NUMBERS, TEXT
 from equilibria.lab.training.durable import read_object
 
 PAGE = "README.md"
@@ -89,8 +90,14 @@ def _claims(tables: Mapping[str, Mapping[str, Any]]) -> list[str]:
         verdict = MARKS[WORDS[claim["held"]]]
         published, scale = claim.get("published", "–"), tables[name]["scale"]
         command = f"[`reproduce {name} --scale {scale}`]({name}/{TEXT})"
-        lines.append(f"| {identity} | {claim['claim']} | {published} | {claim['seen']} | {verdict} | {command} |")
+        lines.append(
+            f"| {identity} | {claim['claim']} | {published} | {claim['seen']} | {verdict}{_because(claim)} | {command} |"
+        )
     return lines
+
+
+def _because(claim: Mapping[str, Any]) -> str:
+    return f": {claim['reason']}" if claim.get("reason") else ""
 
 
 def _place(identity: str) -> int:

@@ -1,17 +1,16 @@
-"""The runs of a table: figures with their deviation over seeds, and whether the claims held."""
+"""The results of a table: figures with their deviation over seeds, machine by machine, and the protocol as it was run."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from equilibria._core.plain import to_plain
-from equilibria.lab.experiments.claims import Claim
-from equilibria.lab.experiments.definitions import MACHINE, Column, Figure, Scale, Table, TableRow
-from equilibria.lab.training.durable import read_object
+from equilibria.lab.experiments.definitions import Column, Figure, Scale, Table, TableRow
+from equilibria.lab.reports.measured import Measured, from_runs, machine_of, plain_figure
+from equilibria.lab.reports.verdicts import Verdict, as_published, judge
 from equilibria.lab.training.folder import Run
 
 _FREE = {"training.seed", "training.checkpoint_minutes"}  # may differ between runs of one protocol
@@ -19,156 +18,114 @@ _FREE = {"training.seed", "training.checkpoint_minutes"}  # may differ between r
 
 @dataclass(frozen=True)
 class TableResults:
-    """The finished runs of a table by row, and the folders of those that are not finished."""
+    """What is known of a table.
+
+    measured    by row, a measurement for each machine
+    runs        by row, the finished runs at hand; measurements of a stored report have none
+    unfinished  folders of runs that are not finished
+    """
 
     table: Table
     scale: Scale
-    runs: Mapping[str, tuple[Run, ...]]
-    unfinished: tuple[str, ...] = field(default=())
+    measured: Mapping[str, tuple[Measured, ...]]
+    runs: Mapping[str, tuple[Run, ...]] = field(default_factory=dict)
+    unfinished: tuple[str, ...] = ()
 
-    def figure(self, row: str, column: Column) -> Figure | None:
-        """Mean and deviation over seeds; None without a run that has the value."""
-        found = self.values(row, column)
-        if not found:
+    def main(self, row: str) -> Measured | None:
+        """The measurement of a row that its line shows: that with the most runs, the first of equal ones."""
+        return max(self.measured.get(row, ()), key=lambda found: len(found.runs), default=None)
+
+    def figure(self, row: str, column: Column, measured: Measured | None = None) -> Figure | None:
+        """Mean and deviation over the seeds of a measurement, by default the main one; None without the value."""
+        own = measured or self.main(row)
+        if own is None:
             return None
-        if column.over is not None:
-            reference = self.values(column.over, column)
-            return Figure(_mean(reference) / _mean(found)) if reference and _mean(found) else None
-        return Figure(_mean(found), statistics.stdev(found) if len(found) > 1 else None)
+        return own.figure(column) if column.over is None else own.ratio(column, self.on(column.over, own.machine))
 
-    def values(self, row: str, column: Column) -> list[float]:
-        """The column's value of every run that has it."""
-        found = (value(run, column) for run in self.runs.get(row, ()))
-        return [number * column.factor for number in found if number is not None]
+    def on(self, row: str, machine: str) -> Measured | None:
+        """The measurement of a row on a machine."""
+        return next((found for found in self.measured.get(row, ()) if found.machine == machine), None)
+
+    def machines(self) -> list[str]:
+        """All machines, those of the first rows first."""
+        found = (measured.machine for row in self.table.rows for measured in self.measured.get(row.name, ()))
+        return list(dict.fromkeys(found))
 
     def verdicts(self) -> list[Verdict]:
         """The claims judged by these runs; none at debug scale, whose data and models are toys."""
         return [] if self.scale == "debug" else [judge(claim, self) for claim in self.table.claims]
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """Whether a claim held in these runs, None if undecided. `seen` has the numbers."""
-
-    claim: Claim
-    held: bool | None
-    seen: str
-
-    @property
-    def word(self) -> str:
-        return {True: "held", False: "did not hold", None: "undecided"}[self.held]
-
-
 def collect(table: Table, scale: Scale, folder: Path) -> TableResults:
     """Read the runs in the table's folder of this scale."""
     runs: dict[str, tuple[Run, ...]] = {}
+    measured: dict[str, tuple[Measured, ...]] = {}
     unfinished: list[str] = []
     for row in table.rows:
         found = [Run.open(path.parent) for path in sorted((folder / row.name).glob("seed-*/config.json"))]
         runs[row.name] = tuple(run for run in found if run.summary is not None)
         unfinished += [f"{row.name}/{run.folder.name}" for run in found if run.summary is None]
-    return TableResults(table, scale, runs, tuple(unfinished))
+        measured[row.name] = _by_machine(table, row, scale, runs[row.name])
+    return TableResults(table, scale, measured, runs, tuple(unfinished))
 
 
-def value(run: Run, column: Column) -> float | None:
-    """A column's figure of one run, in the unit of its files."""
-    place, _, key = column.key.partition(".")
-    if place == "summary":
-        return (run.summary or {}).get(key)
-    if column.epochs == "selected":
-        return _selected(run, column.key)
-    found = [number for record in run.metrics if (number := look(record, column.key)) is not None]
-    if not found:
-        return None
-    return {"first": found[0], "last": found[-1], "mean": _mean(found), "min": min(found), "max": max(found)}[column.epochs]
+def with_stored(results: TableResults, stored: Mapping[str, tuple[Measured, ...]]) -> TableResults:
+    """Add measurements of an earlier report that no run at hand replaces: of other rows, or of other machines."""
+    measured = {
+        row.name: (*(own := results.measured.get(row.name, ())), *_others(stored.get(row.name, ()), own))
+        for row in results.table.rows
+    }
+    return TableResults(results.table, results.scale, measured, results.runs, results.unfinished)
 
 
-def _selected(run: Run, key: str) -> float | None:
-    """A number of the epoch that the validation split chose."""
-    best: Mapping[str, Any] = (run.summary or {}).get("best") or {}
-    return look(best, key) if best.get("by", {}).get("split") == "valid" else None
+def _others(stored: Iterable[Measured], own: Iterable[Measured]) -> tuple[Measured, ...]:
+    known = {found.machine for found in own}
+    return tuple(found for found in stored if found.machine not in known)
 
 
-def look(record: Mapping[str, Any], key: str) -> float | None:
-    """A number of an epoch's record: "test.loss" of a split, "seconds_step" of the epoch."""
-    split, _, name = key.partition(".")
-    found = record.get("split", {}).get(split, {}).get(name) if name else record.get(key)
-    return float(found) if isinstance(found, (int, float)) else None
-
-
-class Figures(Protocol):
-    """The figures of a table's rows, from runs or from a stored report."""
-
-    @property
-    def table(self) -> Table: ...
-
-    def figure(self, row: str, column: Column) -> Figure | None: ...
-
-
-def judge(claim: Claim, results: Figures) -> Verdict:
-    """Compare the means of the runs as the claim says."""
-    column = results.table.column(claim.column)
-    other, compared = _opposite(claim, results.table)
-    left = results.figure(claim.left, column)
-    right = None if compared is None else results.figure(compared, other)
-    missing = [name for name, figure in ((claim.left, left), (compared, right)) if name is not None and figure is None]
-    if left is None or missing:
-        return Verdict(claim, None, f"no finished run of {' and '.join(dict.fromkeys(missing))} with {column.title}")
-    if right is not None and right.mean == 0 and claim.by == "ratio":
-        return Verdict(claim, None, f"{other.title} of {compared} is 0: there is no ratio")
-    number, shown = _comparison(claim, left, right, column.digits)
-    low, high = claim.at_least, claim.at_most
-    held = (low is None or number >= low) and (high is None or number <= high)
-    return Verdict(claim, held, f"{column.title}: {shown}; asked for {_bounds(low, high)}")
-
-
-def as_published(claim: Claim, table: Table) -> str:
-    """The comparison with the published figures; "–" where there are none."""
-    other, compared = _opposite(claim, table)
-    left = table.row(claim.left).published.get(claim.column)
-    right = None if compared is None else table.row(compared).published.get(other.name)
-    if left is None or (compared is not None and (right is None or right.mean == 0)):
-        return "–"
-    return _comparison(claim, left, right, table.column(claim.column).digits)[1]
-
-
-def _opposite(claim: Claim, table: Table) -> tuple[Column, str | None]:
-    """The column and the row that `left` is compared with; the row is None for a claim about one value."""
-    column = table.column(claim.against or claim.column)
-    return column, claim.right or (None if claim.against is None else claim.left)
-
-
-def _comparison(claim: Claim, left: Figure, right: Figure | None, digits: int) -> tuple[float, str]:
-    """The number that a claim bounds, and its computation as text.
-
-    Values and differences are rounded three digits beyond those shown: means of the same counts differ in their last bits.
-    """
-    if right is None:
-        return round(left.mean, digits + 3), number_text(left.mean, digits)
-    first, second = number_text(left.mean, digits), number_text(right.mean, digits)
-    if claim.by == "ratio":
-        return left.mean / right.mean, f"{first} / {second} = {left.mean / right.mean:.4g}"
-    number = round(left.mean - right.mean, digits + 3) + 0.0  # 0, not -0
-    return number, f"{first} - {second} = {number:+.4g}"
+def _by_machine(table: Table, row: TableRow, scale: Scale, runs: Iterable[Run]) -> tuple[Measured, ...]:
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(machine_of(run), []).append(run)
+    columns = (*table.columns, *table.hidden)
+    return tuple(
+        from_runs(row.name, group, columns, (line for run in group for line in deviations(row, scale, run)))
+        for group in groups.values()
+    )
 
 
 def protocol(results: TableResults) -> list[str]:
-    """What was run, as the runs themselves say: seeds, epochs, data, machine, and what differs from the table's settings."""
-    runs = [run for found in results.runs.values() for run in found]
+    """What was run, as the runs themselves say: machines, seeds, epochs, commits, and settings that are not the table's."""
     lines = list(results.table.protocol.get(results.scale, ()))
     lines.append(f"Command: equilibria reproduce {results.table.name} --scale {results.scale}.")
-    if runs:
-        epochs = sorted({run.training.epochs for run in runs})
-        lines.append(f"Runs: {len(runs)}, {_listed(epochs)} epochs; seeds: {_seeds(results)}.")
-        lines.append(f"Machine: {'; '.join(dict.fromkeys(map(_machine, runs)))}.")
+    for place, machine in enumerate(results.machines()):
+        label = f"Machine {letter(place)}" if len(results.machines()) > 1 else "Machine"
+        lines.append(f"{label}: {machine}. {_ran(results, machine)}")
     for row in results.table.rows:
-        if changed := sorted(
-            {line for run in results.runs.get(row.name, ()) for line in deviations(row, results.scale, run)}
-        ):
-            lines.append(f"{row.title} differs from the table's settings: {'; '.join(changed)}.")
+        changed = sorted({line for found in results.measured.get(row.name, ()) for line in found.changes})
+        if changed:
+            lines.append(f"{row.title_at(results.scale)} differs from the table's settings: {'; '.join(changed)}.")
     if results.unfinished:
         lines.append(f"Not finished, hence not counted: {', '.join(results.unfinished)}.")
     return lines
+
+
+def _ran(results: TableResults, machine: str) -> str:
+    """Runs, epochs, seeds and commits on a machine."""
+    found = [measured for row in results.table.rows if (measured := results.on(row.name, machine)) is not None]
+    runs = [name for measured in found for name in measured.runs]
+    epochs = sorted({number for measured in found for number in measured.epochs})
+    seeds = sorted({int(name.rpartition("seed-")[2]) for name in runs})
+    commits = dict.fromkeys(commit for measured in found for commit in measured.commits)
+    return (
+        f"Runs: {len(runs)}, {_listed(epochs)} epochs; seeds: {_listed(seeds)}; "
+        f"commit: {', '.join(commits) or 'not recorded'}."
+    )
+
+
+def letter(place: int) -> str:
+    """A, B, C, ...: what a report calls its machines."""
+    return chr(ord("A") + place)
 
 
 def deviations(row: TableRow, scale: Scale, run: Run) -> list[str]:
@@ -189,15 +146,7 @@ def plain(results: TableResults) -> dict[str, Any]:
         "source": results.table.source,
         "protocol": protocol(results),
         "columns": {column.name: column.title for column in columns},
-        "rows": {
-            row.name: {
-                "title": row.title,
-                "runs": [f"{row.name}/{run.folder.name}" for run in results.runs.get(row.name, ())],
-                "published": {name: _figure(figure) for name, figure in row.published.items()},
-                "ours": {column.name: _figure(results.figure(row.name, column)) for column in columns},
-            }
-            for row in results.table.rows
-        },
+        "rows": {row.name: _plain_row(results, row, columns) for row in results.table.rows},
         "claims": [
             {
                 "id": v.claim.id,
@@ -205,8 +154,24 @@ def plain(results: TableResults) -> dict[str, Any]:
                 "published": as_published(v.claim, results.table),
                 "held": v.held,
                 "seen": v.seen,
+                "reason": v.reason,
             }
             for v in results.verdicts()
+        ],
+    }
+
+
+def _plain_row(results: TableResults, row: TableRow, columns: Iterable[Column]) -> dict[str, Any]:
+    main = results.main(row.name)
+    return {
+        "title": row.title_at(results.scale),
+        "published_as": row.title if row.published else None,
+        "runs": [] if main is None else list(main.runs),
+        "published": {name: plain_figure(figure) for name, figure in row.published.items()},
+        "ours": {c.name: None if (f := results.figure(row.name, c)) is None else plain_figure(f) for c in columns},
+        "measured": [
+            found.plain({column.name: results.figure(row.name, column, found) for column in columns})
+            for found in results.measured.get(row.name, ())
         ],
     }
 
@@ -222,44 +187,11 @@ def number_text(number: float, digits: int) -> str:
     return f"{number:,.{digits}f}"
 
 
-def read_machine(folder: Path) -> dict[str, Any]:
-    path = folder / MACHINE
-    return read_object(path, "Remove it: a report does without it.") if path.is_file() else {}
-
-
-def _machine(run: Run) -> str:
-    machine, versions = read_machine(run.folder), run.config.get("versions")
-    versions = versions if isinstance(versions, dict) else {}
-    parts = [str(machine[key]) for key in ("processor", "cores", "threads", "devices") if key in machine]
-    return (
-        ", ".join([*parts, *(f"{name} {versions[name]}" for name in ("torch", "python") if name in versions)]) or "not known"
-    )
-
-
-def _seeds(results: TableResults) -> str:
-    found = sorted({run.training.seed for runs in results.runs.values() for run in runs})
-    return _listed(found)
-
-
 def _listed(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers))
-
-
-def _bounds(low: float | None, high: float | None) -> str:
-    if low is not None and high is not None:
-        return f"{low:g} to {high:g}"
-    return f"at least {low:g}" if low is not None else f"at most {high:g}"
-
-
-def _figure(figure: Figure | None) -> dict[str, float | None] | None:
-    return None if figure is None else {"mean": figure.mean, "std": figure.std}
 
 
 def _flat(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
     if not isinstance(value, Mapping):
         return [(prefix, value)]
     return [pair for key, part in value.items() for pair in _flat(part, f"{prefix}.{key}" if prefix else str(key))]
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)

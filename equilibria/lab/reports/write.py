@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from equilibria._core.files import replace_file
@@ -10,25 +12,60 @@ from equilibria.lab.experiments.definitions import SCALES, Scale, Table
 from equilibria.lab.reports.figures import pictures
 from equilibria.lab.reports.html import page as html_page
 from equilibria.lab.reports.markdown import page as markdown_page
-from equilibria.lab.reports.table import TableResults, collect, plain
+from equilibria.lab.reports.measured import AGAIN, Measured, read_rows
+from equilibria.lab.reports.table import TableResults, collect, plain, with_stored
 from equilibria.lab.training.durable import read_object
 
-AGAIN = "Remove it, and write the report again with `equilibria reproduce`."
+PICTURE = re.compile(r"^!\[(.*)\]\((.*\.png)\)$", re.MULTILINE)
 PAGE, TEXT, NUMBERS = "report.html", "report.md", "table.json"
 
 
 def write_report(table: Table, scale: Scale, runs: Path, folder: Path | None = None) -> TableResults:
-    """Read the runs below `runs` and write their report there, or to `folder`, then without pictures of samples."""
+    """Read the runs below `runs` and write their report there, or to `folder`, then without pictures of samples.
+
+    A report in `folder` keeps what it has of other machines, and of rows that have no run here, if it is of the same scale.
+    """
     results = collect(table, scale, runs)
-    drawn, folder = pictures(results, with_data=folder is None), runs if folder is None else folder
+    if folder is None:
+        _write(results, pictures(results), runs)
+        return results
+    results = with_stored(results, stored_rows(table, scale, folder))
+    _write(results, pictures(results, with_data=False), folder)
+    return results
+
+
+def rewrite_report(table: Table, folder: Path) -> TableResults | None:
+    """Judge a stored report anew by the table's present claims and texts; None where there is none."""
+    scale = reported_scale(folder)
+    if scale is None:
+        return None
+    results = TableResults(table, scale, stored_rows(table, scale, folder))
+    _write(results, pictures(results), folder)
+    return results
+
+
+def stored_rows(table: Table, scale: Scale, folder: Path) -> dict[str, tuple[Measured, ...]]:
+    """The measurements of the report in a folder, by row; none where there is no report of this scale."""
+    return read_rows(folder / NUMBERS, table) if reported_scale(folder) == scale else {}
+
+
+def _write(results: TableResults, drawn: Mapping[str, tuple[str, bytes]], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
+    kept = _kept_pictures(folder, {f"{name}.png" for name in drawn})
     for name, (_, content) in drawn.items():
         replace_file(folder / f"{name}.png", content)
-    titles = {f"{name}.png": title for name, (title, _) in drawn.items()}
+    titles = {f"{name}.png": title for name, (title, _) in drawn.items()} | kept
+    shown = {**drawn, **{Path(name).stem: (title, (folder / name).read_bytes()) for name, title in kept.items()}}
     replace_file(folder / NUMBERS, (json.dumps(plain(results), indent=1) + "\n").encode())
     replace_file(folder / TEXT, markdown_page(results, titles).encode())
-    replace_file(folder / PAGE, html_page(results, drawn).encode())
-    return results
+    replace_file(folder / PAGE, html_page(results, shown).encode())
+
+
+def _kept_pictures(folder: Path, drawn: Collection[str]) -> dict[str, str]:
+    """Titles of the pictures that the report in a folder shows, that are there, and that are not drawn anew."""
+    file = folder / TEXT
+    found = PICTURE.findall(file.read_text()) if file.is_file() else []
+    return {name: title for title, name in found if name not in drawn and (folder / name).is_file()}
 
 
 def reported_scale(folder: Path) -> Scale | None:

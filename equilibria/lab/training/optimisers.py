@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from equilibria.lab.training.settings import Optimizer, Schedule
 
+# of torch's OneCycleLR: share of the steps that rise, first factor, last factor below the first, limits of the momentum
+CYCLE_TOP, CYCLE_RISE, CYCLE_FALL, CYCLE_MOMENTUM = 0.3, 25.0, 1e4, (0.85, 0.95)
+
 
 def make_optimizer(settings: Optimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """The optimiser of `torch.optim` that the settings name."""
@@ -41,8 +44,38 @@ def lr_factor(schedule: Schedule, step: int, steps: int) -> float:
             return math.prod(schedule.factor for milestone in schedule.milestones if step >= milestone * steps)
         case "inverse-sqrt":
             return math.sqrt(max(warmup, 1) / (step + 1))
+        case "one-cycle":
+            return _cycle(done, steps, low=1 / CYCLE_RISE, high=1.0, end=1 / (CYCLE_RISE * CYCLE_FALL))
         case _:
             return 1.0
+
+
+def momentum_at(schedule: Schedule, step: int, steps: int) -> float | None:
+    """The momentum that a schedule sets at `step`; None where it leaves that of the optimiser."""
+    if schedule.name != "one-cycle":
+        return None
+    low, high = CYCLE_MOMENTUM
+    return _cycle(step / max(steps, 1), steps, low=high, high=low, end=high)
+
+
+def _cycle(done: float, steps: int, *, low: float, high: float, end: float) -> float:
+    """From `low` to `high` over the first part of the steps, then to `end`, by half a cosine each; `done` is in [0, 1)."""
+    step, top = done * steps, CYCLE_TOP * steps - 1
+    if step <= top:
+        return _between(low, high, step / top)
+    return _between(high, end, (step - top) / max(steps - 1 - top, 1e-9))
+
+
+def _between(start: float, stop: float, share: float) -> float:
+    return stop + (start - stop) * (1 + math.cos(math.pi * share)) / 2
+
+
+def set_momentum(optimizer: torch.optim.Optimizer, momentum: float) -> None:
+    for group in optimizer.param_groups:
+        if "betas" in group:
+            group["betas"] = (momentum, *group["betas"][1:])
+        else:
+            group["momentum"] = momentum
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

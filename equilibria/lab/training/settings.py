@@ -13,7 +13,7 @@ from equilibria._core.names import nearest
 T = TypeVar("T")
 
 OPTIMIZERS = ("adam", "adamw", "sgd", "rmsprop")
-SCHEDULES = ("constant", "cosine", "step", "linear", "inverse-sqrt")
+SCHEDULES = ("constant", "cosine", "step", "linear", "inverse-sqrt", "one-cycle")
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 FAILED_SOLVES = ("count", "skip", "stop")
 
@@ -56,6 +56,8 @@ class Schedule:
     linear        1 - (1 - final) t
     step          `factor` to the power of the `milestones` (shares of all steps) that are passed
     inverse-sqrt  (warmup_steps / (step + 1))^(1/2)
+    one-cycle     from 1 / 25 to 1 over the first 30 %, then to 4e-6, both by half a cosine; momentum (beta_1 of Adam) goes
+                  from 0.95 to 0.85 and back, as in `torch.optim.lr_scheduler.OneCycleLR`
     """
 
     name: str = "constant"

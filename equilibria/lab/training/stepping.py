@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from equilibria._core.recording import record
-from equilibria.lab.training.optimisers import lr_factor, set_lr
+from equilibria.lab.training.optimisers import lr_factor, momentum_at, set_lr, set_momentum
 from equilibria.lab.training.processes import agree, step_clock
 from equilibria.lab.training.run_state import State
 from equilibria.lab.training.settings import Training
@@ -49,6 +49,9 @@ class Stepper:
         """Train on a batch. All processes agree on what to do, and on the two flags."""
         state, before = self.state, self._buffers()
         set_lr(state.optimizer, self._lr())
+        momentum = momentum_at(self.training.schedule, state.progress.step, self.steps)
+        if momentum is not None:
+            set_momentum(state.optimizer, momentum)
         with self.fabric.autocast(), record(state.model) as solutions:
             outcome = state.task.loss(state.model, batch, state.progress.step)
         backward = self._backward(outcome.loss * self._share(outcome.size))

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from equilibria._core.plain import to_plain
 from equilibria.lab.cli.main import app
 from equilibria.lab.data.catalogue import info
-from equilibria.lab.experiments.catalogue import experiments
+from equilibria.lab.experiments.catalogue import experiments, tables
 from equilibria.lab.experiments.digits.table import digits
 
 ONE = ["--set", "training.epochs=1"]
@@ -44,7 +44,8 @@ def parsed(*arguments: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["demo"], ["list"], ["train"], ["evaluate"], ["reproduce"], ["diagnose"], ["data"], ["data", "check"]]
+    "arguments",
+    [[], ["demo"], ["list"], ["train"], ["evaluate"], ["reproduce"], ["report"], ["diagnose"], ["data"], ["data", "check"]],
 )
 def test_every_command_has_help(arguments: list[str]) -> None:
     assert "Usage" in run(*arguments, "--help")
@@ -177,6 +178,21 @@ def test_list() -> None:
     assert listed == set(experiments())
     text = run("list")
     assert "skipdeq-mnist-mlp-v2-jr" in text and "151,050" in text and "60,000" in text
+    assert {table["table"]: table["seeds"]["full"] for table in found["tables"]} == {
+        table.name: table.seeds["full"] for table in tables().values()
+    }
+    assert "200, 10" in text  # epochs and folds of ignn-cox2
+
+
+def test_report_judges_stored_reports_anew(tmp_path: Path) -> None:
+    run("reproduce", "digits", "--scale", "debug", "--row", "deq", "--report", "stored/digits", *ONE)
+    page = tmp_path / "stored" / "digits" / "report.md"
+    before = page.read_text()
+    page.write_text("")
+    assert "1 reports" in run("report", "stored")
+    assert page.read_text().partition("## Curves")[0].strip() == before.partition("## Curves")[0].strip()
+    assert "undecided" in (tmp_path / "stored" / "README.md").read_text()
+    assert "has no report of a table" in run("report", "nothing", code=2)
 
 
 def test_data_list_and_check(tmp_path: Path) -> None:

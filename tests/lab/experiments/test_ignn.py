@@ -323,7 +323,7 @@ def test_anderson_needs_at_most_half_of_picards_evaluations() -> None:
     ],
 )
 def test_debug_runs_have_what_the_columns_ask_for(table: str, name: str, tmp_path: Path) -> None:
-    from equilibria.lab.reports.table import value
+    from equilibria.lab.reports.measured import value
     from equilibria.lab.training.folder import Run
 
     fit(row(table, name, "debug"), tmp_path)

@@ -12,7 +12,9 @@ from equilibria.lab.experiments.catalogue import table
 from equilibria.lab.experiments.claims import Claim
 from equilibria.lab.experiments.definitions import Column
 from equilibria.lab.reports.figures import pictures
-from equilibria.lab.reports.table import TableResults, collect, judge, value
+from equilibria.lab.reports.measured import value
+from equilibria.lab.reports.table import TableResults, collect
+from equilibria.lab.reports.verdicts import judge
 from equilibria.lab.reports.write import write_report
 from equilibria.lab.training.gallery import read_gallery, write_gallery
 from tests.lab.reports.runs import write_run
@@ -25,7 +27,8 @@ PNG = b"\x89PNG\r\n"
 def results(tmp_path: Path) -> TableResults:
     for row, accuracies in {"mdeq": (0.3, 0.5, 0.8), "mdeq-jr": (0.6, 0.7, 0.75)}.items():
         test = {f"accuracy_at_{k}": a for k, a in zip((1, 2, 6), accuracies, strict=True)} | {"accuracy": 0.9}
-        write_run(tmp_path, JR, row, 0, test)
+        for seed in range(3):
+            write_run(tmp_path, JR, row, seed, test)
     write_gallery(tmp_path / "mdeq" / "seed-0", {"looks": ("what it sees", PNG)})
     return collect(JR, "full", tmp_path)
 

@@ -19,7 +19,8 @@ def test_the_overview_lists_tables_and_claims_in_order(tmp_path: Path) -> None:
         ("jr-cifar10", "mdeq", {"accuracy": 0.9, "accuracy_at_6": 0.8}),
         ("mon", "mlp-mnist", {"error": 0.05}),
     ):
-        write_run(tmp_path / "runs" / name, table(name), row, 0, test)
+        for seed in range(3):
+            write_run(tmp_path / "runs" / name, table(name), row, seed, test)
         write_report(table(name), "full", tmp_path / "runs" / name, tmp_path / "results" / name)
     (tmp_path / "results" / NOTES).write_text("Seen beside: nothing.\n")
     lines = write_overview(tmp_path / "results", tables()).read_text().splitlines()

@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("lightning_fabric")
 from equilibria.lab.experiments.catalogue import table as find_table
-from equilibria.lab.experiments.definitions import Column, Figure, Table
-from equilibria.lab.reports.table import as_published, judge
+from equilibria.lab.experiments.catalogue import tables
+from equilibria.lab.reports.overview import write_overview
+from equilibria.lab.reports.table import TableResults, plain
+from equilibria.lab.reports.write import stored_rows
 
 RESULTS = Path(__file__).parents[3] / "results"
 STORED = sorted(path.parent.name for path in RESULTS.glob("*/table.json"))
-
-
-@dataclass(frozen=True)
-class Stored:
-    """The figures of a table.json."""
-
-    table: Table
-    rows: dict[str, Any]
-
-    def figure(self, row: str, column: Column) -> Figure | None:
-        found = self.rows[row]["ours"][column.name]
-        return None if found is None else Figure(found["mean"], found["std"])
 
 
 def test_there_are_stored_reports() -> None:
@@ -35,18 +23,28 @@ def test_there_are_stored_reports() -> None:
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_verdicts_recomputed_from_stored_figures_are_the_stored_ones(name: str) -> None:
+def test_numbers_and_verdicts_recomputed_from_stored_measurements_are_the_stored_ones(name: str) -> None:
     numbers = json.loads((RESULTS / name / "table.json").read_text())
     table = find_table(name)
-    stored = Stored(table, numbers["rows"])
-    again = [
-        {"id": claim.id, "claim": claim.text, "published": as_published(claim, table), "held": v.held, "seen": v.seen}
-        for claim in table.claims
-        for v in [judge(claim, stored)]
-    ]
-    assert len(again) == len(numbers["claims"])
-    for new, old in zip(again, numbers["claims"], strict=True):
-        assert {key: new[key] for key in old} == old  # older reports have no "published"
+    again = plain(TableResults(table, numbers["scale"], stored_rows(table, numbers["scale"], RESULTS / name)))
+    for part in ("rows", "claims", "columns"):
+        assert json.loads(json.dumps(again[part])) == numbers[part], f"{part}: run `equilibria report results`"
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_no_verdict_is_of_fewer_than_three_runs(name: str) -> None:
+    numbers = json.loads((RESULTS / name / "table.json").read_text())
+    for claim, told in zip(find_table(name).claims, numbers["claims"], strict=True):
+        rows = [numbers["rows"][row] for row in (claim.left, claim.right) if row is not None]
+        assert told["held"] is None or all(len(row["runs"]) >= 3 for row in rows)
+
+
+def test_the_overview_is_written_from_the_stored_reports(tmp_path: Path) -> None:
+    for name in STORED:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "table.json").write_bytes((RESULTS / name / "table.json").read_bytes())
+    (tmp_path / "NOTES.md").write_bytes((RESULTS / "NOTES.md").read_bytes())
+    assert write_overview(tmp_path, tables()).read_text() == (RESULTS / "README.md").read_text()
 
 
 @pytest.mark.parametrize("name", STORED)
@@ -58,7 +56,9 @@ def test_stored_texts_are_those_of_the_table(name: str) -> None:
     assert f"Command: equilibria reproduce {name} --scale {numbers['scale']}." in numbers["protocol"]
     assert (numbers["table"], numbers["source"]) == (name, table.source)
     assert numbers["columns"] == {column.name: column.title for column in (*table.columns, *table.hidden)}
-    assert {row: found["title"] for row, found in numbers["rows"].items()} == {row.name: row.title for row in table.rows}
+    assert {row: found["title"] for row, found in numbers["rows"].items()} == {
+        row.name: row.title_at(numbers["scale"]) for row in table.rows
+    }
     report = (RESULTS / name / "report.md").read_text()
     assert all(f"- {line}\n" in f"{report}\n" for line in numbers["protocol"])
     assert all(f"{claim['claim']}. Seen: {claim['seen']}." in report for claim in numbers["claims"])

@@ -12,7 +12,9 @@ pytest.importorskip("lightning_fabric")
 from equilibria.lab.experiments.catalogue import table
 from equilibria.lab.experiments.claims import Claim
 from equilibria.lab.experiments.definitions import Column
-from equilibria.lab.reports.table import TableResults, as_published, collect, deviations, figure_text, judge, plain, protocol
+from equilibria.lab.reports.measured import value
+from equilibria.lab.reports.table import TableResults, collect, deviations, figure_text, plain, protocol
+from equilibria.lab.reports.verdicts import as_published, judge
 from equilibria.lab.reports.write import write_report
 from tests.lab.reports.runs import write_run
 
@@ -54,8 +56,9 @@ def test_claims_are_judged_by_the_runs(results: TableResults) -> None:
 
 
 def test_a_claim_that_fails_is_said_to_fail(tmp_path: Path) -> None:
-    write_run(tmp_path, MNIST, "deq", 1, {"accuracy": 0.98, "nfe": 18.0})
-    write_run(tmp_path, MNIST, "v2", 1, {"accuracy": 0.97, "nfe": 17.0})
+    for seed in (1, 2, 3):
+        write_run(tmp_path, MNIST, "deq", seed, {"accuracy": 0.98, "nfe": 18.0})
+        write_run(tmp_path, MNIST, "v2", seed, {"accuracy": 0.97, "nfe": 17.0})
     elsewhere = tmp_path / "elsewhere"
     found = write_report(MNIST, "full", tmp_path, elsewhere)
     assert word(found, "V2 needs at most half") == "did not hold"
@@ -88,10 +91,11 @@ def test_every_kind_of_claim(results: TableResults, claim: Claim, held: bool | N
 
 def test_equal_counts_are_equal_whatever_their_last_bits(tmp_path: Path) -> None:
     for row, accuracy in (("deq", 0.993100001), ("v2", 0.9931)):
-        write_run(tmp_path, MNIST, row, 1, {"accuracy": accuracy})
+        for seed in (1, 2, 3):
+            write_run(tmp_path, MNIST, row, seed, {"accuracy": accuracy})
     found = collect(MNIST, "full", tmp_path)
     verdict = judge(Claim(text="", column="accuracy", left="v2", right="deq", by="difference", at_least=0.0), found)
-    assert verdict.held and "= +0;" in verdict.seen
+    assert verdict.held and "= +0 ±" in verdict.seen
     assert judge(Claim(text="", column="accuracy", left="deq", at_most=99.31), found).held
 
 
@@ -105,7 +109,8 @@ def test_what_was_published_of_a_claim() -> None:
 def test_a_reduction_is_against_the_row_it_names(tmp_path: Path) -> None:
     polynomial = table("skipdeq-polynomial")
     for row, nfe in (("deq", 84.0), ("skip", 30.0), ("v2", 56.0)):
-        write_run(tmp_path, polynomial, row, 1, {"loss": 1e-4, "nfe": nfe})
+        for seed in (1, 11, 1111):
+            write_run(tmp_path, polynomial, row, seed, {"loss": 1e-4, "nfe": nfe})
     found = collect(polynomial, "full", tmp_path)
     figure = found.figure("skip", polynomial.column("reduction"))
     assert figure is not None and figure.mean == pytest.approx(2.8)
@@ -139,8 +144,11 @@ def test_a_column_may_be_taken_at_the_epoch_that_validation_chose(tmp_path: Path
         (folder / "summary.json").write_text(json.dumps(summary))
     write_run(tmp_path, MNIST, "v2", 1, {"accuracy": 0.9})  # whose summary does not tell how the best epoch was found
     found = collect(MNIST, "full", tmp_path)
-    assert found.values("deq", chosen) == [0.7]  # and nothing of the run whose best epoch the test split chose
-    assert found.figure("v2", chosen) is None
+    assert [value(run, chosen) for run in found.runs["deq"]] == [
+        0.7,
+        None,
+    ]  # and nothing of the run whose best epoch the test split chose
+    assert [value(run, chosen) for run in found.runs["v2"]] == [None]
 
 
 def test_other_settings_and_unfinished_runs_are_told(results: TableResults, tmp_path: Path) -> None:

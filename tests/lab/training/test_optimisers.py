@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from equilibria.lab.training import Optimizer, Schedule
-from equilibria.lab.training.optimisers import Average, lr_factor, make_optimizer
+from equilibria.lab.training.optimisers import Average, lr_factor, make_optimizer, momentum_at, set_momentum
 
 STEPS = 100
 
@@ -68,3 +68,23 @@ def test_average_is_the_recursion_with_its_warm_up() -> None:
     with average.in_place(model):
         assert model.weight.item() == average.means["weight"].item()
     assert model.weight.item() == 2.0
+
+
+@pytest.mark.parametrize("settings", [Optimizer(lr=0.01), Optimizer(name="sgd", lr=0.05, momentum=0.9)])
+def test_one_cycle_is_that_of_torch(settings: Optimizer) -> None:
+    weight, schedule = nn.Parameter(torch.zeros(1)), Schedule(name="one-cycle")
+    ours, theirs = make_optimizer(settings, [weight]), make_optimizer(settings, [weight])
+    cycle = torch.optim.lr_scheduler.OneCycleLR(theirs, settings.lr, total_steps=STEPS)
+    for step in range(STEPS):
+        momentum = momentum_at(schedule, step, STEPS)
+        assert momentum is not None
+        set_momentum(ours, momentum)
+        group, expected = ours.param_groups[0], theirs.param_groups[0]
+        assert settings.lr * lr_factor(schedule, step, STEPS) == pytest.approx(expected["lr"], rel=1e-6)
+        assert group.get("betas", group.get("momentum")) == pytest.approx(
+            expected.get("betas", expected.get("momentum")), rel=1e-9
+        )
+        theirs.step()
+        if step < STEPS - 1:
+            cycle.step()
+    assert momentum_at(Schedule(), 0, STEPS) is None

@@ -159,6 +159,5 @@ def tables() -> tuple[Table, ...]:
                 ),
                 "full": ("A delay of 400, 20,000 sequences to train on, 2,000 to test on, 50 epochs; Adam 3e-3.", *notes),
             },
-            seeds={"debug": 1, "reduced": 1, "full": 3},
         ),
     )

@@ -126,7 +126,6 @@ def _memory_table() -> Table:
                 MEMORY_NOTE,
             ),
         },
-        seeds={"debug": 1, "reduced": 1, "full": 1},
     )
 
 

@@ -121,12 +121,22 @@ def made(name: str, summary: str, settings: LanguageSettings, training: Training
 
 
 def row(
-    name: str, title: str, find: Callable[[str, Scale], Experiment[Any]], published: Mapping[str, float] | None = None
+    name: str,
+    title: str,
+    find: Callable[[str, Scale], Experiment[Any]],
+    published: Mapping[str, float] | None = None,
+    *,
+    nano: str | None = None,
+    limited: bool = False,
 ) -> TableRow:
+    """A row; `nano` is what the reduced scale runs in its place."""
+
     def experiment(scale: Scale) -> Experiment[Any]:
         return find(name, scale)
 
-    return TableRow(name, title, experiment, {column: Figure(value) for column, value in (published or {}).items()})
+    figures = {column: Figure(value) for column, value in (published or {}).items()}
+    run_as: dict[Scale, str] = {} if nano is None else {"debug": f"{nano}, tiny", "reduced": nano}
+    return TableRow(name, title, experiment, figures, run_as, limited)
 
 
 def as_good(better: str, other: str, text: str, most: float = 1.0) -> Claim:

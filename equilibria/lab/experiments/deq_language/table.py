@@ -154,13 +154,12 @@ def tables() -> tuple[Table, ...]:
             name=PTB,
             title="DEQ-Transformer on the Penn Treebank",
             source=f"{DEQ_SOURCE}; the comparison is that of its WikiText-103 table, its speed the published one there",
-            rows=tuple(row(name, title, ptb, published.get(name)) for name, title in _TITLES.items()),
+            rows=tuple(row(name, title, ptb, published.get(name), nano=f"nano {title}") for name, title in _TITLES.items()),
             columns=(*BASIC, speed, *longer),
             protocol=protocol["word"],
             hidden=CHANGES,
             claims=_stack_claims(),
             profiles=(settling(),),
-            seeds={"debug": 1, "reduced": 1, "full": 3},
         ),
         Table(
             name=CHARACTERS,
@@ -172,6 +171,5 @@ def tables() -> tuple[Table, ...]:
             hidden=CHANGES,
             claims=(_untied_claim(),),
             profiles=(settling(),),
-            seeds={"debug": 1, "reduced": 1, "full": 3},
         ),
     )

@@ -95,7 +95,6 @@ def _planetoid_table() -> Table:
             "reduced": ("Reduced: 100 epochs in place of 200.", *notes),
             "full": ("200 epochs.", *notes),
         },
-        seeds={"debug": 1, "reduced": 1, "full": 3},
     )
 
 
@@ -156,7 +155,6 @@ def _solver_table() -> Table:
             "reduced": ("Reduced: 60 epochs.", *notes),
             "full": ("200 epochs.", *notes),
         },
-        seeds={"debug": 1, "reduced": 1, "full": 3},
     )
 
 

@@ -57,7 +57,6 @@ def ppi(row: str, scale: Scale = "full") -> Experiment[LabelSettings]:
         ),
         make=Labels,
         scale=scale,
-        seeds=(0,),
     )
 
 
@@ -109,7 +108,6 @@ def _ppi_table() -> Table:
             "reduced": ("Reduced: h = 32 in place of 256, 30 epochs in place of 1,000.", *notes),
             "full": ("h = 256, 1,000 epochs.", *notes),
         },
-        seeds={"debug": 1, "reduced": 1, "full": 1},
     )
 
 

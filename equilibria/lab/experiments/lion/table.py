@@ -109,6 +109,5 @@ def tables() -> tuple[Table, ...]:
             ),
             claims=_claims(),
             protocol={scale: (*lines, *_COMMON) for scale, lines in _PROTOCOL.items()},
-            seeds={"debug": 1, "reduced": 1, "full": 3},
         ),
     )

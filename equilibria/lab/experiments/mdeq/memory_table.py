@@ -118,7 +118,6 @@ def experiment(kind: Kind, scale: Scale = "full") -> Experiment[Any]:
         training=Training(epochs=1, batch_size=32, eval_batch_size=32),
         make=MemoryTask,
         scale=scale,
-        seeds=(0,),
     )
 
 
@@ -206,6 +205,5 @@ def tables() -> tuple[Table, ...]:
                 "reduced": ("Nano MDEQ, images averaged to 16x16 pixels.", *notes),
                 "full": ("MDEQ-TINY, 32x32 pixels.", *notes),
             },
-            seeds={"debug": 1, "reduced": 1, "full": 1},
         ),
     )

@@ -110,6 +110,5 @@ def tables() -> tuple[Table, ...]:
                 "reduced": ("One epoch on all images.", *notes),
                 "full": ("40 epochs, the rate falling to a tenth every 10 (convolution on SVHN and CIFAR-10: 25).", *notes),
             },
-            seeds={"debug": 1, "reduced": 1, "full": 1},
         ),
     )

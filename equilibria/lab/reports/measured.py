@@ -1,0 +1,190 @@
+"""The runs of one row on one machine: what they measured, from their folders or from a stored report."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from equilibria.lab.experiments.definitions import MACHINE, Column, Figure, Table
+from equilibria.lab.training.durable import read_object
+from equilibria.lab.training.folder import Run
+
+UNKNOWN = "not known"
+AGAIN = "Remove it, and write the report again with `equilibria reproduce`."
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The runs of one row on one machine.
+
+    machine  processor, cores, threads and versions
+    runs     their names, ROW/seed-S
+    commits  of the source they ran, those that are known
+    epochs   they were trained for
+    values   by column, then by run; empty in reports that kept means alone
+    stored   figures of such reports by column
+    changes  settings that are not those of the table
+    """
+
+    machine: str
+    runs: tuple[str, ...]
+    commits: tuple[str, ...] = ()
+    epochs: tuple[int, ...] = ()
+    values: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    stored: Mapping[str, Figure] = field(default_factory=dict)
+    changes: tuple[str, ...] = ()
+
+    def figure(self, column: Column) -> Figure | None:
+        """Mean and deviation of a column that is no ratio to another row."""
+        found = list(self.values.get(column.name, {}).values())
+        if not found:
+            return self.stored.get(column.name)
+        return Figure(statistics.fmean(found), statistics.stdev(found) if len(found) > 1 else None, len(found))
+
+    def ratio(self, column: Column, reference: Measured | None) -> Figure | None:
+        """The reference's figure over this one's, with the standard error of the quotient."""
+        own, other = self.values.get(column.name), {} if reference is None else reference.values.get(column.name, {})
+        if not own or not other:
+            return self.stored.get(column.name)
+        mean = statistics.fmean(own.values())
+        if not mean:
+            return None
+        quotient = statistics.fmean(other.values()) / mean
+        runs = min(len(own), len(other))
+        return Figure(quotient, None, runs, quotient_error(other, own))
+
+    def plain(self, figures: Mapping[str, Figure | None]) -> dict[str, Any]:
+        """The measurement as JSON values, for table.json."""
+        return {
+            "machine": self.machine,
+            "commits": list(self.commits),
+            "epochs": list(self.epochs),
+            "runs": list(self.runs),
+            "changes": list(self.changes),
+            "ours": {name: None if figure is None else plain_figure(figure) for name, figure in figures.items()},
+            "values": {name: dict(values) for name, values in self.values.items() if values},
+        }
+
+
+def from_runs(row: str, runs: Sequence[Run], columns: Iterable[Column], changes: Iterable[str]) -> Measured:
+    """What runs on one machine measured."""
+    named = {f"{row}/{run.folder.name}": run for run in runs}
+    values = {
+        column.name: {
+            name: number * column.factor for name, run in named.items() if (number := value(run, column)) is not None
+        }
+        for column in columns
+    }
+    commits = dict.fromkeys(str(commit) for run in runs if (commit := read_machine(run.folder).get("commit")))
+    return Measured(
+        machine=machine_of(runs[0]),
+        runs=tuple(named),
+        commits=tuple(commits),
+        epochs=tuple(sorted({run.training.epochs for run in runs})),
+        values=values,
+        changes=tuple(sorted(set(changes))),
+    )
+
+
+def from_plain(found: Mapping[str, Any]) -> Measured:
+    """The measurement in an entry that `Measured.plain` wrote."""
+    figures = {name: read_figure(figure) for name, figure in found["ours"].items() if figure is not None}
+    values = found.get("values", {})
+    return Measured(
+        machine=found["machine"],
+        runs=tuple(found["runs"]),
+        commits=tuple(found.get("commits", ())),
+        epochs=tuple(found.get("epochs", ())),
+        values=values,
+        stored=figures,
+        changes=tuple(found.get("changes", ())),
+    )
+
+
+def read_rows(file: Path, table: Table) -> dict[str, tuple[Measured, ...]]:
+    """The measurements in a table.json by row; rows that the table no longer has are left out."""
+    rows = read_object(file, AGAIN).get("rows", {})
+    try:
+        return {row.name: tuple(map(from_plain, rows[row.name]["measured"])) for row in table.rows if row.name in rows}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} was changed or written by another version: {error!r}. {AGAIN}") from error
+
+
+def plain_figure(figure: Figure) -> dict[str, float | None]:
+    found: dict[str, float | None] = {"mean": figure.mean, "std": figure.std}
+    return found | {name: number for name in ("runs", "error") if (number := getattr(figure, name)) is not None}
+
+
+def read_figure(found: Mapping[str, Any]) -> Figure:
+    return Figure(found["mean"], found.get("std"), found.get("runs"), found.get("error"))
+
+
+def quotient_error(left: Mapping[str, float], right: Mapping[str, float]) -> float | None:
+    """Standard error of mean(left) / mean(right); of pairs where both have the same seeds. None with too few runs."""
+    bottom = statistics.fmean(right.values())
+    quotient = statistics.fmean(left.values()) / bottom
+    scaled = {name: quotient * number for name, number in right.items()}
+    error = difference_error(left, scaled)
+    return None if error is None else error / abs(bottom)
+
+
+def difference_error(left: Mapping[str, float], right: Mapping[str, float]) -> float | None:
+    """Standard error of mean(left) - mean(right); of pairs where both have the same seeds. None with too few runs."""
+    one, other = by_seed(left), by_seed(right)
+    if one.keys() == other.keys():
+        return mean_error([one[seed] - other[seed] for seed in one])
+    errors = mean_error(list(one.values())), mean_error(list(other.values()))
+    return None if errors[0] is None or errors[1] is None else (errors[0] ** 2 + errors[1] ** 2) ** 0.5
+
+
+def mean_error(values: Sequence[float]) -> float | None:
+    """Standard error of a mean; None for a single value."""
+    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
+
+
+def by_seed(values: Mapping[str, float]) -> dict[str, float]:
+    """Values by the last part of the run's name, its seed."""
+    return {name.rpartition("/")[2]: number for name, number in values.items()}
+
+
+def value(run: Run, column: Column) -> float | None:
+    """A column's figure of one run, in the unit of its files."""
+    place, _, key = column.key.partition(".")
+    if place == "summary":
+        return (run.summary or {}).get(key)
+    if column.epochs == "selected":
+        return _selected(run, column.key)
+    found = [number for record in run.metrics if (number := look(record, column.key)) is not None]
+    if not found:
+        return None
+    mean = statistics.fmean(found)
+    return {"first": found[0], "last": found[-1], "mean": mean, "min": min(found), "max": max(found)}[column.epochs]
+
+
+def _selected(run: Run, key: str) -> float | None:
+    """A number of the epoch that the validation split chose."""
+    best: Mapping[str, Any] = (run.summary or {}).get("best") or {}
+    return look(best, key) if best.get("by", {}).get("split") == "valid" else None
+
+
+def look(record: Mapping[str, Any], key: str) -> float | None:
+    """A number of an epoch's record: "test.loss" of a split, "seconds_step" of the epoch."""
+    split, _, name = key.partition(".")
+    found = record.get("split", {}).get(split, {}).get(name) if name else record.get(key)
+    return float(found) if isinstance(found, (int, float)) else None
+
+
+def read_machine(folder: Path) -> dict[str, Any]:
+    path = folder / MACHINE
+    return read_object(path, "Remove it: a report does without it.") if path.is_file() else {}
+
+
+def machine_of(run: Run) -> str:
+    """Hardware and versions of a run, as text."""
+    machine, versions = read_machine(run.folder), run.config.get("versions")
+    versions = versions if isinstance(versions, dict) else {}
+    parts = [str(machine[key]) for key in ("processor", "cores", "threads", "devices") if key in machine]
+    return ", ".join([*parts, *(f"{name} {versions[name]}" for name in ("torch", "python") if name in versions)]) or UNKNOWN

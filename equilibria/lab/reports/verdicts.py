@@ -1,0 +1,192 @@
+"""Whether claims held: comparisons of means that count only where they are larger than the noise of the seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from equilibria.lab.experiments.claims import Claim
+from equilibria.lab.experiments.definitions import Column, Figure, Table
+from equilibria.lab.reports.measured import Measured, difference_error, quotient_error
+
+LEAST_RUNS = 3  # fewer tell nothing of the noise
+ERRORS = 2.0  # standard errors that a bound must be away for a verdict
+MOST_FAILED = 50.0  # % of failed solves above which a row has not trained
+NEAR_GUESS = 0.1  # share of the way from the best constant answer to 100 % below which a row has learnt nothing
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a claim held in these runs, None if undecided. `seen` has the numbers, `reason` why it is undecided."""
+
+    claim: Claim
+    held: bool | None
+    seen: str
+    reason: str | None = None
+
+    @property
+    def word(self) -> str:
+        return {True: "held", False: "did not hold", None: "undecided"}[self.held]
+
+    @property
+    def text(self) -> str:
+        """The numbers, and the reason where it is undecided."""
+        return self.seen if self.reason is None else f"{self.seen}. Undecided: {self.reason}"
+
+
+class Results(Protocol):
+    """The measurements of a table."""
+
+    @property
+    def table(self) -> Table: ...
+
+    def main(self, row: str) -> Measured | None: ...
+
+    def machines(self) -> list[str]: ...
+
+    def on(self, row: str, machine: str) -> Measured | None: ...
+
+    def figure(self, row: str, column: Column, measured: Measured | None = None) -> Figure | None: ...
+
+
+def judge(claim: Claim, results: Results) -> Verdict:
+    """Compare the means of the runs as the claim says; undecided where the runs cannot tell."""
+    column = results.table.column(claim.column)
+    other, compared = _opposite(claim, results.table)
+    measured = _chosen(results, claim.left, compared)
+    left = results.figure(claim.left, column, measured[claim.left])
+    right = None if compared is None else results.figure(compared, other, measured[compared])
+    missing = [name for name, figure in ((claim.left, left), (compared, right)) if name is not None and figure is None]
+    if left is None or missing:
+        return Verdict(claim, None, f"no finished run of {' and '.join(dict.fromkeys(missing))} with {column.title}")
+    if right is not None and right.mean == 0 and claim.by == "ratio":
+        return Verdict(claim, None, f"{other.title} of {compared} is 0: there is no ratio")
+    number, shown = _comparison(claim, left, right, column.digits)
+    error = _error(
+        claim, (measured[claim.left], column, left), None if right is None else (measured[compared], other, right)
+    )
+    noise = "" if error is None else f" ± {ERRORS * error:.2g}"
+    seen = f"{column.title}: {shown}{noise}; asked for {_bounds(claim)}"
+    reason = next(_reasons(claim, results, measured, (left, right)), None)
+    if reason is not None:
+        return Verdict(claim, None, seen, reason)
+    held = _decided(claim, number, ERRORS * (error or 0.0))
+    inside = f"the bound is within {ERRORS:g} standard errors" if held is None else None
+    return Verdict(claim, held, seen, inside)
+
+
+def _chosen(results: Results, left: str, right: str | None) -> dict[str | None, Measured | None]:
+    """The measurements to compare: of one machine, unless only those of several have runs enough."""
+    rows = [left] if right is None else [left, right]
+    choices = [[results.on(row, machine) for row in rows] for machine in results.machines()]
+    choices.append([results.main(row) for row in rows])
+
+    def rank(place: int) -> tuple[bool, int, int]:
+        runs = min((0 if found is None else len(found.runs)) for found in choices[place])
+        return runs >= LEAST_RUNS, runs, -place
+
+    return dict(zip(rows, choices[max(range(len(choices)), key=rank)], strict=True))
+
+
+def _reasons(
+    claim: Claim, results: Results, measured: dict[str | None, Measured | None], figures: tuple[Figure, Figure | None]
+) -> Iterator[str]:
+    """Why the runs cannot tell whether a claim holds, the first reason first."""
+    column = results.table.column(claim.column)
+    for row, found in measured.items():
+        if row is not None and found is not None and claim.column != "failed":
+            yield from _untrained(row, found, results)
+    machines = {found.machine for found in measured.values() if found is not None}
+    if column.is_time and len(machines) > 1:
+        yield f"{' and '.join(str(row) for row in measured)} were timed on different machines"
+    runs = {row: figure.runs for row, figure in zip(measured, figures, strict=False) if figure is not None}
+    few = [f"{count or 'unknown'} of {row}" for row, count in runs.items() if (count or 0) < LEAST_RUNS]
+    if few:
+        yield f"runs: {', '.join(few)}; a verdict needs {LEAST_RUNS} of each row"
+    if any(figure is not None and figure.standard_error is None for figure in figures):
+        yield "the deviation over seeds is not known"
+
+
+def _untrained(row: str, measured: Measured, results: Results) -> Iterator[str]:
+    """Signs that a row has not trained."""
+    table = results.table
+    failed = next((column for column in (*table.columns, *table.hidden) if column.name == "failed"), None)
+    share = None if failed is None else results.figure(row, failed, measured)
+    if share is not None and share.mean > MOST_FAILED and not table.row(row).limited:
+        yield f"{share.mean:.0f} % of the solves of {row} fail: it has not trained"
+    for name, guess in table.guess.items():
+        accuracy = results.figure(row, table.column(name), measured)
+        if accuracy is not None and accuracy.mean < guess + NEAR_GUESS * (100.0 - guess):
+            yield f"{row} scores {accuracy.mean:.1f} %, a constant answer {guess:g} %: it has not trained"
+
+
+def _decided(claim: Claim, number: float, noise: float) -> bool | None:
+    """True or False where the number is farther from the bounds than the noise."""
+    low, high = claim.at_least, claim.at_most
+    if (low is not None and number + noise < low) or (high is not None and number - noise > high):
+        return False
+    inside = (low is None or number - noise >= low) and (high is None or number + noise <= high)
+    return True if inside else None
+
+
+Term = tuple[Measured | None, Column, Figure]
+
+
+def _error(claim: Claim, left: Term, right: Term | None) -> float | None:
+    """Standard error of the number that a claim bounds; by pairs of equal seeds where the values are known."""
+    if right is None:
+        return left[2].standard_error
+    pairs = [_values(left), _values(right)]
+    if all(pairs):
+        return (quotient_error if claim.by == "ratio" else difference_error)(*pairs)
+    errors = left[2].standard_error, right[2].standard_error
+    if errors[0] is None or errors[1] is None:
+        return None
+    if claim.by == "difference":
+        return float((errors[0] ** 2 + errors[1] ** 2) ** 0.5)
+    quotient = left[2].mean / right[2].mean
+    return float((errors[0] ** 2 + (quotient * errors[1]) ** 2) ** 0.5 / abs(right[2].mean))
+
+
+def _values(term: Term) -> dict[str, float]:
+    """Values by run; none of a ratio to another row, whose values are not those of the ratio."""
+    measured, column, _ = term
+    return {} if measured is None or column.over is not None else dict(measured.values.get(column.name, {}))
+
+
+def as_published(claim: Claim, table: Table) -> str:
+    """The comparison with the published figures; "–" where there are none."""
+    other, compared = _opposite(claim, table)
+    left = table.row(claim.left).published.get(claim.column)
+    right = None if compared is None else table.row(compared).published.get(other.name)
+    if left is None or (compared is not None and (right is None or right.mean == 0)):
+        return "–"
+    return _comparison(claim, left, right, table.column(claim.column).digits)[1]
+
+
+def _opposite(claim: Claim, table: Table) -> tuple[Column, str | None]:
+    """The column and the row that `left` is compared with; the row is None for a claim about one value."""
+    column = table.column(claim.against or claim.column)
+    return column, claim.right or (None if claim.against is None else claim.left)
+
+
+def _comparison(claim: Claim, left: Figure, right: Figure | None, digits: int) -> tuple[float, str]:
+    """The number that a claim bounds, and its computation as text.
+
+    Values and differences are rounded three digits beyond those shown: means of the same counts differ in their last bits.
+    """
+    if right is None:
+        return round(left.mean, digits + 3), f"{left.mean:,.{digits}f}"
+    first, second = f"{left.mean:,.{digits}f}", f"{right.mean:,.{digits}f}"
+    if claim.by == "ratio":
+        return left.mean / right.mean, f"{first} / {second} = {left.mean / right.mean:.4g}"
+    number = round(left.mean - right.mean, digits + 3) + 0.0  # 0, not -0
+    return number, f"{first} - {second} = {number:+.4g}"
+
+
+def _bounds(claim: Claim) -> str:
+    low, high = claim.at_least, claim.at_most
+    if low is not None and high is not None:
+        return f"{low:g} to {high:g}"
+    return f"at least {low:g}" if low is not None else f"at most {high:g}"
