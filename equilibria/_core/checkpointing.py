@@ -15,7 +15,8 @@ starts there. Nothing here waits for the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import isqrt
 from typing import Any, Literal, Protocol
 
@@ -86,16 +87,52 @@ _PLANS: dict[Any, Plan] = {None: _plain, "sqrt": _sqrt, "recursive": _recursive}
 
 def _forgotten(plan: Plan, step: Step, z: Tensors, times: int, buffers: Buffers) -> Tensors:
     """Run `times` steps by `plan`, keep only the start, and replay them in backward on copies of the initial buffers."""
-    before, replaying = _copy(step.buffers() if buffers is None else buffers), False
+    before, draws, replaying = _copy(step.buffers() if buffers is None else buffers), _Draws(z[0].device), False
 
     def segment(*z: Tensor) -> Tensors:
         nonlocal replaying
-        used = _copy(before) if replaying else buffers
+        if replaying:
+            with draws.again():
+                return plan(step, z, times, _copy(before))
         replaying = True
-        return plan(step, z, times, used)
+        with draws.watched():
+            return plan(step, z, times, buffers)
 
-    out: Tensors = replay_in_backward(segment, *z, use_reentrant=False)
+    # torch would keep 5 kB of generator state for every segment, until the garbage collector finds it: where states are
+    # small and segments many, far more than the states
+    out: Tensors = replay_in_backward(segment, *z, use_reentrant=False, preserve_rng_state=False)
     return out
+
+
+class _Draws:
+    """The random numbers of a segment: the state of the generators at its start, kept if the segment draws any."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device if device.type == "cuda" else None
+        self.start: tuple[Tensor, ...] | None = None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        start = self._states()
+        yield
+        if not all(map(torch.equal, start, self._states())):
+            self.start = start
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside the block the numbers are those of the first run; afterwards they go on as if there had been no block."""
+        if self.start is None:
+            yield
+            return
+        with torch.random.fork_rng([] if self.device is None else [self.device]):
+            torch.set_rng_state(self.start[0])
+            if self.device is not None:
+                torch.cuda.set_rng_state(self.start[1], self.device)
+            yield
+
+    def _states(self) -> tuple[Tensor, ...]:
+        cpu = torch.get_rng_state()
+        return (cpu,) if self.device is None else (cpu, torch.cuda.get_rng_state(self.device))
 
 
 def _copy(buffers: dict[str, Tensor]) -> dict[str, Tensor]:

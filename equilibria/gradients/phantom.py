@@ -29,20 +29,25 @@ class UnrolledPhantom(Gradient):
     The layer returns the last h. The graph of `steps` evaluations of the cell is kept. `Stats` describes the equilibrium
     before these steps; `Solution.measure_residual()` measures the last h.
 
-    steps       number of steps; more steps are closer to the exact gradient
-    damping     smaller values are better conditioned, and approach the exact gradient more slowly
-    checkpoint  keep only the states h and run the cell again in backward, with the memory of one evaluation
+    steps          number of steps; more steps are closer to the exact gradient
+    damping        smaller values are better conditioned, and approach the exact gradient more slowly
+    checkpoint     keep only the states h and run the cell again in backward, with the memory of one evaluation
+    training_only  take the steps only where autograd records, as the released code does. Without gradients the layer then
+                   returns the equilibrium itself, `steps` evaluations cheaper
     """
 
     steps: int = 5
     damping: float = 0.5
     checkpoint: bool = False
+    training_only: bool = False
 
     def __post_init__(self) -> None:
         _check("UnrolledPhantom", self.steps, self.damping)
 
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
         z, status = solve_detached(problem, z0, args)
+        if self.training_only and not _recording():
+            return z
         return unroll_from(problem, z, status, args, self._advance, replays=self.checkpoint)
 
     def _advance(self, f: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
@@ -60,11 +65,16 @@ class JFB(Gradient):
     (Fung et al. 2022.) The layer returns f(z). `Stats` describes z; `Solution.measure_residual()` measures f(z). The
     gradient is a descent direction if the cell is a contraction and its parameters are well conditioned. It needs no
     linear solve and the memory of one evaluation of the cell.
+
+    training_only  take the step only where autograd records. Without gradients the layer then returns z itself, an
+                   evaluation cheaper
     """
+
+    training_only: bool = False
 
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
         z, status = solve_detached(problem, z0, args)
-        return unroll_from(problem, z, status, args, lambda f, h: f(h))
+        return z if self.training_only and not _recording() else unroll_from(problem, z, status, args, lambda f, h: f(h))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +166,11 @@ def _set_aside(problem: Problem, rows: Tensor) -> None:
     status = stats.status.masked_fill(rows, Status.NONFINITE)
     problem.report.stats, problem.report.nonfinite = dataclasses.replace(stats, status=status), True
     report_failures(problem.report.stats, problem.stop, problem.solver, what="forward", owner=problem.equation.owner)
+
+
+def _recording() -> bool:
+    """True where somebody may differentiate what is computed now."""
+    return torch.is_grad_enabled() or autodiff_modes.inside_dual_level()
 
 
 def _check(name: str, steps: int, damping: float) -> None:

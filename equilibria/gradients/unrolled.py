@@ -237,5 +237,5 @@ def _check_differentiable(solver: Solver[Any]) -> None:
     if not solver.differentiable:
         raise TypeError(
             f"Unrolled cannot differentiate the steps of {solver!r}, which solves linear systems in place: take Picard, "
-            "Anderson, Broyden or SteadyState, or eq.Implicit(), which works with every solver."
+            'Anderson, Broyden, SteadyState or Newton(linear="dense"), or eq.Implicit(), which works with every solver.'
         )

@@ -208,7 +208,9 @@ def room(buffer: Tensor, slot: int, limit: int, dims: tuple[int, ...] = (1,), *,
         return buffer
     larger = list(buffer.shape)
     for dim in dims:
-        larger[dim] = min(max(2 * size, FIRST_SLOTS), limit)
+        doubled = max(2 * size, FIRST_SLOTS)
+        # both the old and the new buffer are in memory while one is copied: no step of growth for the last third
+        larger[dim] = limit if 3 * doubled >= 2 * limit else doubled
     grown = buffer.new_zeros(larger) if blank else buffer.new_empty(larger)
     grown[tuple(slice(0, extent) for extent in buffer.shape)] = buffer
     return grown

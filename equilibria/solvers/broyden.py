@@ -45,7 +45,8 @@ class Broyden(Solver[BroydenState]):
 
         step = g - (S + Y)' core^{-1} S g
 
-    One evaluation a step (more with `line_search`); 2 history + 2 states of memory, whatever `max_steps`.
+    One evaluation a step (more with `line_search`). The pairs take the memory of 2 history states, whatever `max_steps`, and
+    a step that of ten more; while their buffers grow, up to 3.5 history + 12 states are in memory at once.
 
     history      pairs kept; None: 20, and for states of up to 64 numbers all that an affine map can need
     line_search  shorten a step that does not reduce the residual

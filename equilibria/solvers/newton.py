@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from equilibria._core.maps import Affine, Map
-from equilibria.solvers.base import Iterate, Solver, divide, require
+from equilibria.solvers.base import Iterate, Solver, divide, require, solve_small
 from equilibria.solvers.krylov import GMRES
 from equilibria.solvers.line_search import backtrack
 
@@ -31,24 +31,32 @@ class Newton(Solver[NewtonState]):
     second choice (1996), t backtracks from 1. Converges quadratically near a root, also where plain iteration
     diverges.
 
-    linear        the solver of the linear systems
+    linear        the solver of the linear systems; "dense" forms the Jacobian, n products a step, and factorises it.
+                  Autograd follows such steps: `Unrolled` goes through them, in the memory of n runs of the cell each
     linear_steps  its steps at most, per Newton step
     line_search   False takes full steps, t = 1, also where the residual rises: such steps leave local minima of the residual
     """
 
-    differentiable: ClassVar[bool] = False
-    linear: Solver[Any] = field(default_factory=GMRES)
+    linear: Solver[Any] | Literal["dense"] = field(default_factory=GMRES)
     linear_steps: int = 100
     line_search: bool = True
 
     def __post_init__(self) -> None:
-        check_linear("Newton", self.linear, self.linear_steps)
+        if self.linear != "dense":
+            check_linear("Newton", self.linear, self.linear_steps, ' or "dense"')
+
+    @property
+    def differentiable(self) -> bool:  # type: ignore[override]  # Krylov solvers write over what they have computed
+        return self.linear == "dense"
 
     def init(self, f: Map, z0: Tensor) -> NewtonState:
         return NewtonState(z0, f(z0), z0.new_full((z0.shape[0],), 0.1))
 
     def step(self, f: Map, state: NewtonState) -> NewtonState:
-        direction, _ = inexact_step(f, state, state.forcing, self.linear, self.linear_steps, start=state.residual)
+        if isinstance(self.linear, str):
+            direction = dense_step(f, state)
+        else:
+            direction, _ = inexact_step(f, state, state.forcing, self.linear, self.linear_steps, start=state.residual)
         if self.line_search:
             z, fz = backtrack(f, state.z, state.fz, direction, HALVINGS, state.active)
         else:
@@ -56,6 +64,14 @@ class Newton(Solver[NewtonState]):
             fz = f(z)
         forcing = next_forcing(state.forcing, state.length, torch.linalg.vector_norm(fz - z, dim=1))
         return NewtonState(z, fz, forcing, active=state.active)
+
+
+def dense_step(f: Map, state: Iterate) -> Tensor:
+    """delta with (I - J) delta = f(z) - z, by elimination; 0 for samples whose matrix is singular."""
+    jacobian, n = f.jacobian(state.z), state.z.shape[1]
+    eye = torch.eye(n, dtype=state.z.dtype, device=state.z.device)
+    columns = [jacobian.product(unit.expand_as(state.z)) for unit in eye]
+    return solve_small(eye - torch.stack(columns, dim=2), state.residual)
 
 
 def inexact_step(
@@ -108,7 +124,7 @@ def next_forcing(forcing: Tensor, before: Tensor, after: Tensor) -> Tensor:
     return torch.where(safe > 0.1, chosen.maximum(safe), chosen)
 
 
-def check_linear(solver: str, linear: Any, linear_steps: int) -> None:
+def check_linear(solver: str, linear: Any, linear_steps: int, other: str = "") -> None:
     if not isinstance(linear, Solver):
-        raise TypeError(f"{solver}'s linear must be a solver such as GMRES(), got {linear!r}.")
+        raise TypeError(f"{solver}'s linear must be a solver such as GMRES(){other}, got {linear!r}.")
     require(linear_steps >= 1, f"{solver}'s linear_steps must be at least 1, got {linear_steps}.")

@@ -1,0 +1,96 @@
+"""Steps that are taken in training only, and steps of Newton's method that are unrolled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import equilibria as eq
+from equilibria.analysis.memory import peak_memory
+from tests.problems import TIGHT, TanhCell, inputs
+
+
+@pytest.mark.parametrize(
+    ("gradient", "steps"), [(eq.JFB(training_only=True), 1), (eq.UnrolledPhantom(steps=5, training_only=True), 5)]
+)
+def test_steps_of_training_alone_are_not_taken_in_evaluation(gradient: eq.Gradient, steps: int) -> None:
+    cell, x = TanhCell(6, norm=0.8), inputs(3, 6)
+    loose = eq.Stop(rtol=1e-2, atol=0.0)
+    deq = eq.DEQ(cell, gradient=gradient, stop=loose)
+    plain = eq.DEQ(cell, gradient=eq.Implicit(), stop=loose)
+    with torch.no_grad():
+        s, reference = deq.solve(x), plain.solve(x)
+    torch.testing.assert_close(s.z, reference.z, rtol=0.0, atol=0.0)
+    assert s.stats.evaluations == reference.stats.evaluations and s.stats.extra_steps == 0
+    trained = deq.solve(x)
+    assert trained.stats.evaluations == reference.stats.evaluations + steps and trained.stats.extra_steps == steps
+    assert not torch.equal(trained.z, reference.z)
+
+
+@pytest.mark.parametrize("gradient", [eq.JFB, eq.UnrolledPhantom])
+def test_gradients_do_not_depend_on_where_else_the_steps_are_taken(
+    gradient: Callable[..., eq.Gradient],
+) -> None:
+    cell, x = TanhCell(6, norm=0.8), inputs(3, 6)
+    found = [
+        torch.autograd.grad(eq.DEQ(cell, gradient=g, stop=TIGHT)(x).square().sum(), list(cell.parameters()))
+        for g in (gradient(), gradient(training_only=True))
+    ]
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.0, atol=0.0)
+
+
+def test_unrolled_newton_gives_the_exact_gradient_and_keeps_every_step() -> None:
+    cell, x = TanhCell(4, norm=0.9), inputs(2, 4)
+    exact = torch.autograd.grad(eq.DEQ(cell, stop=TIGHT)(x).square().sum(), list(cell.parameters()))
+    newton = eq.Newton(linear="dense")
+    deq = eq.DEQ(cell, solver=newton, gradient=eq.Unrolled(), stop=TIGHT)
+    found = torch.autograd.grad(deq(x).square().sum(), list(cell.parameters()))
+    for a, b in zip(found, exact, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9)
+    implicit = eq.DEQ(cell, solver=newton, gradient=eq.Implicit(stop=TIGHT), stop=TIGHT)
+
+    def step(layer: eq.DEQ) -> int:
+        return peak_memory(lambda: layer(x).square().sum().backward(), x.device)
+
+    assert step(deq) > 2 * step(implicit)  # the drawback: n runs of the cell are kept for every step
+
+
+def test_dense_newton_solves_what_newton_krylov_solves() -> None:
+    cell, x = TanhCell(5, norm=0.95), inputs(4, 5)
+    found = [eq.DEQ(cell, solver=solver, stop=TIGHT).solve(x) for solver in (eq.Newton(linear="dense"), eq.Newton())]
+    assert all(bool(s.stats.converged.all()) for s in found)
+    for s in found:
+        torch.testing.assert_close(cell(s.z, x), s.z, rtol=1e-10, atol=1e-10)
+    with pytest.raises(TypeError, match='such as GMRES\\(\\) or "dense"'):
+        eq.Newton(linear="exact")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match='Newton\\(linear="dense"\\)'):
+        eq.DEQ(cell, solver=eq.Newton(), gradient=eq.Unrolled())(x)
+
+
+def test_recursive_checkpoints_of_small_states_grow_with_the_logarithm() -> None:
+    x = inputs(2, 4)
+
+    def peak(depth: int, checkpoint: str) -> int:
+        network = eq.WeightTied(TanhCell(4), depth, checkpoint=checkpoint)  # type: ignore[arg-type]
+        network(x).sum().backward()
+        return peak_memory(lambda: network(x).sum().backward(), x.device)
+
+    small, large = peak(16, "recursive"), peak(256, "recursive")
+    assert large < 2.5 * small  # 4 and 8 levels
+
+
+def test_broyden_takes_the_memory_it_says() -> None:
+    x = torch.randn(1, 20_000, generator=torch.Generator().manual_seed(0))
+
+    def f(z: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.roll(z, 1, dims=1) * 0.99 + x
+
+    for history in (12, 20):
+        stop = eq.Stop(rtol=0.0, atol=0.0, max_steps=60, on_failure="ignore")
+        deq = eq.DEQ(f, solver=eq.Broyden(history=history), stop=stop)
+        with torch.no_grad():
+            states = peak_memory(lambda deq=deq: deq(x), x.device) / (x.numel() * x.element_size())  # type: ignore[misc]
+        assert states < 3.5 * history + 12
