@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-plain test-native-sanitized test-rounding test-torch fuzz lint bench docs dist test-dist clean
+.PHONY: help readme demo test test-all test-plain test-native-sanitized test-rounding test-torch fuzz lint bench docs dist test-dist clean
 .NOTPARALLEL:
 
 help: ## List the targets
@@ -55,6 +55,11 @@ lint: .venv/installed-dev ## Lint, check format and types
 
 bench: .venv/installed-dev ## Measure training steps next to TorchDEQ, two minutes
 	OMP_NUM_THREADS=1 $(BIN)/equilibria bench --quick
+
+readme: .venv/installed-train ## Write the figures of results/ into the README, the documentation and the notes
+	$(BIN)/equilibria report results
+	$(BIN)/python docs/stored_figures.py
+	$(BIN)/equilibria report results
 
 docs: .venv/installed-docs ## Build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -49,7 +49,21 @@ def test_the_api_page_has_every_public_name_and_no_other() -> None:
 
 
 def test_the_readme_shows_the_committed_results() -> None:
-    found = runpy.run_path(str(ROOT / "docs" / "readme_table.py"))
-    readme = (ROOT / "README.md").read_text()
-    assert found["written"](readme) == readme, "Run `python docs/readme_table.py`."
-    assert found["lines"]() in readme
+    found = runpy.run_path(str(ROOT / "docs" / "stored_figures.py"))
+    for path in found["files"]():
+        text = path.read_text()
+        assert found["written"](text) == text, f"{path}: run `make readme`."
+    assert found["lines"]() in (ROOT / "README.md").read_text()
+
+
+def test_measured_figures_come_from_the_committed_results() -> None:
+    """Beside a mention of a table, and in the notes, figures stand between marks, settings in code spans."""
+    mark = runpy.run_path(str(ROOT / "docs" / "stored_figures.py"))["MARK"]
+    texts = {"results/NOTES.md": (ROOT / "results" / "NOTES.md").read_text()}
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        paragraphs = re.split(r"\n\s*\n", path.read_text())
+        texts |= {f"{path.name} {i}": text for i, text in enumerate(paragraphs) if re.search(r"`results/[a-z0-9-]+`", text)}
+    for name, text in texts.items():
+        bare = re.sub(r"`[^`]*`", "", mark.sub("", text))
+        typed = re.findall(r"\d+\.\d+|\d+ %", bare)
+        assert not typed, f"{name}: {typed} typed by hand"

@@ -8,6 +8,7 @@ from typing import Any
 
 from equilibria._core.files import replace_file
 from equilibria.lab.experiments.definitions import Table
+from equilibria.lab.reports.headlines import lines as headlines
 from equilibria.lab.reports.markdown import MARKS
 from equilibria.lab.reports.measured import AGAIN
 from equilibria.lab.reports.write import NUMBERS, TEXT
@@ -31,6 +32,14 @@ NUMBERED = {
     "C13": "implicit graph networks are as accurate with phantom gradients as with exact ones",
     "C14": "implicit training loses accuracy without unrolled pre-training, training with phantom gradients does not",
 }
+REASONS = {  # part of a verdict's reason: what the overview counts it as
+    "no finished run": "with a row that was not run",
+    "a verdict needs": "with fewer than three runs of a row",
+    "it has not trained": "with a row that has not trained",
+    "standard errors": "within two standard errors",
+    "is not known": "with a deviation that is not known",
+    "different machines": "of times on different machines",
+}
 WORDS = {True: "held", False: "did not hold", None: "undecided"}
 
 
@@ -53,13 +62,40 @@ def page(tables: Mapping[str, Mapping[str, Any]], others: Sequence[Table], notes
         "command runs its table; finished runs are not run again. `equilibria reproduce --all --scale reduced --report "
         "results` runs all of them, and leaves reports of the full scale as they are.",
         "\n".join([*_listing(tables), *map(_unreported, others)]),
+        *_speed_ups(tables),
         "## Claims",
+        _counts(tables),
         "What the papers say, and what these runs show of it. Commands begin with `equilibria`, and lead to the report they "
         "write. Some claims are made by several papers, and are numbered:",
         "\n".join(f"- {number}: {text}." for number, text in NUMBERED.items()),
         "\n".join(_claims(tables)),
     ]
     return "\n\n".join([*parts, notes.strip()] if notes.strip() else parts) + "\n"
+
+
+def _speed_ups(tables: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The section on the averages of Skip DEQs, where there are runs of them."""
+    lines = headlines(tables)
+    text = (
+        "How many times faster the best of Skip DEQ and V2 trains and predicts than the plain DEQ, and how many times fewer "
+        "steps its solver takes, in each table. Averages are over what was run."
+    )
+    return ["## Speed-ups of Skip DEQs", text, "\n".join(lines)] if lines else []
+
+
+def _counts(tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """How many claims held, and why the others are undecided."""
+    claims = [claim for table in tables.values() for claim in table["claims"]]
+    words = [WORDS[claim["held"]] for claim in claims]
+    reasons = [_kind(claim) for claim in claims if claim["held"] is None]
+    listed = "; ".join(f"{reasons.count(kind)} {kind}" for kind in dict.fromkeys(REASONS.values()) if kind in reasons)
+    counted = ", ".join(f"{words.count(word)} {word}" for word in WORDS.values())
+    return f"{len(claims)} claims: {counted}." + (f" Undecided are {listed}." if listed else "")
+
+
+def _kind(claim: Mapping[str, Any]) -> str:
+    reason = claim.get("reason") or "no finished run"
+    return next((kind for part, kind in REASONS.items() if part in reason), REASONS["no finished run"])
 
 
 def _read_table(file: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ GU = "Gu, Chang, Zhu, Sojoudi and El Ghaoui 2020, Implicit Graph Neural Networks
 GENG = "Geng, Zhang, Bai, Wang and Lin 2021, On Training Implicit Models, arXiv:2111.05177, Table 4"
 PARAMETERS = Column("parameters", "parameters", "summary.parameters", digits=0)
 STEP = Column("step", "training step, ms", "seconds_step", digits=1, factor=1e3, epochs="mean")
+BACKWARD = Column("backward", "backward pass, ms", "seconds_backward", digits=1, factor=1e3, epochs="mean")
 EVALUATIONS = Column("evaluations", "evaluations, training", "train.evaluations", digits=1, epochs="mean")
 PRODUCTS = Column("products", "products with the Jacobian in a step", "train.adjoint_evaluations", digits=1, epochs="mean")
 

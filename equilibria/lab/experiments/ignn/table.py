@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from equilibria.lab.experiments.claims import Claim, alike, value_at_least
 from equilibria.lab.experiments.definitions import Column, Experiment, Figure, Scale, Table, TableRow
 from equilibria.lab.experiments.ignn.citation_table import tables as citation_tables
-from equilibria.lab.experiments.ignn.node_table import EVALUATIONS, GENG, PARAMETERS, PRODUCTS, STEP, upg
+from equilibria.lab.experiments.ignn.node_table import BACKWARD, EVALUATIONS, GENG, PARAMETERS, PRODUCTS, STEP, upg
 from equilibria.lab.experiments.ignn.node_table import tables as node_tables
 from equilibria.lab.experiments.ignn.task import Folds, FoldSettings, LayerOptions
 from equilibria.lab.training.settings import Optimizer, Schedule, Training
@@ -49,6 +49,7 @@ _SELECTED = Column(
 )
 _COSTS = (
     STEP,
+    BACKWARD,
     Column("speed", "speed over implicit", "seconds_step", over="implicit", epochs="mean"),
     EVALUATIONS,
     PRODUCTS,

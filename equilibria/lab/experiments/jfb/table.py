@@ -241,6 +241,7 @@ def _table(data: Data) -> Table:
             Column("accuracy", "test accuracy, %", "test.accuracy", factor=100),
             Column("epoch", "epoch, s", "seconds_train", digits=1),
             Column("step", "training step, ms", "seconds_step", digits=1, factor=1e3),
+            Column("backward", "backward pass, ms", "seconds_backward", digits=1, factor=1e3),
             Column("evaluations", "evaluations, training", "train.evaluations", digits=1),
             Column("products", "products with the Jacobian in a step", "train.adjoint_evaluations", digits=1),
             Column("failed", "failed solves, test, %", "test.failed", factor=100),

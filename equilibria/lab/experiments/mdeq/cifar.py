@@ -16,6 +16,8 @@ COLUMNS = (
     Column("accuracy", "test accuracy, %", "test.accuracy", factor=100),
     Column("nfe", "test NFE", "test.evaluations", digits=1),
     Column("step", "training step, ms", "seconds_step", digits=1, factor=1e3),
+    Column("backward", "backward pass, ms", "seconds_backward", digits=1, factor=1e3),
+    Column("peak", "peak memory of the process, MB", "peak_bytes", digits=0, factor=1e-6, epochs="max"),
     Column("residual", "residual, test", "test.residual", digits=4),
     Column("radius", "spectral radius", "test.spectral_radius", digits=3),
 )

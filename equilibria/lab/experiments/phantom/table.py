@@ -39,7 +39,7 @@ _RECIPES = {
     "implicit-no-dropout": _Recipe("implicit, no dropout", Figure(83.7, 0.1), dropout=False),
     "implicit-sgd": _Recipe("implicit, SGD", Figure(84.5, 0.3), optimizer="sgd"),
     "implicit-sgd-no-pretraining": _Recipe(
-        "implicit, SGD, no pre-training", Figure(82.9, 1.5), optimizer="sgd", pretraining=False
+        "implicit, SGD, no pre-training", Figure(82.9, 1.5), optimizer="sgd", pretraining=False, cosines=COSINES
     ),
     "implicit-sgd-adaptive": _Recipe(
         "implicit, SGD, no pre-training, to 0.001", None, optimizer="sgd", pretraining=False, adaptive=True

@@ -50,6 +50,19 @@ _PUBLISHED: dict[str, dict[str, tuple[tuple[float, float], ...]]] = {
         "v2-discrete": ((95.275, 0.300), (13.197, 4.126), (4.747, 1.207), (0.453, 0.062)),
     },
 }
+# steps of the solver; models that meet their limit have none
+_DEPTHS: dict[str, dict[str, tuple[float, float]]] = {
+    "mnist": {
+        "deq-continuous": (47.915, 1.843),
+        "skip-continuous": (7.991, 0.476),
+        "v2-continuous": (6.113, 0.092),
+        "deq-discrete": (26.179, 3.110),
+        "skip-discrete": (10.748, 6.261),
+        "v2-discrete": (6.961, 6.847),
+    },
+    "cifar10": {"skip-continuous": (14.886, 0.515), "v2-continuous": (15.004, 0.007)},
+    "svhn": {"skip-continuous": (14.219, 1.343), "v2-continuous": (13.521, 0.729), "v2-discrete": (10.197, 4.126)},
+}
 _REDUCED: dict[str, dict[str, tuple[int, int]]] = {  # images to train on, epochs
     "mnist": {"discrete": (6_000, 4), "continuous": (2_000, 5)},
     "cifar10": {"discrete": (3_000, 3), "continuous": (1_000, 3)},
@@ -112,6 +125,8 @@ def _row(data: Data, name: str, figures: tuple[tuple[float, float], ...]) -> Tab
     published = dict(zip(("accuracy", "nfe", "hours", "predict"), (Figure(*pair) for pair in figures), strict=True))
     title = f"{_VARIANTS[variant][0]}, {system}"
     run_as: dict[Scale, str] = {} if data == "mnist" else {"debug": f"nano {title}", "reduced": f"nano {title}"}
+    if (depth := _DEPTHS[data].get(name)) is not None:
+        published["depth"] = Figure(*depth)
     return TableRow(name, title, partial(experiment, data, name), published, run_as)
 
 
@@ -197,6 +212,7 @@ def _table(data: Data) -> Table:
             Column("parameters", "parameters", "summary.parameters", digits=0),
             Column("accuracy", "test accuracy, %", "test.accuracy", factor=100),
             Column("nfe", "test NFE", "test.evaluations", digits=1),
+            Column("depth", "convergence depth, test", "test.depth", digits=1),
             Column("hours", "training, h", "summary.seconds_train", digits=3, factor=1 / 3600),
             Column("predict", "prediction of a batch, s", "test.predict_seconds", digits=3),
             Column("step", "training step, ms", "seconds_step", digits=1, factor=1e3),

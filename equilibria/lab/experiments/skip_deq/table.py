@@ -41,6 +41,7 @@ _MNIST_COLUMNS = (
     Column("parameters", "parameters", "summary.parameters", digits=0),
     Column("accuracy", "test accuracy, %", "test.accuracy", digits=3, factor=100),
     Column("nfe", "test NFE", "test.nfe", digits=3),
+    Column("depth", "convergence depth, test", "test.depth", digits=2),
     Column("minutes", "training, min", "summary.seconds_train", digits=3, factor=1 / 60),
     Column("predict", "prediction of a batch, s", "test.predict_seconds", digits=4),
     Column("step", "training step, ms", "seconds_step", digits=2, factor=1e3),
