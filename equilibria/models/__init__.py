@@ -7,6 +7,7 @@ model = models.create("skip-mlp-v2", classes=10)
 
 from equilibria.analysis.summary import summary
 from equilibria.analysis.summary_table import Summary
+from equilibria.models import pretrained
 from equilibria.models.entries import ModelInfo, parameters
 from equilibria.models.files import ModelFileError, SavedModel, load, read_info, save
 from equilibria.models.graphs.gcn import GCNLayer, GraphGCN, GraphGCNConfig, NodeGCN, NodeGCNConfig
@@ -130,6 +131,7 @@ __all__ = [
     "matched_width",
     "names",
     "parameters",
+    "pretrained",
     "pretraining",
     "read_info",
     "save",

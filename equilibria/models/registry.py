@@ -24,13 +24,24 @@ def info(name: str) -> ModelInfo:
     return _MODELS[name]
 
 
-def create(name: str, **options: Any) -> nn.Module:
+def create(name: str, *, pretrained: bool = False, **options: Any) -> nn.Module:
     """A model by name.
 
         model = eq.models.create("mdeq-tiny", num_classes=10)
 
-    `num_classes` is another name of the option `classes`.
+    `num_classes` is another name of the option `classes`. `pretrained` loads the weights that come with the package, for the
+    models in `eq.models.pretrained.names()`; the model is then in evaluation mode.
     """
+    model = _created(name, options)
+    if pretrained:
+        from equilibria.models.files import load  # it imports this module
+        from equilibria.models.pretrained import weights
+
+        return load(weights(name), model).eval()
+    return model
+
+
+def _created(name: str, options: dict[str, Any]) -> nn.Module:
     entry = info(name)
     signature = inspect.signature(entry.build)
     if "num_classes" in options and "classes" in signature.parameters:

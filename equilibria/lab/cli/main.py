@@ -33,6 +33,11 @@ COMMANDS = {
         "report",
         "Judge the stored reports of all tables anew, without their runs, and write the pages over them.",
     ),
+    "publish": (
+        "publishing",
+        "publish",
+        "Write the weights of a run, a model card, results and provenance in the layout of the Hugging Face hub.",
+    ),
     "generate": (
         "generating",
         "generate",

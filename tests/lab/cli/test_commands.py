@@ -12,16 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("typer")
 pytest.importorskip("lightning_fabric")
 from typer.testing import CliRunner
 
+import equilibria as eq
 from equilibria._core.plain import to_plain
 from equilibria.lab.cli.main import app
 from equilibria.lab.data.catalogue import info
 from equilibria.lab.experiments.catalogue import experiments, tables
 from equilibria.lab.experiments.digits.table import digits
+from equilibria.lab.experiments.evaluation import experiment_of
+from equilibria.lab.training.folder import Run
 
 ONE = ["--set", "training.epochs=1"]
 
@@ -45,7 +49,19 @@ def parsed(*arguments: str) -> Any:
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["demo"], ["list"], ["train"], ["evaluate"], ["reproduce"], ["report"], ["diagnose"], ["data"], ["data", "check"]],
+    [
+        [],
+        ["demo"],
+        ["list"],
+        ["train"],
+        ["evaluate"],
+        ["reproduce"],
+        ["report"],
+        ["publish"],
+        ["diagnose"],
+        ["data"],
+        ["data", "check"],
+    ],
 )
 def test_every_command_has_help(arguments: list[str]) -> None:
     assert "Usage" in run(*arguments, "--help")
@@ -193,6 +209,23 @@ def test_report_judges_stored_reports_anew(tmp_path: Path) -> None:
     assert page.read_text().partition("## Curves")[0].strip() == before.partition("## Curves")[0].strip()
     assert "undecided" in (tmp_path / "stored" / "README.md").read_text()
     assert "has no report of a table" in run("report", "nothing", code=2)
+
+
+def test_publish_writes_what_a_hub_needs(tmp_path: Path) -> None:
+    folder = str(tmp_path / "mine")
+    run("train", "digits-v2", "--scale", "debug", "--folder", folder, *ONE)
+    found = parsed("publish", folder, "model")
+    assert found["metrics"]["test"]["accuracy"] > 0 and len(found["config_sha256"]) == 64
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: equilibria\n") and "| test | accuracy |" in card
+    results = (tmp_path / "model" / ".eval_results" / "digits-v2.yaml").read_text()
+    assert 'metric: "accuracy"' in results and f"value: {found['metrics']['test']['accuracy']!r}" in results
+    task = experiment_of(Run.open(Path(folder))).task()
+    model = eq.models.load(tmp_path / "model" / "model.safetensors", task.model())
+    expected = Run.open(Path(folder)).model(task, "best").state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+    (tmp_path / "mine" / "summary.json").unlink()
+    assert "is not finished" in run("publish", folder, "other", code=1)
 
 
 def test_data_list_and_check(tmp_path: Path) -> None:

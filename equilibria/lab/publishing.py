@@ -1,0 +1,158 @@
+"""A run as a model repository: weights, model card, results, configuration and provenance.
+
+The layout is that of the Hugging Face hub: `README.md` with its metadata on top, `.eval_results/*.yaml`, safetensors.
+Nothing is uploaded; `huggingface_hub.upload_folder` takes the folder as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import equilibria
+from equilibria._core.files import replace_file
+from equilibria._core.plain import to_plain
+from equilibria.lab.data.catalogue import info as data_info
+from equilibria.lab.data.catalogue import names as data_names
+from equilibria.lab.data.files import data_root
+from equilibria.lab.experiments.definitions import Experiment
+from equilibria.lab.experiments.evaluation import experiment_of
+from equilibria.lab.reports.measured import machine_of, read_machine
+from equilibria.lab.training.folder import Run
+from equilibria.models.files import save
+
+WEIGHTS, CARD, CONFIG, PROVENANCE = "model.safetensors", "README.md", "config.json", "provenance.json"
+RESULTS = ".eval_results"
+TASKS = {"accuracy": "image-classification", "perplexity": "text-generation", "micro_f1": "graph-ml"}
+
+
+def publish(run: Run, folder: Path, *, which: str = "best", root: Path | None = None) -> dict[str, Any]:
+    """Write a finished run into `folder`; returns its provenance. `root` is where the datasets lie, for their checksums."""
+    if run.summary is None:
+        raise ValueError(f"{run.folder} is not finished: train it to its end before it is published.")
+    experiment = experiment_of(run)
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = save(run.model(experiment.task(), which), folder / WEIGHTS)
+    found = provenance(run, experiment, weights, which, root)
+    replace_file(folder / CONFIG, _json(run.config))
+    replace_file(folder / PROVENANCE, _json(found))
+    replace_file(folder / CARD, model_card(experiment, found).encode())
+    (folder / RESULTS).mkdir(exist_ok=True)
+    replace_file(folder / RESULTS / f"{experiment.name}.yaml", evaluation_results(experiment, found).encode())
+    return found
+
+
+def provenance(run: Run, experiment: Experiment[Any], weights: Path, which: str, root: Path | None) -> dict[str, Any]:
+    """Where the weights come from: experiment, settings and their hash, data, commit, machine, and what was measured."""
+    assert run.summary is not None
+    chosen = run.summary["best"] if which == "best" else run.summary["final"]
+    return {
+        "experiment": experiment.name,
+        "scale": experiment.scale,
+        "summary": experiment.summary,
+        "weights": which,
+        "weights_sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
+        "config_sha256": config_hash(run.config),
+        "parameters": run.summary["parameters"],
+        "epochs": run.summary["epochs"],
+        "seed": run.training.seed,
+        "chosen_by": chosen.get("by", {}).get("split"),
+        "metrics": {split: metrics for split, metrics in chosen["split"].items() if split != "train"},
+        "data": data_checksums(experiment, root),
+        "commit": read_machine(run.folder).get("commit"),
+        "environment": {"machine": machine_of(run), "versions": run.config.get("versions", {})},
+        "written_by": f"equilibria {equilibria.__version__}",
+    }
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """Of the experiment and its settings, without versions."""
+    meant = {key: value for key, value in config.items() if key != "versions"}
+    return hashlib.sha256(json.dumps(meant, sort_keys=True).encode()).hexdigest()
+
+
+def data_checksums(experiment: Experiment[Any], root: Path | None) -> dict[str, dict[str, str]]:
+    """By dataset and file: "sha256:..." of the file at hand, else the official checksum."""
+    place = data_root(root)
+    found: dict[str, dict[str, str]] = {}
+    for name in sorted(set(_strings(to_plain(experiment.settings))) & set(data_names())):
+        files = {}
+        for file in data_info(name).files:
+            path = file.locate(place)
+            digest = None if path is None else f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
+            files[file.path] = digest or file.checksum or "not known"
+        found[name] = files
+    return found
+
+
+def model_card(experiment: Experiment[Any], found: Mapping[str, Any]) -> str:
+    """README.md: metadata for the hub, then what a reader must know."""
+    head = [
+        "---",
+        "library_name: equilibria",
+        "license: mit",
+        f"tags: [deep-equilibrium-model, {experiment.name}]",
+        *([f"datasets: [{', '.join(found['data'])}]"] if found["data"] else []),
+        "---",
+    ]
+    metrics = [f"| {split} | {name} | {number:.6g} |" for split, name, number in _numbers(found["metrics"])]
+    commit = found["commit"] or "not recorded"
+    chosen = f", the epoch chosen by the {found['chosen_by']} split" if found["chosen_by"] else ""
+    parts = [
+        "\n".join(head),
+        f"# {experiment.name}",
+        f"{experiment.summary}. {found['parameters']:,} parameters, {found['epochs']} epochs at the {found['scale']} scale, "
+        f"seed {found['seed']}{chosen}.",
+        f'```python\nimport equilibria as eq\n\nmodel = eq.models.load("{WEIGHTS}", model)\n```',
+        f"The architecture is that of `equilibria train {experiment.name} --scale {experiment.scale}`; its settings are in "
+        f"`{CONFIG}`.",
+        "## Measured",
+        "\n".join(["| split | metric | value |", "|---|---|---:|", *metrics]),
+        "## Provenance",
+        f"Commit {commit}; {found['environment']['machine']}. Hash of the settings: `{found['config_sha256']}`. "
+        f"Checksums of weights and data are in `{PROVENANCE}`.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def evaluation_results(experiment: Experiment[Any], found: Mapping[str, Any]) -> str:
+    """The hub's list of results, in YAML; JSON strings are YAML strings."""
+    lines = []
+    notes = f"{experiment.name}, {experiment.scale} scale, seed {found['seed']}"
+    for split, name, number in _numbers(found["metrics"]):
+        if name not in TASKS:
+            continue
+        lines += [
+            f"- dataset: {{id: {json.dumps(next(iter(found['data']), 'bundled'))}, task_id: {json.dumps(TASKS[name])}}}",
+            f"  split: {json.dumps(split)}",
+            f"  metric: {json.dumps(name)}",
+            f"  value: {number!r}",
+            f"  notes: {json.dumps(notes)}",
+        ]
+    return "\n".join(lines) + "\n" if lines else "[]\n"
+
+
+def _numbers(metrics: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, float]]:
+    for split, values in metrics.items():
+        for name, number in values.items():
+            if isinstance(number, (int, float)):
+                yield split, name, float(number)
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All strings in nested settings."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from _strings(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _strings(part)
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(to_plain(value), indent=1) + "\n").encode()

@@ -1,0 +1,48 @@
+"""Weights that come with the package: small models of the tables, each with a card.
+
+    model = eq.models.create("jfb-resnet-mnist", pretrained=True)
+    eq.models.pretrained.card("jfb-resnet-mnist")["metrics"]
+
+A file of weights is safetensors, as `eq.models.save` writes it; its card is JSON: the experiment and its settings, what was
+measured, checksums of the data, the commit. `equilibria publish` makes both from a run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from equilibria._core.names import nearest
+
+__all__ = ["card", "names", "weights"]
+
+FOLDER = Path(__file__).parent / "weights"
+
+
+def names() -> list[str]:
+    """Models that have weights."""
+    return sorted(path.stem for path in FOLDER.glob("*.safetensors"))
+
+
+def weights(name: str) -> Path:
+    """The file of a model's weights, whose checksum was compared with its card."""
+    if name not in names():
+        raise ValueError(
+            f"There are no weights of {name!r}: pretrained=True is for {', '.join(names())}. {nearest(name, names())}"
+        )
+    path = FOLDER / f"{name}.safetensors"
+    found, expected = hashlib.sha256(path.read_bytes()).hexdigest(), card(name)["weights_sha256"]
+    if found != expected:
+        raise ValueError(f"{path} has the checksum {found}, expected {expected}. Install the package again.")
+    return path
+
+
+def card(name: str) -> dict[str, Any]:
+    """What is known of a model's weights."""
+    path = FOLDER / f"{name}.json"
+    if not path.is_file():
+        raise ValueError(f"There is no card of {name!r}. {nearest(name, names())}")
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
