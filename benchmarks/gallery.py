@@ -87,7 +87,7 @@ def accuracy(model: Classifier) -> float:
 def cosines(seed: int) -> list[dict[str, float]]:
     """Cosines with the exact gradient along implicit training, every 12 steps."""
     model = build(seed, eq.Implicit())
-    gradients = {f"UPG, {k}": eq.UnrolledPhantom(steps=k, damping=0.5) for k in STEPS}
+    gradients: dict[str, eq.Gradient] = {f"UPG, {k}": eq.UnrolledPhantom(steps=k, damping=0.5) for k in STEPS}
     gradients |= {f"NPG, {k}": eq.NeumannPhantom(steps=k, damping=0.5) for k in STEPS}
     found = []
     for step, x in training(model, seed, EPOCHS):
