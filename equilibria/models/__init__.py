@@ -42,6 +42,7 @@ from equilibria.models.images.monotone_nets import (
     SplittingConfig,
 )
 from equilibria.models.images.neural_ode import AdaptiveSteps, FixedSteps, NeuralODE, NeuralODEConfig
+from equilibria.models.images.revnet import ReversibleStack, RevNet
 from equilibria.models.images.skip_mlp import SkipMLP, SkipNet, SkipPolynomial, SkipSolver
 from equilibria.models.language.adaptive_vocabulary import AdaptiveVocabulary, VocabularyConfig
 from equilibria.models.language.attractor import AttractorHead, AttractorModel, CausalBackbone, token_residuals
@@ -106,6 +107,8 @@ __all__ = [
     "ReasonerConfig",
     "ResNet",
     "ResNetConfig",
+    "RevNet",
+    "ReversibleStack",
     "SVHNResNet",
     "SavedModel",
     "SequenceModel",

@@ -22,6 +22,8 @@ from equilibria.lab.experiments.mdeq.task import MDEQOptions
 from equilibria.lab.training.settings import Training
 from equilibria.lab.training.task import Loaders, Outcome
 from equilibria.models.images.mdeq import MDEQ
+from equilibria.models.images.mdeq_configs import MDEQ_CONFIGS
+from equilibria.models.images.revnet import RevNet
 from equilibria.models.solve_options import relative_stop
 from equilibria.solvers.krylov import GMRES
 
@@ -29,13 +31,14 @@ MEMORY = "mdeq-memory"
 DEPTHS = (5, 10, 20, 40, 80)
 NEVER = 1e-30  # a tolerance that no solve meets
 DIRECTIONS = 4  # that GMRES keeps where it is told a number
-Kind = Literal["implicit", "implicit-default", "upg", "bptt", "checkpointed"]
+Kind = Literal["implicit", "implicit-default", "upg", "bptt", "checkpointed", "revnet"]
 _TITLES: dict[Kind, str] = {
     "implicit": f"DEQ, implicit, GMRES of {DIRECTIONS} directions",
     "implicit-default": "DEQ, implicit, GMRES of 4 to 20, the default",
     "upg": "DEQ, UPG of 5 steps",
     "bptt": "unrolled",
     "checkpointed": "unrolled, checkpointed",
+    "revnet": "RevNet, as many reversible blocks",
 }
 
 
@@ -65,13 +68,20 @@ class MemoryTask(ImageTask):
         outcome = super().loss(model, batch, step)
         found: dict[str, Tensor | float] = {}
         for depth in self.settings.depths:
-            twin = self._model(depth).to(batch[0].device)
+            twin = self._twin(depth).to(batch[0].device)
             _train(twin, batch)
             before = now(batch[0])
             _train(twin, batch)
             found[f"seconds_{depth}"] = now(batch[0]) - before
             found[f"bytes_{depth}"] = float(peak_memory(partial(_train, twin, batch), batch[0].device))
         return replace(outcome, metrics={**outcome.metrics, **found})
+
+    def _twin(self, depth: int) -> nn.Module:
+        """The network to measure; RevNet has blocks of the width of MDEQ's finest state, that share their weights."""
+        if self.settings.kind != "revnet":
+            return self._model(depth)
+        width = 2 * MDEQ_CONFIGS[self.settings.model.size].channels[0]
+        return RevNet(self.data.shape[0], width=width, depth=depth, tied=True)
 
     def _model(self, depth: int) -> MDEQ:
         """A model whose solver never meets its tolerance and takes `depth` steps in both directions."""
@@ -92,9 +102,11 @@ class MemoryTask(ImageTask):
                 return Unrolled(depth=depth)
             case "checkpointed":
                 return Unrolled(depth=depth, checkpoint="sqrt")
+            case "revnet":  # the model that is trained, and not measured, has a gradient too
+                return UnrolledPhantom(steps=1, damping=1.0)
 
 
-def _train(model: MDEQ, batch: Batch) -> None:
+def _train(model: nn.Module, batch: Batch) -> None:
     x, y = batch
     scores = model(x)
     assert isinstance(scores, Tensor)
@@ -154,6 +166,14 @@ def _claims() -> tuple[Claim, ...]:
             "checkpointed",
             2.5,
             "checkpointing grows with the root of the steps: from 20 to 80 to less than 2.5 times",
+            id="C10",
+        ),
+        column_at_most(
+            f"bytes_{most}",
+            f"bytes_{least}",
+            "revnet",
+            1.05,
+            f"reversible blocks take no more memory with {most} of them than with {least}, to 5 %",
             id="C10",
         ),
         at_most(
