@@ -112,6 +112,7 @@ def test_the_core_needs_torch_alone() -> None:
         "lab.cli.generating": {"typer"},
         "lab.cli.serving": {"typer"},
         "serving.server": {"starlette", "uvicorn"},
+        "lab.cli.publishing": {"typer"},
         "lab.cli.running": {"typer"},
         "lab.cli.info": {"typer"},
         "analysis.plots": {"matplotlib"},
