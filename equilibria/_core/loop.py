@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 OnFailure = Literal["ignore", "warn", "raise"]
 RECURRENCE = 0.1  # of the tolerance: by how much rounding may take a residual carried by recurrence from the measured one
 RECURRENCE_SPACINGS = 1000.0  # likewise in spacings of the numbers, where rows run alone are compared with one
-EARLY = 3  # rows that stopped before others and are evaluated again without them
+EARLY = 1  # rows that stopped before others and are evaluated again without them
 VERIFICATIONS = 3  # how often an answer found by recurrence may turn out short of the tolerance and be improved
 
 
@@ -337,7 +337,8 @@ def _compare_rows(problem: _Problem, solver: Solver[Any], state: Iterate, ledger
     smaller = whole.take(few)
     if smaller is None:
         return _Rows()
-    if not bool(state.z.index_select(0, few[:1]).any()):
+    # a solver that rejects no step has left the start by now, and need not be asked
+    if rejected(state) is not None and not bool(state.z.index_select(0, few[:1]).any()):
         return None
     try:
         alone = smaller(state.z.index_select(0, few))[:1]

@@ -94,6 +94,15 @@ class Tally:
             if len(entry["examples"]) < EXAMPLES and number not in [e["number"] for e in entry["examples"]]:
                 entry["examples"].append({"number": number, "detail": finding.detail, "case": case.changed()})
 
+    def merge(self, other: dict[str, Any]) -> None:
+        """Add another range of the same stream of cases."""
+        for name in ("cases", "samples", "converged", "gradients", "refused", "lies", "unclear"):
+            self.counts[name] += other[name]
+        self.counts["seconds"] = round(self.counts["seconds"] + other["seconds"], 1)
+        self.counts["ranges"] = [*self.counts.get("ranges", []), [other["start"], other["next"]]]
+        self.categories |= other["categories"]
+        self.refusals.update(other["refusals"])
+
     def dump(self) -> dict[str, Any]:
         refusals = dict(self.refusals.most_common())
         return {**self.counts, **machine(), "categories": self.categories, "refusals": refusals}
@@ -107,11 +116,16 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="file of the figures; if it exists, the run goes on from there")
     parser.add_argument("--case", type=int, help="run this case alone and print what is found")
     parser.add_argument("--uncoupled", action="store_true", help="no cells that mix rows, but for batch statistics")
+    parser.add_argument(
+        "--merge", type=Path, nargs="+", help="add the figures of these files of one seed up, and run nothing"
+    )
     parser.add_argument("--keep", action="store_true", help="do not make the findings' cases smaller at the end")
     args = parser.parse_args()
     tally = Tally(args.seed, args.start, args.uncoupled)
     if args.case is not None:
         return _one(tally.case(args.case))
+    if args.merge:
+        return _merged(tally, [json.loads(file.read_text()) for file in args.merge], args.json)
     if args.json is not None and args.json.exists():
         tally = Tally.load(json.loads(args.json.read_text()))
     _run(tally, args.samples, args.json)
@@ -119,6 +133,19 @@ def main() -> int:
         for name, entry in tally.categories.items():
             entry["minimal"] = _reproductions(name, entry, tally)
     _save(tally, args.json)
+    _print(tally)
+    return int(tally.counts["lies"] + tally.counts["unclear"] > 0)
+
+
+def _merged(tally: Tally, parts: list[dict[str, Any]], file: Path | None) -> int:
+    same = {(part["seed"], part["uncoupled"], part["commit"], part["torch"]) for part in parts}
+    if len(same) != 1:
+        raise SystemExit(f"These files are of different seeds, settings, commits or versions: {sorted(same)}")
+    tally.counts["seed"], tally.counts["uncoupled"] = parts[0]["seed"], parts[0]["uncoupled"]
+    for part in parts:
+        tally.merge(part)
+    del tally.counts["start"], tally.counts["next"]
+    _save(tally, file)
     _print(tally)
     return int(tally.counts["lies"] + tally.counts["unclear"] > 0)
 

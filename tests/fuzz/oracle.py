@@ -51,6 +51,8 @@ OWN_FORMULA = ("jfb", "phantom", "phantom-checkpointed", "unrolled", "unrolled-s
 # torch's own words for a weight that was changed in place between forward and backward
 CHANGED_IN_PLACE = "modified by an inplace operation"
 PACKAGE = str(Path(eq.__file__).parent)
+for _path in Path(PACKAGE).rglob("*.py"):
+    linecache.getlines(str(_path))  # a long run must not read files that have changed since they were imported
 
 
 @dataclass
