@@ -1,4 +1,7 @@
-"""EQUILIBRIA_TEST_SEED=N shifts every seeded generator of the tests by N, so that no test leans on the luck of its seed."""
+"""EQUILIBRIA_TEST_SEED=N shifts every seeded generator of the tests by N, so that no test leans on the luck of its seed.
+
+Tests marked `recorded` keep their seeds: they compare with numbers that were recorded with them.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +14,31 @@ import pytest
 import torch
 
 OFFSET = int(os.environ.get("EQUILIBRIA_TEST_SEED", "0"))
+_offset = OFFSET  # of the test that runs
 
 
-def shift_seeds(offset: int) -> None:
+def shift_seeds() -> None:
     """Of torch's own generator, those made by hand, and Python's."""
     seed_torch, seed_python = torch.manual_seed, random.seed
 
     class Shifted(torch.Generator):
         def manual_seed(self, seed: int) -> torch.Generator:
-            return super().manual_seed(seed + offset)
+            return super().manual_seed(seed + _offset)
 
     def shifted_torch(seed: int) -> torch.Generator:
-        return seed_torch(seed + offset)
+        return seed_torch(seed + _offset)
 
     def shifted_python(a: Any = None, version: int = 2) -> None:
-        seed_python(a + offset if isinstance(a, int) else a, version)
+        seed_python(a + _offset if isinstance(a, int) else a, version)
 
     torch.manual_seed = torch.random.manual_seed = shifted_torch
     torch.Generator = Shifted  # type: ignore[misc]
     random.seed = shifted_python
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    global _offset
+    _offset = 0 if item.get_closest_marker("recorded") else OFFSET
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,4 +50,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 if OFFSET:
-    shift_seeds(OFFSET)
+    shift_seeds()

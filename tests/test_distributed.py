@@ -20,6 +20,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import equilibria as eq
+import tests.conftest  # noqa: F401  # shifts the seeds in every process
 from tests.problems import TanhCell, inputs
 
 WORLD = 2

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+pytestmark = pytest.mark.recorded  # they run as they are published
 
 
 def run(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

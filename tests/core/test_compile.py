@@ -215,13 +215,13 @@ def test_what_has_no_graph_runs_as_ever() -> None:
 @pytest.mark.filterwarnings("ignore")  # of the compiler about itself
 def test_machine_code_gives_the_same_numbers() -> None:
     cell, x = TanhCell(80, norm=0.9, dtype=torch.float32), inputs(6, 80, dtype=torch.float32)
-    deq = eq.DEQ(cell, stop=eq.Stop(rtol=1e-4, max_steps=100), compile=True)
+    deq = eq.DEQ(cell, stop=eq.Stop(rtol=1e-5, max_steps=100), compile=True)
     deq._compiler = Compiler(trials=0)
     s, found = gradients(deq, x)
     plain, expected = gradients(eq.DEQ(cell, stop=deq.stop), x)
     assert len(deq._compiler._programs) == 2
     assert int((s.stats.steps - plain.stats.steps).abs().max()) <= 1
-    # both stop at a residual of 1e-4, but not at the same point: machine code sums float32 in another order
+    # both stop at a residual of 1e-5, but not at the same point: machine code sums float32 in another order
     for a, b in zip([s.z, *found], [plain.z, *expected], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
 

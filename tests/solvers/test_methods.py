@@ -24,6 +24,7 @@ def reference(kind: str, *, linear: bool) -> tuple[Callable[[Tensor], Tensor], T
     return (lambda z: z @ w.T + x) if linear else (lambda z: torch.tanh(z @ w.T + x)), torch.zeros_like(x)
 
 
+@pytest.mark.recorded
 @pytest.mark.parametrize(
     ("kind", "linear", "picard", "anderson", "broyden"),
     [

@@ -24,6 +24,7 @@ def causes(model: nn.Module, batch: Any) -> dict[str, eq.analysis.Severity]:
     return {finding.cause: finding.severity for finding in eq.diagnose(model, batch).findings}
 
 
+@pytest.mark.recorded  # the examples are told of in the documentation, as they are
 @pytest.mark.parametrize(
     ("example", "cause"),
     [

@@ -20,6 +20,7 @@ from equilibria.lab.bench.rules import count
 BASELINE: dict[str, Any] = json.loads((Path(__file__).parent / "counts.json").read_text())
 
 
+@pytest.mark.recorded
 def test_nothing_has_become_more() -> None:
     found = regressions(measured(), BASELINE)
     accept = "python -m equilibria.lab.bench.counts tests/lab/bench/counts.json"

@@ -47,6 +47,7 @@ def assert_same(folder: Path, alone: Path) -> None:
             torch.testing.assert_close(first[name], second[name], rtol=TOLERANCE, atol=TOLERANCE)
 
 
+@pytest.mark.recorded
 def test_data_parallel_processes_have_the_curve_of_one(alone: Path, tmp_path: Path) -> None:
     run("ddp", tmp_path)
     assert_same(tmp_path, alone)

@@ -41,6 +41,7 @@ def folder(tmp_path: Path) -> Path:
     return shutil.copytree(OLD / "digits", tmp_path / "digits")
 
 
+@pytest.mark.recorded
 def test_an_old_run_resumes_at_its_step_and_ends_with_the_weights_it_had(folder: Path) -> None:
     old, listener = Run.open(folder).metrics[0], _Steps()
     found = experiment("digits-deq", "debug").changed(ASSIGNMENTS)

@@ -40,7 +40,7 @@ def small(config: MDEQConfig = SMALL, **options: Any) -> MDEQ:
     model = MDEQ(config, **options)
     with torch.no_grad():
         for block in cell_of(model).blocks:
-            block.norm3.weight.mul_(0.2)
+            block.norm3.weight.mul_(0.1)
             block.norm3.bias.normal_()
     return model
 
@@ -242,7 +242,8 @@ def test_every_sample_has_its_own_statistics() -> None:
     assert s.stats.converged.all() and (s.stats.residual <= TIGHT.rtol).all()
     for i in range(BATCH):
         alone, _, own = solved(model, x[i : i + 1])
-        assert int(own.stats.steps) == int(s.stats.steps[i])
+        # a convolution sums in another order for another batch, and the last residual may lie on either side
+        assert abs(int(own.stats.steps) - int(s.stats.steps[i])) <= 1
         torch.testing.assert_close(alone, together[i : i + 1], rtol=AGREEMENT, atol=AGREEMENT)
 
 

@@ -300,7 +300,7 @@ def test_memory_beyond_what_is_kept_is_forgotten() -> None:
 
 @pytest.mark.parametrize("style", STYLES)
 def test_the_gradient_is_that_of_the_deep_twin(style: str) -> None:
-    model, twin = small(STYLES[style]), small(STYLES[style], depth=150)
+    model, twin = small(STYLES[style]), small(STYLES[style], depth=300)
     twin.load_state_dict(model.state_dict())
     tokens = text()
     with eq.record(model) as solutions:
