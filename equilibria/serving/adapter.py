@@ -106,7 +106,7 @@ def describe(status: Sequence[int], steps: Sequence[int], residual: Sequence[flo
     )
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Ended:
     """The record of a row that stopped: what `judge` looks at. Lengths are those of residuals, sizes those of f(z)."""
 
@@ -118,7 +118,6 @@ class Ended:
     first_size: float
     peak: float
     last: float
-    best: int
     steps: int
     open: bool  # it was still running: its steps or its time ran out
     stalled: bool
@@ -136,10 +135,18 @@ def judge(stop: Stop, precision: float, z0: Tensor, z: Tensor, row: Ended) -> tu
     ledger.natural = row.root
     numbers = {name: z.new_tensor([getattr(row, name)]) for name in ("excess", "length", "size", "last", "peak")}
     first = {name: z.new_tensor([getattr(row, name)]) for name in ("first_length", "first_size")}
-    counts = {name: torch.tensor([getattr(row, name)], device=z.device) for name in ("steps", "best", "open", "diverged")}
+    counts = {name: torch.tensor([getattr(row, name)], device=z.device) for name in ("steps", "open", "diverged")}
     ledger.watchful = ledger.watchful or row.stalled
     nothing = torch.zeros_like(counts["steps"])
-    books: dict[str, Tensor] = {"z": z, "rejected": nothing, "worse": ~counts["open"], **numbers, **first, **counts}
+    books: dict[str, Tensor] = {
+        "z": z,
+        "best": counts["steps"],
+        "rejected": nothing,
+        "worse": ~counts["open"],
+        **numbers,
+        **first,
+        **counts,
+    }
     books |= {"milestone": numbers["excess"], "waiting": nothing, "stalled": torch.tensor([row.stalled], device=z.device)}
     ledger.traced, ledger.diverged = True, counts["diverged"]
     ledger.load([books[name] for name in ledger._names()])

@@ -164,17 +164,7 @@ class Engine:
             if pool is None:
                 return
         pool.expire(time.monotonic())
-        if pool.due() or not pool.active:
-            pool.answer()
-            pool.exchanged_at = pool.step_number
-            tickets = self._take(key, pool.free)
-            if tickets:
-                pool.admit(tickets)
-                return
-            pool.compact()
-        pool.step()
-        if not pool.active:
-            pool.answer()
+        pool.turn(len(self.waiting.get(key, ())), lambda count: self._take(key, count))
 
     def _take(self, key: Any, count: int) -> list[Ticket]:
         with self._changed:
@@ -230,8 +220,7 @@ class Engine:
         self._cancelled = False
         self._next_overdue = -INF  # look through the queue too
         for pool in self.pools.values():
-            if any(row is not None and row.ticket.cancelled() for row in pool.rows):
-                pool.drop_cancelled()
+            pool.drop_cancelled()
 
     def _fail_overdue(self) -> None:
         """Requests whose deadline passes in the queue have no iterate that could be returned."""
@@ -247,8 +236,10 @@ class Engine:
                 self.waiting[key] = kept
                 if not kept:
                     del self.waiting[key]
-            left = (ticket.deadline or INF for queue in self.waiting.values() for ticket in queue)
-            self._next_overdue = min(left, default=INF)
+            queued = [ticket for queue in self.waiting.values() for ticket in queue]
+            staged = [ticket for pool in self.pools.values() for ticket in pool.staged_tickets()]
+            self._next_overdue = min((ticket.deadline or INF for ticket in queued + staged), default=INF)
+        overdue += [ticket for pool in self.pools.values() for ticket in pool.overdue(now)]
         for ticket in overdue:
             message = "The deadline passed before a row was free. Allow more time, or send fewer requests."
             ticket.fail(DeadlineExceededError(message))
@@ -291,8 +282,7 @@ class Engine:
             self._thread.join()
             self._thread = None
         with self._lock:
-            left = [row.ticket for pool in self.pools.values() for row in pool.rows if row is not None]
-            left += [each.row.ticket for pool in self.pools.values() for each in pool.left]
+            left = [ticket for pool in self.pools.values() for ticket in pool.tickets()]
             with self._changed:
                 left += [ticket for queue in self.waiting.values() for ticket in queue]
                 self.waiting.clear()
@@ -312,7 +302,7 @@ class Engine:
     @property
     def queued(self) -> int:
         """Requests that wait for a row."""
-        return self._queued
+        return self._queued + sum(pool.staged_count for pool in list(self.pools.values()))
 
     @property
     def active(self) -> int:

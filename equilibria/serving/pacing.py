@@ -1,53 +1,76 @@
-"""How often rows are exchanged: by the measured cost of an exchange and of a step."""
+"""How often rows enter and are answered: by the measured costs of that and of a step."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
+from statistics import median
 
-FORGET = 0.9  # share of the earlier measurements that counts when a new one comes
-FIRST = 4  # steps between two exchanges while nothing is measured
+KEPT = 15  # measurements; medians of them do not mind a machine that does something else now and then
+FIRST = 3  # steps between two exchanges while nothing is measured
+FORGET = 0.9  # share of earlier rows in the mean of their steps
+
+
+class Cost:
+    """Measured seconds of something that is done for several rows at once."""
+
+    def __init__(self) -> None:
+        self.found: deque[tuple[int, float]] = deque(maxlen=KEPT)
+
+    def add(self, rows: int, seconds: float) -> None:
+        self.found.append((rows, seconds))
+
+    @property
+    def fixed(self) -> float:
+        """Seconds that do not depend on the rows: the intercept of a line through the measurements."""
+        found = list(self.found)
+        if not found:
+            return 0.0
+        half = len(found) // 2
+        pairs = zip(found[:half], found[-half:], strict=True) if half else ()
+        slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs if a[0] != b[0]]
+        slope = max(median(slopes), 0.0) if slopes else 0.0
+        whole = median(seconds for _, seconds in found)
+        return max(median(seconds - slope * rows for rows, seconds in found), 0.25 * whole)
 
 
 class Pacing:
-    """Measured costs of a pool, and the number of steps between two exchanges of rows that they suggest.
+    """Measured costs of a pool, and after how many steps rows should enter and be answered.
 
-    An exchange (the model's parts before and after the layer, and the bookkeeping) costs a + b per row. With a period of T
-    steps it costs a / T a step, while the rows that finished in between stand idle, T / 2 steps each on average. A pool
-    whose rows take m steps loses T / 2m of every step to that. The sum is least at T = sqrt(2 a m / step).
+    To let rows enter costs a + b per row. With a period of T steps that is a / T a step, while rows that finished in between
+    stand idle, T / 2 steps each on average: a pool whose rows take m steps loses T / 2m of every step to that. The sum is
+    least at T = sqrt(2 a m / step). Answers wait for the same period with the cost of the model's last part: a longer one
+    would save less than it adds to the latency.
     """
 
     def __init__(self) -> None:
-        self.step = 0.0  # seconds of a step
         self.steps = 0.0  # of a row until it is done
-        self._weight = self._count = self._seconds = self._squares = self._products = 0.0
+        self.enter_period = self.answer_period = FIRST
+        self._enter, self._answer = Cost(), Cost()
+        self._seconds: deque[float] = deque(maxlen=KEPT)
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step."""
+        return median(self._seconds) if self._seconds else 0.0
 
     def stepped(self, seconds: float) -> None:
-        self.step = seconds if self.step == 0 else FORGET * self.step + (1 - FORGET) * seconds
+        self._seconds.append(seconds)
 
     def finished(self, steps: int) -> None:
         self.steps = steps if self.steps == 0 else FORGET * self.steps + (1 - FORGET) * steps
 
-    def exchanged(self, rows: int, seconds: float) -> None:
-        """An exchange of so many rows took so long."""
-        sums = self._weight, self._count, self._seconds, self._squares, self._products
-        new = 1.0, float(rows), seconds, float(rows * rows), rows * seconds
-        decayed = (FORGET * old + now for old, now in zip(sums, new, strict=True))
-        self._weight, self._count, self._seconds, self._squares, self._products = decayed
+    def entered(self, rows: int, seconds: float) -> None:
+        """So many rows entered; it took so long, without the step in it."""
+        self._enter.add(rows, seconds)
+        self.enter_period = self._period(self._enter)
 
-    @property
-    def fixed(self) -> float:
-        """Seconds of an exchange that do not depend on its rows: the intercept of a line through the measurements."""
-        if self._weight == 0:
-            return 0.0
-        mean, seconds = self._count / self._weight, self._seconds / self._weight
-        variance = self._squares / self._weight - mean * mean
-        slope = (self._products / self._weight - mean * seconds) / variance if variance > 0.25 else 0.0
-        return min(max(seconds - slope * mean, 0.1 * seconds), seconds)
+    def answered(self, rows: int, seconds: float) -> None:
+        self._answer.add(rows, seconds)
+        self.answer_period = self._period(self._answer)
 
-    @property
-    def period(self) -> int:
-        """Steps between two exchanges."""
-        if self.step == 0 or self._weight == 0 or self.steps == 0:
+    def _period(self, cost: Cost) -> int:
+        if not self._seconds or self.steps == 0:
             return FIRST
-        best = math.sqrt(2 * self.fixed * max(self.steps, 1.0) / self.step)
+        best = math.sqrt(2 * cost.fixed * max(self.steps, 1.0) / self.step)
         return max(1, min(round(best), math.ceil(self.steps / 2)))

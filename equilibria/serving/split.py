@@ -205,23 +205,19 @@ class Split:
                 hook.remove()
         raise UnservableModelError("The path of this request does not come to an equilibrium layer.")
 
-    def finish(self, arguments: Arguments, outputs: Sequence[Any], z: Tensor, layout: Layout, stats: Stats) -> Any:
+    def finish(self, arguments: Arguments, reached: Reached, z: Tensor, layout: Layout, stats: Stats) -> Any:
         """The model's output for rows whose equilibrium is `z`."""
 
         def answer(layer: DEQ, inputs: tuple[Any, ...], init: Any) -> Solution:
-            given: list[tuple[Any, ...]] = []
-
             def f(state: State) -> State:
-                if not given:
-                    given.append(prepared(layer.cell, inputs))
-                return layer.cell(state, *given[0])
+                return layer.cell(state, *reached.given)
 
             steps = advance(layer.gradient, int(layer.solves) if layer.solves is not None else 0)
             there = z if steps is None else _advanced(steps, f, z, layout, stats)
             return solution(there, layout, f, None, stats)
 
         self._replay = {}
-        for module, output in zip(self.before, outputs, strict=True):
+        for module, output in zip(self.before, reached.outputs, strict=True):
             self._replay.setdefault(id(module), []).append(output)
         try:
             out = self._run(arguments, answer)

@@ -141,7 +141,7 @@ class Template:
         z = self.layout.pack(reached.start)
         rows = len(z)
         stats = describe([0] * rows, [0] * rows, [0.0] * rows, z)
-        return self.split.finish(batch, reached.outputs, z, self.layout, stats)
+        return self.split.finish(batch, reached, z, self.layout, stats)
 
     def _find_lengths(self, sample: Arguments, two: Reached, output: Any, length: int) -> None:
         """Which dimensions of the state and of the output have a place per position."""
@@ -156,7 +156,7 @@ class Template:
         )
         z = longer_layout.pack(reached.start)
         stats = describe([0, 0], [0, 0], [0.0, 0.0], z)
-        finished = self.split.finish(longer, reached.outputs, z, longer_layout, stats)
+        finished = self.split.finish(longer, reached, z, longer_layout, stats)
         pairs = zip(self.output.flatten(output), self.output.flatten(finished), strict=True)
         self._dims = state, tuple(_length_dim(a.shape[1:], b.shape[1:], filled, "output") for a, b in pairs)
         self._check_causal(sample, two, length)

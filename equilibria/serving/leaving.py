@@ -1,0 +1,120 @@
+"""Rows that have left the solve, on their way to an answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from equilibria._core.loop import Stop
+from equilibria.serving.adapter import FALL, GROWN, Ended, judge
+from equilibria.serving.records import INF, Records, Row
+from equilibria.solution import Status
+
+
+@dataclass(eq=False, slots=True)
+class Left:
+    """A row that has left. Its place keeps what it carried until rows are exchanged."""
+
+    row: Row
+    place: int
+    z: Tensor  # (rows, n), the best iterates when it left; no later step writes over them
+    ended: Ended
+    reason: str
+
+    @staticmethod
+    def of(row: Row, place: int, z: Tensor, records: Records, step: int, reason: str) -> Left:
+        excess, r = records.excess[place], records
+        finite = math.isfinite(excess)
+        ended = Ended(
+            rtol=row.rtol,
+            excess=excess,
+            length=r.length[place] if finite else INF,
+            size=r.size[place] if finite else 1.0,
+            first_length=r.first_length[place],
+            first_size=r.first_size[place],
+            peak=max([r.peak[place], *(lengths[place] for lengths in r.trail if lengths[place] > r.peak[place])]),
+            last=r.last[place],
+            steps=step - row.born,
+            open=reason in ("steps", "late"),
+            stalled=reason == "stalled",
+            diverged=reason == "diverged",
+            root=row.root,
+        )
+        return Left(row, place, z, ended, reason)
+
+    def doubtful(self, precision: float) -> bool:
+        """True unless the row has plainly converged: its state has not grown so far that any residual would be small."""
+        e = self.ended
+        if not e.excess <= 1:
+            return True
+        return e.size > max(GROWN * e.first_size, e.first_length * FALL / max(e.rtol, precision))
+
+
+@dataclass
+class Done:
+    """Rows that wait for the part of the model behind the layer."""
+
+    rows: list[Row]
+    z: Tensor  # (rows, n)
+    carried: list[Tensor]
+    status: list[int]
+    steps: list[int]
+    residual: list[float]
+    late: list[bool]
+
+    @staticmethod
+    def of(left: Sequence[Left], carried: Sequence[Tensor]) -> Done:
+        """Of rows that left at different steps; `carried` is what all rows of the pool carry."""
+        place = torch.tensor([each.place for each in left], device=left[0].z.device)
+        tiny = torch.finfo(left[0].z.dtype).tiny
+        return Done(
+            rows=[each.row for each in left],
+            z=_answers(left),
+            carried=[buffer.index_select(0, place) for buffer in carried],
+            status=[int(Status.CONVERGED)] * len(left),
+            steps=[each.ended.steps for each in left],
+            residual=[each.ended.length / max(each.ended.size, tiny) for each in left],
+            late=[each.reason == "late" for each in left],
+        )
+
+    def judge(self, j: int, left: Left, stop: Stop, precision: float, least: float) -> bool:
+        """Set status and residual of a row; False if its answer is too small for the squares it was computed with."""
+        if left.doubtful(precision):
+            start = left.row.start.unsqueeze(0)
+            answer, self.status[j], self.residual[j] = judge(stop, precision, start, self.z[j : j + 1], left.ended)
+            self.z[j] = answer[0]
+        arrived = self.status[j] in (Status.CONVERGED, Status.STALLED)
+        return not (arrived and 0 < left.ended.size < least and left.ended.steps > 0)
+
+    @staticmethod
+    def join(parts: Sequence[Done]) -> Done:
+        if len(parts) == 1:
+            return parts[0]
+        names = ("rows", "status", "steps", "residual", "late")
+        rows, status, steps, residual, late = ([v for part in parts for v in getattr(part, name)] for name in names)
+        carried = [torch.cat(columns) for columns in zip(*(part.carried for part in parts), strict=True)]
+        return Done(rows, torch.cat([part.z for part in parts]), carried, status, steps, residual, late)
+
+    def select(self, rows: Sequence[int]) -> Done:
+        if len(rows) == len(self.rows):
+            return self
+        index = torch.tensor(rows, device=self.z.device)
+        picked = [[getattr(self, name)[j] for j in rows] for name in ("rows", "status", "steps", "residual", "late")]
+        own, status, steps, residual, late = picked
+        z, *carried = (tensor.index_select(0, index) for tensor in (self.z, *self.carried))
+        return Done(own, z, carried, status, steps, residual, late)
+
+
+def _answers(left: Sequence[Left]) -> Tensor:
+    """(rows, n), the iterates of rows that left at different steps."""
+    parts, begin = [], 0
+    for end in range(1, len(left) + 1):
+        if end == len(left) or left[end].z is not left[begin].z:
+            index = torch.tensor([each.place for each in left[begin:end]], device=left[begin].z.device)
+            parts.append(left[begin].z.index_select(0, index))
+            begin = end
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

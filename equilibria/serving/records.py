@@ -1,0 +1,143 @@
+"""What is known of the iterates of each row, and which rows are done.
+
+The numbers of a step come in one read-back, as lists of floats. While every row improves and none is done, which most steps
+are, nothing is computed per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from equilibria.serving.adapter import DIVERGENCE, DIVERGENCE_EVERY, FLOOR_PATIENCE, PROGRESS
+from equilibria.serving.tickets import Ticket
+
+INF = float("inf")
+FOLD = 64  # steps whose lengths are kept until they are folded into their largest
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """A request in its row."""
+
+    ticket: Ticket
+    born: int  # step of the pool at which its start was evaluated
+    end: int  # step of the pool at which its steps run out
+    rtol: float
+    root: float  # norm of a state whose numbers are 1
+    start: Tensor  # (n,)
+    watched: bool = False  # is its progress to be followed?
+    milestone: float = INF
+    waiting: int = 0
+
+
+class Records:
+    """Lists with an entry per row that is evaluated. Lengths are of residuals, sizes are of f(z)."""
+
+    NAMES = ("excess", "length", "size", "first_length", "first_size", "peak", "last")
+
+    def __init__(self, floor: float, patience: int | None) -> None:
+        self.floor, self.patience = floor, patience  # relative residuals below the floor are rounding
+        self.excess: list[float] = []  # residual over tolerance of the best iterate
+        self.length: list[float] = []  # of the best iterate, as is `size`
+        self.size: list[float] = []
+        self.first_length: list[float] = []
+        self.first_size: list[float] = []
+        self.peak: list[float] = []  # the largest length, without those of the trail
+        self.last: list[float] = []
+        self.trail: list[list[float]] = []
+        self.next_end = 0  # no row runs out of steps before this step of the pool
+        self.watching = False  # may a row have its progress followed?
+
+    def extend(self, rows: int) -> None:
+        self.fold()
+        for name in self.NAMES:
+            getattr(self, name).extend([INF if name == "excess" else 0.0] * rows)
+
+    def cut(self, rows: int) -> None:
+        for name in self.NAMES:
+            setattr(self, name, getattr(self, name)[:rows])
+        self.trail = [lengths[:rows] for lengths in self.trail]
+
+    def move(self, source: Sequence[int], target: Sequence[int]) -> None:
+        self.fold()
+        for name in self.NAMES:
+            values = getattr(self, name) if name != "last" else self.last
+            setattr(self, name, values := list(values))
+            for a, b in zip(source, target, strict=True):
+                values[b] = values[a]
+
+    def fold(self) -> None:
+        """Take the lengths of the last steps into their largest."""
+        for lengths in self.trail:
+            self.peak = [new if new > old else old for old, new in zip(self.peak, lengths, strict=True)]  # not nan
+        self.trail = []
+
+    def begin(self, places: Sequence[int], rows: Sequence[Row]) -> None:
+        """These rows are at their start."""
+        self.fold()
+        self.excess, self.peak = list(self.excess), list(self.peak)
+        for place in places:
+            self.excess[place], self.peak[place] = INF, 0.0
+        self.next_end = min([self.next_end, *(row.end for row in rows)])
+        self.watching = self.watching or any(row.watched for row in rows)
+
+    def look(
+        self, excess: list[float], length: list[float], size: list[float], rows: Sequence[Row | None], new: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """Enter an iterate. Returns rows that have arrived or are not finite, and those whose iterate was not their best."""
+        if new:
+            self.first_length, self.first_size = list(self.first_length), list(self.first_size)
+            for i in new:
+                self.first_length[i], self.first_size[i] = length[i], size[i]
+        stopped, worse = [], []
+        for i in [i for i, (e, b) in enumerate(zip(excess, self.excess, strict=True)) if not 1.0 < e < b]:
+            if rows[i] is None:
+                continue
+            if not excess[i] < self.excess[i]:
+                worse.append(i)
+            if not 1.0 < excess[i] < INF:
+                stopped.append(i)
+        self._keep(excess, length, size, worse)
+        return stopped, worse
+
+    def _keep(self, excess: list[float], length: list[float], size: list[float], worse: list[int]) -> None:
+        self.last = length
+        self.trail.append(length)
+        if len(self.trail) >= FOLD:
+            self.fold()
+        if worse:
+            excess, length, size = list(excess), list(length), list(size)
+            for i in worse:
+                excess[i], length[i], size[i] = self.excess[i], self.length[i], self.size[i]
+        self.excess, self.length, self.size = excess, length, size
+
+    def given_up(self, step: int, rows: Sequence[Row | None]) -> dict[int, str]:
+        """Rows that diverge, stall or run out of steps, with the reason."""
+        found: dict[int, str] = {}
+        if any(length > DIVERGENCE for length in self.last):
+            found = {i: "diverged" for i, row in enumerate(rows) if row is not None and self._diverged(i, row, step)}
+        if self.watching:
+            found |= {
+                i: "stalled" for i, row in enumerate(rows) if row is not None and row.watched and self._stalled(i, row)
+            }
+        if step >= self.next_end:
+            found |= {i: "steps" for i, row in enumerate(rows) if row is not None and step >= row.end and i not in found}
+            self.next_end = min((row.end for row in rows if row is not None and row.end > step), default=step + FOLD)
+        return found
+
+    def _diverged(self, i: int, row: Row, step: int) -> bool:
+        taken = step - row.born
+        far = DIVERGENCE * max(self.first_length[i], self.first_size[i], row.root)
+        return taken > 0 and taken % DIVERGENCE_EVERY == 0 and self.last[i] > far
+
+    def _stalled(self, i: int, row: Row) -> bool:
+        """Out of patience, or down where only rounding moves the residual."""
+        if self.excess[i] < PROGRESS * row.milestone:
+            row.milestone, row.waiting = self.excess[i], 0
+        else:
+            row.waiting += 1
+        at_floor = self.length[i] < self.floor * self.size[i] and row.waiting >= FLOOR_PATIENCE
+        return at_floor or (self.patience is not None and row.waiting >= self.patience)
