@@ -111,6 +111,7 @@ def test_the_core_needs_torch_alone() -> None:
         "lab.cli.diagnosis": {"typer"},
         "lab.cli.generating": {"typer"},
         "lab.cli.serving": {"typer"},
+        "lab.cli.loading": {"typer"},
         "serving.server": {"starlette", "uvicorn"},
         "lab.cli.publishing": {"typer"},
         "lab.cli.running": {"typer"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -279,5 +280,7 @@ class _Uvicorn(uvicorn.Server):
             self._ready(f"http://{host}:{port}")
 
     def handle_exit(self, sig: int, frame: Any) -> None:
+        # not super(): it raises the signal again at the end, and a drained server has not failed
         self._server.draining = True
-        super().handle_exit(sig, frame)
+        self.force_exit = self.should_exit and sig == signal.SIGINT
+        self.should_exit = True

@@ -54,6 +54,7 @@ COMMANDS = {
         "Serve a model over HTTP: rows leave the solve as they converge, requests enter it mid-way.",
     ),
     "info": ("info", "info", "Versions, threads, devices, and whether solver steps are compiled here."),
+    "load": ("loading", "load", "Send requests to a server at a given rate and report latencies."),
     "data": ("listing", "data_app", "Datasets: what there is, fetching, checking."),
 }
 
