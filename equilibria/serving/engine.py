@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from equilibria._core.loop import Stop
+from equilibria.serving.admission import Admission
 from equilibria.serving.pool import Counts, Pool
 from equilibria.serving.split import Arguments, Split
 from equilibria.serving.template import Padding, Template
@@ -44,6 +45,8 @@ class Engine:
     pools    shapes of inputs that may be served at the same time; others wait, and idle pools make place
     padding  let requests of different lengths share a solve, see `Padding`
     output   what to make of the model's output, a function of a batch of it: `lambda out: out[0]`
+    admission  "continuous": requests enter whenever rows are free; "grouped": when all have left, as in static batching;
+             "auto": under saturation whichever is measured to be quicker, else continuous
     full     evaluate all rows at every step, whether they are used or not: the answer to a request then does not depend,
              bit for bit, on what the others do. It costs time wherever fewer rows are used
     """
@@ -59,6 +62,7 @@ class Engine:
         pools: int = 8,
         padding: Padding | None = None,
         output: Any = None,
+        admission: Admission = "auto",
         full: bool = False,
     ) -> None:
         for name, value in (("rows", rows), ("queue", queue), ("pools", pools)):
@@ -66,7 +70,9 @@ class Engine:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
         self.split = Split(model, solver=solver, stop=stop, output=output)
         self.rows, self.queue, self.pools_limit = rows, queue, pools
-        self.padding, self.full = padding, full
+        self.padding, self.admission, self.full = padding, admission, full
+        if admission not in get_args(Admission):
+            raise ValueError(f"admission must be one of {', '.join(get_args(Admission))}, got {admission!r}.")
         self.clock = time.perf_counter  # of the measured costs of steps and exchanges
         tensors = [*model.parameters(), *model.buffers()]
         self.device = tensors[0].device if tensors else torch.device("cpu")
@@ -197,7 +203,7 @@ class Engine:
         except Exception as error:
             self._refuse(key, error)
             return None
-        self.pools[key] = pool = Pool(template, self.rows, full=self.full, clock=self.clock)
+        self.pools[key] = pool = Pool(template, self.rows, admission=self.admission, full=self.full, clock=self.clock)
         return pool
 
     def _refuse(self, key: Any, error: Exception) -> None:

@@ -22,36 +22,39 @@ class Left:
     row: Row
     place: int
     z: Tensor  # (rows, n), the best iterates when it left; no later step writes over them
-    ended: Ended
+    length: float  # of the residual of its best iterate
+    size: float
+    steps: int
     reason: str
+    ended: Ended | None  # None: it has plainly converged
 
     @staticmethod
-    def of(row: Row, place: int, z: Tensor, records: Records, step: int, reason: str) -> Left:
-        excess, r = records.excess[place], records
-        finite = math.isfinite(excess)
-        ended = Ended(
-            rtol=row.rtol,
-            excess=excess,
-            length=r.length[place] if finite else INF,
-            size=r.size[place] if finite else 1.0,
-            first_length=r.first_length[place],
-            first_size=r.first_size[place],
-            peak=max([r.peak[place], *(lengths[place] for lengths in r.trail if lengths[place] > r.peak[place])]),
-            last=r.last[place],
-            steps=step - row.born,
-            open=reason in ("steps", "late"),
-            stalled=reason == "stalled",
-            diverged=reason == "diverged",
-            root=row.root,
-        )
-        return Left(row, place, z, ended, reason)
+    def of(row: Row, place: int, z: Tensor, r: Records, step: int, reason: str, precision: float) -> Left:
+        excess, length, size, steps = r.excess[place], r.length[place], r.size[place], step - row.born
+        # a state may have grown so far that any residual is small beside it
+        grown = size > GROWN * r.first_size[place] and size * max(row.rtol, precision) > FALL * r.first_length[place]
+        ended = None if excess <= 1 and not grown else _ended(row, place, r, steps, reason)
+        return Left(row, place, z, length, size, steps, reason, ended)
 
-    def doubtful(self, precision: float) -> bool:
-        """True unless the row has plainly converged: its state has not grown so far that any residual would be small."""
-        e = self.ended
-        if not e.excess <= 1:
-            return True
-        return e.size > max(GROWN * e.first_size, e.first_length * FALL / max(e.rtol, precision))
+
+def _ended(row: Row, place: int, r: Records, steps: int, reason: str) -> Ended:
+    excess = r.excess[place]
+    finite = math.isfinite(excess)
+    return Ended(
+        rtol=row.rtol,
+        excess=excess,
+        length=r.length[place] if finite else INF,
+        size=r.size[place] if finite else 1.0,
+        first_length=r.first_length[place],
+        first_size=r.first_size[place],
+        peak=max([r.peak[place], *(lengths[place] for lengths in r.trail if lengths[place] > r.peak[place])]),
+        last=r.last[place],
+        steps=steps,
+        open=reason in ("steps", "late"),
+        stalled=reason == "stalled",
+        diverged=reason == "diverged",
+        root=row.root,
+    )
 
 
 @dataclass
@@ -76,19 +79,19 @@ class Done:
             z=_answers(left),
             carried=[buffer.index_select(0, place) for buffer in carried],
             status=[int(Status.CONVERGED)] * len(left),
-            steps=[each.ended.steps for each in left],
-            residual=[each.ended.length / max(each.ended.size, tiny) for each in left],
+            steps=[each.steps for each in left],
+            residual=[each.length / max(each.size, tiny) for each in left],
             late=[each.reason == "late" for each in left],
         )
 
     def judge(self, j: int, left: Left, stop: Stop, precision: float, least: float) -> bool:
         """Set status and residual of a row; False if its answer is too small for the squares it was computed with."""
-        if left.doubtful(precision):
+        if left.ended is not None:
             start = left.row.start.unsqueeze(0)
             answer, self.status[j], self.residual[j] = judge(stop, precision, start, self.z[j : j + 1], left.ended)
             self.z[j] = answer[0]
         arrived = self.status[j] in (Status.CONVERGED, Status.STALLED)
-        return not (arrived and 0 < left.ended.size < least and left.ended.steps > 0)
+        return not (arrived and 0 < left.size < least and left.steps > 0)
 
     @staticmethod
     def join(parts: Sequence[Done]) -> Done:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from equilibria.serving.adapter import FLOOR, LEAST, describe, euclidean_norm, max_norm, rms_norm, usual_range
+from equilibria.serving.admission import Admission, Admitting
 from equilibria.serving.leaving import Done, Left
 from equilibria.serving.pacing import Pacing
 from equilibria.serving.records import INF, Records, Row
@@ -62,7 +63,13 @@ class Pool:
     """Up to `capacity` rows of one template. Not thread-safe: the engine holds its lock."""
 
     def __init__(
-        self, template: Template, capacity: int, *, full: bool = False, clock: Callable[[], float] = time.perf_counter
+        self,
+        template: Template,
+        capacity: int,
+        *,
+        admission: Admission = "auto",
+        full: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.template, self.capacity, self.full = template, capacity, full
         self.clock = clock  # in which the costs of steps and exchanges are measured
@@ -88,6 +95,8 @@ class Pool:
         self.done: list[Done] = []  # those that have been taken out of them
         self.staged: Entry | None = None
         self.pacing, self.counts = Pacing(), Counts()
+        self.admitting = Admitting(admission, capacity)
+        self.finished = 0  # rows that have left since the beginning
         self.next_deadline = INF
         self.entered_at = self.done_at = 0
 
@@ -113,15 +122,24 @@ class Pool:
 
         waiting  requests in the queue, which `take` takes from
         """
-        now, sparse = self.step_number, self.active < SPARSE * self.capacity
+        begin, before = self.clock(), self.finished
         want = waiting + self.staged_count
+        self._turn(waiting, want, take)
+        finished, empty = self.finished - before, self.active == 0
+        self.admitting.turned(self.clock() - begin, finished, saturated=want >= self.capacity, empty=empty)
+
+    def _turn(self, waiting: int, want: int, take: Callable[[int], list[Ticket]]) -> None:
+        now, sparse = self.step_number, self.active < SPARSE * self.capacity
+        grouped = self.admitting.grouped and want >= self.capacity and self.active > 0
         first = self.done_at if self.done else now
-        if self.idle_rows() and (sparse or want == 0 or now - first >= self.pacing.answer_period):
+        due = now - first >= self.pacing.answer_period
+        if self.idle_rows() and (due or want == 0 or (sparse and not grouped)):
             self.answer()
         entry = None
-        if want and self.free and (sparse or now - self.entered_at >= self.pacing.enter_period):
+        due = sparse or now - self.entered_at >= self.pacing.enter_period
+        if want and self.free and due and not grouped:
             entry = self._next_entry(waiting, take)
-        elif want == 0 and len(self.rows) > self.active:
+        elif (want == 0 or grouped) and self._worth_compacting():
             self._collect()
             self.compact()
         begin = self.clock()
@@ -410,11 +428,13 @@ class Pool:
         return [row.ticket for row in rows] + self.staged_tickets()
 
     def _leave(self, finished: dict[int, str]) -> None:
+        z, records, step, precision = self.best_z, self.records, self.step_number, self.template.layout.precision
         for place, reason in finished.items():
             row = self.rows[place]
             if row is not None:
-                self.left.append(Left.of(row, place, self.best_z, self.records, self.step_number, reason))
+                self.left.append(Left.of(row, place, z, records, step, reason, precision))
                 self.pacing.finished(self.step_number - row.born)
+                self.finished += 1
                 self._clear(place)
         self._shrink()
 
@@ -430,12 +450,14 @@ class Pool:
             count -= 1
         self._cut(count)
 
-    def compact(self) -> None:
-        """Move rows from the end into empty places, where nobody waits for those and enough are empty."""
+    def _worth_compacting(self) -> bool:
         count, empty = len(self.rows), len(self.rows) - self.active
         share = SHRINK if empty * self.n >= WORTH else 2
-        if self.full or empty == 0 or empty * share < count:
-            return
+        return not self.full and empty > 0 and empty * share >= count
+
+    def compact(self) -> None:
+        """Move rows from the end into empty places."""
+        count = len(self.rows)
         source = [i for i in range(self.active, count) if self.rows[i] is not None]
         target = [i for i in range(self.active) if self.rows[i] is None]
         if source:
