@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from pathlib import Path
 from typing import Annotated, Any
@@ -56,6 +57,7 @@ def serve(
         front = http.Server(engine, limits=limits, dtype=dtype, api_key=api_key, verbose=verbose)
         if host != LOOPBACK and api_key is None:
             typer.echo(f"Warning: anybody who reaches {host} may use this server; set EQUILIBRIA_API_KEY.", err=True)
+        gc.freeze()  # collections then look at what requests leave, not at the libraries
         http.serve(front, host, port, ready=lambda address: typer.echo(f"Serving {target} at {address}"))
 
 
