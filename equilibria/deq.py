@@ -1,4 +1,4 @@
-"""DEQ joins a cell, a solver, a stop and a gradient; `fixed_point` and `root` are the same without a module."""
+"""DEQ, a layer made of a cell, a solver, a stop and a gradient; `fixed_point` and `root` do the same for functions."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class DEQ(nn.Module):
     """The equilibrium z = cell(z, *inputs) as a layer.
 
     cell       nn.Module or callable, cell(z, *inputs) -> z of the same structure, batch first. If it has
-               `prepare(*inputs)`, that is called once per solve and its result (a tuple: several) replaces the inputs
-    init       where to start: None (zeros like the first input), Zeros(*shape), FirstStep(), Remember(), or a callable or
+               `prepare(*inputs)`, that is called once per solve and its result (a tensor or a tuple) replaces the inputs
+    init       the start: None (zeros like the first input), Zeros(*shape), FirstStep(), Remember(), or a callable or
                module init(*inputs) -> z0
-    solver     which iterate comes next
-    stop       when a sample is done
-    gradient   how derivatives flow
-    eval_stop  `stop` while the module is in eval mode; None: the same
-    compile    compile the solves of both directions, each as one graph; used where that turns out faster
-    batched    False: the state is one whole problem without a batch dimension, as of a graph
+    solver     the solver, which computes the next iterate
+    stop       tolerances and limits of the solve
+    gradient   the method of differentiation
+    eval_stop  replaces `stop` in eval mode; None uses `stop`
+    compile    compile the forward and backward solves, each as one graph; they are used if they are faster
+    batched    False if the state is one problem without a batch dimension, such as a graph
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class DEQ(nn.Module):
 
     @not_traced
     def solve(self, *inputs: Any, init: Solution | State | None = None) -> Solution:
-        """The equilibrium with its record. `init` starts this solve from a state or an earlier Solution instead."""
+        """The equilibrium with its statistics. `init` is a state or an earlier Solution to start from instead."""
         stop = self.stop if self.training or self.eval_stop is None else self.eval_stop
         start = self.init if init is None else constant(init)
         solves = self._count_solve()
@@ -87,7 +87,7 @@ class DEQ(nn.Module):
         return solution
 
     def _count_solve(self) -> int:
-        """Training solves before this one, where the gradient depends on them."""
+        """Count this solve if the gradient depends on the count; returns the number of training solves before it."""
         if self.solves is None:
             return 0
         before = int(self.solves)
@@ -106,7 +106,7 @@ class DEQ(nn.Module):
 
 @contextmanager
 def sample_keys(model: nn.Module, keys: Keys) -> Iterator[None]:
-    """Tell every layer of `model` that starts from memory (`init=Remember()`) which samples come: one key per row."""
+    """Set the keys of the samples, one per row, for every layer of `model` with `init=Remember()`, inside the block."""
     layers = [module for module in model.modules() if isinstance(module, DEQ)]
     memories = {id(memory): memory for layer in layers if (memory := memory_of(layer.init)) is not None}
     with ExitStack() as stack:
@@ -145,9 +145,9 @@ def root(
     gradient: Gradient = Implicit(stop=Stop(rtol=1e-6, max_steps=100)),
     batched: bool = True,
 ) -> Solution:
-    """Solve function(z, *inputs) = 0 from z0, as the fixed point of z - function(z, *inputs); differentiable as that is.
+    """Solve function(z, *inputs) = 0 from z0, as the fixed point of z - function(z, *inputs); differentiable alike.
 
-    The default `stop` bounds |function(z)| itself: a tolerance relative to |z| says nothing about a root.
+    The default `stop` bounds |function(z)| absolutely, because a tolerance relative to |z| is not meaningful for a root.
     """
     check_cell(function)
     cell = _ModuleMinus(function) if isinstance(function, nn.Module) else _minus(function)
@@ -188,8 +188,8 @@ def _solve(
     autodiff_modes.check_recordable()
     fixed = FrozenCell(cell)
     bad = _nonfinite_samples(inputs, batched) if hasattr(cell, "prepare") or init is not None else None
-    # `prepare` and `init` lie outside of the equation, and 0 * nan is nan in their backward too: they get zeros for samples
-    # that are not finite; the solve gets nan, so that these are found out
+    # `prepare` and `init` are not part of the equation, whose backward quarantines samples. They get zeros for samples that
+    # are not finite, because 0 * nan is nan in their backward too. The solve gets nan, so that it marks them NONFINITE.
     clean = inputs if bad is None else _fill_rows(tuple(inputs), bad, 0.0)
     with fixed.in_place():
         sound = prepared(fixed.cell, clean)
@@ -219,7 +219,7 @@ def _solve(
 
 
 def _nonfinite_samples(inputs: Sequence[Any], batched: bool) -> Tensor | None:
-    """(batch,) bool; None where there are none, or no backward that they could spoil."""
+    """(batch,), True for samples with inputs that are not finite; None if there are none or no graph is recorded."""
     if not batched or not torch.is_grad_enabled() or autodiff_modes.inside_transform():
         return None
     leaves = [leaf for leaf in pytree.tree_leaves(tuple(inputs)) if _has_rows(leaf)]
@@ -234,7 +234,7 @@ def _nonfinite_samples(inputs: Sequence[Any], batched: bool) -> Tensor | None:
 
 
 def _broken(values: Tensor) -> Tensor:
-    """Not finite, but for the -inf of masks."""
+    """True for nan and inf, but not for -inf in real tensors, which attention masks contain."""
     return ~torch.isfinite(values) if values.is_complex() else torch.isnan(values) | torch.isposinf(values)
 
 
@@ -255,7 +255,7 @@ def _fill_rows(tree: Any, rows: Tensor, value: float) -> Any:
 
 
 def _draw_masks(f: Callable[[State], State], start: State, layout: Layout) -> Tensor:
-    """F(z0): the first run draws them."""
+    """F(z0), (batch, n); this first evaluation draws the dropout masks of the solve."""
     with torch.no_grad():
         return layout.pack_output(f(start), layout.batch, cast=Autocast.current(layout.device).enabled)
 
@@ -268,12 +268,12 @@ def _check_ranks_agree(stop: Stop) -> None:
     if stop.process_group is None and torch.distributed.get_world_size() > 1:
         raise ValueError(
             "The cell's weights are sharded, so every call of it is a collective and all ranks must take the same number of "
-            'steps, or they wait for each other for ever: give the stop a process_group, Stop(process_group="world").'
+            'steps, or they deadlock: give the stop a process_group, Stop(process_group="world").'
         )
 
 
 def constant(start: Solution | State) -> Callable[..., State]:
-    """A start as an `init`, cut from whatever graph it came from."""
+    """An `init` that returns a fixed state, detached from its graph."""
     state = start.z if isinstance(start, Solution) else start
     state = pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, state)
     return lambda *inputs: state

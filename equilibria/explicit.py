@@ -1,4 +1,4 @@
-"""WeightTied: the same cell applied a fixed number of times, the explicit network beside every equilibrium."""
+"""WeightTied: a cell applied a fixed number of times, the explicit counterpart of a DEQ."""
 
 from __future__ import annotations
 
@@ -22,28 +22,27 @@ __all__ = ["Trajectory", "WeightTied"]
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Every state of a weight-tied network, and how far each is from being an equilibrium."""
+    """Every state of a weight-tied network, with its residual."""
 
     states: tuple[State, ...]  # z_0 ... z_depth
     residuals: Tensor  # (depth, batch) |z_{i+1} - z_i| / |z_{i+1}|, as `Stats.residual` of plain iteration at z_i
 
 
 class WeightTied(nn.Module):
-    """z_{i+1} = cell(z_i, *inputs) for i = 0 ... depth - 1, differentiated as the deep network it is.
+    """z_{i+1} = cell(z_i, *inputs) for i = 0 ... depth - 1, differentiated by backpropagation through all steps.
 
-    The baseline of the field: a DEQ cut off after `depth` plain steps, trained by backpropagation through all of them.
-    Cell and init are those of a DEQ, and so are the names of its weights: `load_state_dict` moves them either way.
-    Buffers move at every application of the cell.
+    This is the usual baseline: a DEQ truncated after `depth` plain steps. Cell, init and the names of the weights are those
+    of a DEQ, so that `load_state_dict` works in both directions. Every application of the cell updates its buffers.
 
     cell        nn.Module or callable, cell(z, *inputs) -> z of the same structure. If it has `prepare(*inputs)`, that
                 is called once per forward and its result replaces the inputs
-    depth       how many times the cell is applied
-    init        as of a DEQ: None (zeros like the first input), Zeros(*shape), FirstStep() (one application more), or
-                init(*inputs) -> z0, which is trained along
-    injected    False: the inputs enter through the start alone, z_{i+1} = cell(z_i); init=None is then the input itself
-    checkpoint  what to keep for backward: None, everything; "sqrt", O(√depth) activations for one replay of the cell;
-                "recursive", O(log depth) for log2(depth) / 2 replays. The gradients are the same bits
-    batched     False: the state is one whole problem without a batch dimension
+    depth       number of applications of the cell
+    init        as in DEQ: None (zeros like the first input), Zeros(*shape), FirstStep() (one more application), or
+                init(*inputs) -> z0, which is trained with the cell
+    injected    False if the inputs enter through the start only, z_{i+1} = cell(z_i); init=None then starts from the input
+    checkpoint  activations kept for backward: None keeps all, "sqrt" O(√depth) with one replay of the cell, "recursive"
+                O(log depth) with log2(depth) / 2 replays. The gradients are bitwise equal
+    batched     False if the state is one problem without a batch dimension
     """
 
     def __init__(
@@ -69,12 +68,12 @@ class WeightTied(nn.Module):
         self.batched = batched
 
     def forward(self, *inputs: Any, init: State | None = None) -> State:
-        """The state after `depth` steps. `init` is a state to start from instead; gradients reach it."""
+        """The state after `depth` steps. `init` is a state to start from instead, which gets gradients."""
         step, start = self._begin(inputs, init)
         return step.state(repeat(step, step.tensors(start), self.depth, self.checkpoint))
 
     def trajectory(self, *inputs: Any, init: State | None = None, depth: int | None = None) -> Trajectory:
-        """Every state on the way, differentiable; `depth` looks further, or less far, than the network goes."""
+        """Every state from the start on, differentiable; `depth` replaces the depth of the network."""
         depth = self.depth if depth is None else depth
         _check_depth(depth)
         step, start = self._begin(inputs, init)
@@ -104,7 +103,7 @@ class WeightTied(nn.Module):
 
 
 class _CellStep:
-    """One application of a cell on the tensors of its state; they keep their dtypes, also under autocast."""
+    """One application of a cell to the tensors of its state, whose dtypes are kept under autocast."""
 
     def __init__(self, cell: FrozenCell, inputs: Sequence[Any], layout: Layout) -> None:
         self.cell, self.inputs, self.layout = cell, inputs, layout
@@ -145,14 +144,14 @@ def _rows(x: Tensor) -> Tensor:
 def _only(inputs: Sequence[Any]) -> State:
     if len(inputs) != 1:
         raise ValueError(
-            f"injected=False with init=None starts from the one input there is, got {len(inputs)}; "
-            "say what to make of them with init=a callable init(*inputs) -> z0."
+            f"injected=False with init=None starts from the only input, got {len(inputs)} inputs; "
+            "combine them by a callable init(*inputs) -> z0."
         )
     return inputs[0]
 
 
 def _check_depth(depth: Any) -> None:
     if not isinstance(depth, int) or isinstance(depth, bool):
-        raise TypeError(f"depth is how many times the cell is applied, an int, got {depth!r}.")
+        raise TypeError(f"depth must be an int, the number of applications of the cell, got {depth!r}.")
     if depth < 0:
         raise ValueError(f"depth must not be negative, got {depth}; 0 returns the start itself.")

@@ -36,16 +36,17 @@ def _frozen(dropout: nn.modules.dropout._DropoutNd) -> nn.Module:
 
 
 class VariationalDropout(nn.Module):
-    """Dropout whose mask is drawn once per solve, so that the cell stays one function and has an equilibrium.
+    """Dropout with a mask that is drawn once per solve, so that the cell is one function and has an equilibrium.
 
-    A DEQ (and a `WeightTied` network) draws new masks for every forward by itself and keeps them for all evaluations, the
-    backward ones too. Elsewhere every call draws its own, as `nn.Dropout`. What is kept is scaled by 1 / (1 - p); in eval
-    mode nothing is dropped. One module is for one place of a cell: called twice in an evaluation, it gives the same mask.
+    A DEQ (and a `WeightTied` network) draws new masks for every forward and keeps them for all evaluations, including
+    those of backward. Outside of them every call draws a new mask, as `nn.Dropout` does. Kept entries are scaled by
+    1 / (1 - p). In eval mode nothing is dropped. Use one module per place in a cell: called twice in an evaluation, it
+    applies the same mask.
 
-    p          the share that is dropped
+    p          the probability that an entry is dropped
     shared     dimensions along which entries are dropped together, the mask having size 1 there: (1,) for sequences
-               (batch, time, channel), (2, 3) for whole channels of images, (2,) for whole tokens; (): none
-    generator  of the masks; None: torch's own
+               (batch, time, channel), (2, 3) for whole channels of images, (2,) for whole tokens; () for none
+    generator  random generator of the masks; None uses torch's default
     """
 
     def __init__(self, p: float = 0.5, shared: tuple[int, ...] = (), generator: torch.Generator | None = None) -> None:
@@ -56,7 +57,9 @@ class VariationalDropout(nn.Module):
         self.shared = tuple(shared)
         self.generator = generator
         self.held = False  # True while a solve keeps the mask
-        self._source: tuple[VariationalDropout, ...] = ()  # what this is a copy of; a tuple, or it would be a submodule
+        self._source: tuple[
+            VariationalDropout, ...
+        ] = ()  # the module this one is a copy of, in a tuple so that it is not registered
         self.mask: Tensor | None
         self.register_buffer("mask", None, persistent=False)
 
@@ -73,7 +76,7 @@ class VariationalDropout(nn.Module):
         return x * self._fitting(mask, x)
 
     def follow(self, source: VariationalDropout) -> None:
-        """Called on a copy of `source`, which keeps the masks that are drawn here if a solve holds it too."""
+        """Make this module a copy of `source`: masks drawn here are also stored there if a solve holds `source`."""
         self._source = (source,)
 
     def _keep(self, mask: Tensor) -> None:

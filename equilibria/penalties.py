@@ -1,4 +1,4 @@
-"""Penalties: scalars to add to a loss that keep equilibria easy to find; and when to add them."""
+"""Penalties to add to a loss, which keep equilibria easy to find, and schedules of their weights."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ __all__ = [
 def jacobian_penalty(s: Solution, probes: int = 1, generator: torch.Generator | None = None) -> Tensor:
     """Hutchinson's estimate of |J|_F^2 / n at the equilibrium, averaged over the batch (Bai, Koltun and Kolter 2021).
 
-    J = df/dz, n the size of a sample's state. z is a constant here: the gradient reaches parameters and inputs through J
-    alone, not through dz. Costs a run of the cell, a product per probe, and a second derivative of the cell in backward.
+    J = df/dz, n is the size of a sample's state. z is a constant here: the gradient reaches parameters and inputs through J,
+    not through z. It costs an evaluation of the cell, a product per probe, and a second derivative of the cell in backward.
 
-    probes     random vectors: the relative error of the estimate falls as (probes * batch)^(-1/2)
-    generator  of these vectors; None: torch's own
+    probes     number of random vectors; the relative error of the estimate falls as (probes * batch)^(-1/2)
+    generator  random generator of these vectors; None uses torch's default
     """
     require(probes >= 1, f"jacobian_penalty needs at least one of its probes, got {probes}.")
     if s.equation.cell.sharded and torch.is_grad_enabled():
         raise RuntimeError(
-            "The gradient of the Jacobian penalty is a second derivative, which weights that FSDP shares out do not have: "
+            "The gradient of the Jacobian penalty is a second derivative, which FSDP does not support for sharded weights: "
             'train with strategy="ddp", or leave the penalty out.'
         )
     good = s.stats.status != Status.NONFINITE
@@ -58,10 +58,10 @@ def jacobian_penalty(s: Solution, probes: int = 1, generator: torch.Generator | 
 
 
 def skip_penalty(s: Solution) -> Tensor:
-    """The mean |z - z0|, summed over the tensors of a nested state: how far the solver had to go (Pal and others 2022).
+    """The mean |z - z0|, summed over the tensors of a nested state (Pal et al. 2022).
 
-    With a learned `init` a Skip DEQ V1, which predicts its equilibrium; with `init=FirstStep()` V2, whose first step shall
-    be as good as the last. The gradient flows to both ends: to z by the layer's gradient, to z0 as to any other tensor.
+    With a learned `init` this trains a Skip DEQ V1, which predicts its equilibrium; with `init=FirstStep()` a Skip DEQ V2,
+    whose first step approximates it. Gradients reach both z, by the layer's gradient, and z0.
     """
     good = s.stats.status != Status.NONFINITE
     distances = [_mean_distance(a, b, good, s.layout.batched) for a, b in zip(*map(_leaves, (s.z, s.z0)), strict=True)]
@@ -91,7 +91,7 @@ class LinearWeights:
 
 @dataclass(frozen=True)
 class ConstantWeights:
-    """The same for every state."""
+    """The same weight for every state."""
 
     value: float = 1.0
 
@@ -110,13 +110,14 @@ def correction_penalty(
     steps: int = 1,
     damping: float = 1.0,
 ) -> Tensor:
-    """The loss on states along the way too, sum_k weights(n, k) loss(h_k): supervision that bends the path to the answer.
+    """The loss on intermediate states too, sum_k weights(n, k) loss(h_k), so that they approach the target as well.
 
-    s        a Solution of `Stop(keep_every=...)`: each iterate kept is taken `steps` damped steps further with their graph
-             (a phantom gradient of its own), and the equilibrium itself comes last. Or a `Trajectory` without its start, or
-             states that carry their own gradients. One state alone gives its loss
+    s        a Solution of `Stop(keep_every=...)`: from each iterate kept, `steps` damped steps are taken with a graph (a
+             phantom gradient), and the equilibrium is the last state. Or a `Trajectory`, whose start is left out, or a
+             sequence of states with gradients
     loss     state -> scalar
-    weights  of the k-th of n states, k from 0; ExponentialWeights, LinearWeights, ConstantWeights or weights(n, k)
+    weights  weights(n, k) of the k-th of n states, k from 0: ExponentialWeights, LinearWeights, ConstantWeights or any
+             function
     """
     states = _states(s, steps, damping)
     require(len(states) > 0, "correction_penalty needs at least one state.")
@@ -126,19 +127,19 @@ def correction_penalty(
 
 @dataclass(frozen=True, kw_only=True)
 class PenaltySchedule:
-    """The weight of a penalty at a training step: 0 where it is left out, else it grows by `increment` now and then.
+    """The weight of a penalty at a training step: 0 at steps without the penalty, otherwise it grows by `increment`.
 
         weight = schedule(step)
         if weight:
             loss = loss + weight * eq.jacobian_penalty(s)
 
-    The draw is a function of seed and step, the same on every rank and after resuming.
+    The random choice of steps depends on seed and step only, so it is the same on every rank and after resuming.
 
-    weight         to begin with
+    weight         the initial weight
     frequency      the share of steps in which the penalty is applied
-    increment      added every `every` steps, counted from the end of pre-training
-    pretraining    steps before the schedule begins, with a weight of `pretraining_weight`
-    until          the step from which on there is no penalty; None: never
+    increment      added every `every` steps after pre-training
+    pretraining    number of first steps, which have the weight `pretraining_weight`
+    until          the first step without a penalty; None keeps it to the end
     """
 
     weight: float = 1.0
@@ -165,14 +166,14 @@ class PenaltySchedule:
 def random_max_steps(stop: Stop, step: int, below: int = 2, above: int = 0, seed: int = 0) -> Stop:
     """`stop` with max_steps drawn from {max_steps - below, ..., max_steps + above}, a function of seed and step.
 
-    A solver cut off at a length that varies keeps a model from relying on one length.
+    A varying number of steps keeps a model from relying on one number.
     """
     drawn = int(_uniform("jitter", seed, step) * (below + above + 1)) - below
     return dataclasses.replace(stop, max_steps=max(stop.max_steps + drawn, 1))
 
 
 def _uniform(purpose: str, seed: int, step: int) -> float:
-    """A number in [0, 1), independent for each purpose: otherwise steps drawn for a penalty would all get the same limit."""
+    """A pseudo-random number in [0, 1) for a step; different purposes get independent numbers."""
     return Random(f"{purpose} {seed} {step}").random()
 
 
@@ -206,7 +207,7 @@ def _leaves(state: State) -> list[Tensor]:
 
 
 def _mean_distance(a: Tensor, b: Tensor, good: Tensor, batched: bool) -> Tensor:
-    """The mean distance over finite samples; the others neither count nor get a gradient."""
+    """The mean distance over the samples in `good`; the others do not count and get no gradient."""
     rows = good.view(-1, *[1] * (a.dim() - 1)) if batched else good.all()
     count = torch.where(rows, torch.ones_like(a, dtype=good.dtype), False).sum().clamp_min(1)
     a, b = (torch.where(rows, end, torch.zeros_like(end)) for end in (a, b))
@@ -222,7 +223,7 @@ def _states(s: Solution | Trajectory | Sequence[State], steps: int, damping: flo
 
 
 def _head(s: Solution, z: Tensor, steps: int, damping: float) -> Tensor:
-    """Apply `f` to an iterate with its graph kept; non-finite samples are left as they are."""
+    """Take `steps` damped steps from an iterate, (batch, n), with a graph; non-finite samples are left unchanged."""
     good = s.stats.status != Status.NONFINITE
     h, args, _ = quarantine(s.equation, z, s.equation.args, z, good)
     for _ in range(steps):

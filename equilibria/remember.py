@@ -1,4 +1,4 @@
-"""Warm starts keyed by sample: a solve begins where the last one of the same sample ended."""
+"""Warm starts keyed by sample: a solve starts from the last equilibrium of the same sample."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ Keys = Sequence[Hashable] | Tensor
 
 
 class Remember:
-    """An `init` that starts every sample from its last equilibrium, wherever in a batch it comes up again.
+    """An `init` that starts every sample from its last equilibrium, at whatever position of a batch it appears.
 
         deq = eq.DEQ(cell, init=eq.Remember(capacity=50_000))
         for index, x in loader:  # shuffled or not
             with deq.init.keyed(index):
                 z = deq(x)
 
-    Inside of a model, `eq.sample_keys(model, keys)` does this for all its layers. Samples that were never seen, and solves
-    without keys, begin at `start`. Only samples that converged are remembered; one that failed is forgotten, so that no bad
-    start is used twice. What is remembered is no part of a state_dict: after loading a checkpoint the memory is empty.
+    `eq.sample_keys(model, keys)` sets the keys of all layers of a model. Samples without a stored equilibrium, and solves
+    without keys, start from `start`. Only converged equilibria are stored; a sample that fails is removed, so that a bad
+    start is not used again. Stored equilibria are not part of a state_dict: after loading a checkpoint the memory is empty.
 
-    start     where samples begin that are not remembered: any other `init`
-    capacity  samples kept at most, per shape of state; those not visited for longest are forgotten first
-    max_age   forget what was stored more than so many solves ago, as weights have moved on since; None: never
-    device    where to keep them, "cpu" for instance to spare a GPU's memory; None: where the state is
+    start     the start of samples that are not stored: any other `init`
+    capacity  largest number of samples per shape of state; the least recently used are removed first
+    max_age   ignore equilibria stored more than `max_age` solves ago, as weights have changed since; None keeps all
+    device    device of the stored equilibria, for example "cpu" to save GPU memory; None uses that of the state
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Remember:
 
     @contextmanager
     def keyed(self, keys: Keys) -> Iterator[None]:
-        """Solves inside are of these samples, one key per row: integers, strings or a tensor of integers."""
+        """Set the keys of the samples solved inside the block, one per row: integers, strings or a tensor of integers."""
         before, self._keys = self._keys, _as_list(keys)
         try:
             yield
@@ -68,11 +68,11 @@ class Remember:
             self._keys = before
 
     def forget(self) -> None:
-        """Forget every sample, for example after loading other weights."""
+        """Remove every stored sample, for example after loading other weights."""
         self._banks.clear()
 
     def recall(self, start: State, batched: bool) -> State:
-        """`start` with the rows of remembered samples in place of its own; a constant there."""
+        """`start` with stored equilibria, without a graph, in the rows of stored samples."""
         if not self._visited(batched):
             return start
         layout = Layout.of(start, batched=True)
@@ -100,38 +100,38 @@ class Remember:
 
     def _visited(self, batched: bool) -> bool:
         if self._keys is not None and not batched:
-            raise ValueError("Remember keys the samples of a batch, and batched=False makes the state one whole problem.")
+            raise ValueError("Remember needs a batch of samples, and with batched=False the state is one whole problem.")
         return self._keys is not None and not autodiff_modes.inside_transform()
 
     def _checked_keys(self, batch: int) -> list[Hashable]:
         assert self._keys is not None
         if len(self._keys) != batch:
             raise ValueError(
-                f"Remember was told {len(self._keys)} keys for a batch of {batch}: keyed(keys) takes one key per sample."
+                f"Remember got {len(self._keys)} keys for a batch of {batch}: keyed(keys) takes one key per sample."
             )
         return self._keys
 
 
 class _Bank:
-    """States of one shape, one row per key; the least recently used key comes first."""
+    """Stored states of one shape, one row per key; the least recently used key is first in `slots`."""
 
     def __init__(self, capacity: int, like: Tensor) -> None:
         self.capacity = capacity
-        with torch.inference_mode(False):  # or training could not write into it
+        with torch.inference_mode(False):  # training could not write into an inference tensor
             self.values = like.new_empty(min(capacity, max(len(like), 1)), like.shape[1])
         self.slots: OrderedDict[Hashable, int] = OrderedDict()
-        self.stored: dict[Hashable, int] = {}  # the solve it comes from
+        self.stored: dict[Hashable, int] = {}  # number of the solve that stored each key
         self.free: list[int] = list(range(len(self.values)))
 
     def find(self, keys: Sequence[Hashable], oldest: int) -> tuple[list[int], list[int]]:
-        """Rows of the batch that are remembered, and where."""
+        """The rows of the batch that are stored, and their slots."""
         rows = [row for row, key in enumerate(keys) if key in self.slots and self.stored[key] >= oldest]
         for row in rows:
             self.slots.move_to_end(keys[row])
         return rows, [self.slots[keys[row]] for row in rows]
 
     def put(self, keys: Sequence[Hashable], good: Sequence[bool], z: Tensor, now: int) -> None:
-        latest = {key: row for row, key in enumerate(keys)}  # a key that comes twice: its last row
+        latest = {key: row for row, key in enumerate(keys)}  # the last row of a key that occurs twice
         for key in [key for key, row in latest.items() if not good[row]]:
             self._drop(key)
         rows = [row for row in latest.values() if good[row]][-self.capacity :]

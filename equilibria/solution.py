@@ -1,4 +1,4 @@
-"""What a solve found and what it cost: Status, Stats, Solution; and the warning and error of a failed one."""
+"""The result of a solve: Status, Stats and Solution, and the warning and error for samples that did not converge."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class Status(IntEnum):
     CONVERGED = 0
     """The residual is within the tolerance."""
     MAX_STEPS = 1
-    """The steps ran out; the best iterate is returned."""
+    """The limit of steps was reached; the best iterate is returned."""
     NONFINITE = 2
-    """The map gave nan or inf, or a residual too long for the dtype; the best finite iterate is returned, its gradient is
+    """The map returned nan or inf, or the residual overflowed; the best finite iterate is returned and its gradient is
     zero."""
     STALLED = 3
-    """The residual stopped falling: `Stop.patience` ran out, or the tolerance is below what the dtype can reach."""
+    """The residual stopped falling for `Stop.patience` steps, or the tolerance is below what the dtype can reach."""
     DIVERGED = 4
-    """The iterates run away: the residual is far above the start's, or the state grew while the residual did not fall. The
-    best iterate on the way is returned, the start where none was better."""
+    """The iterates diverge: the residual is far above that of the start, or the state grew while the residual did not fall.
+    The best iterate is returned, which may be the start."""
 
 
 class ConvergenceWarning(UserWarning):
@@ -40,7 +40,7 @@ class ConvergenceWarning(UserWarning):
 
 
 class ConvergenceError(RuntimeError):
-    """Some samples of a solve did not converge and `on_failure="raise"`; `stats` tells which."""
+    """Some samples of a solve did not converge and `on_failure="raise"`; `stats` holds their statistics."""
 
     def __init__(self, message: str, stats: Stats) -> None:
         super().__init__(message)
@@ -49,29 +49,29 @@ class ConvergenceError(RuntimeError):
 
 @dataclass(frozen=True)
 class Handover:
-    """Samples that one solver of a `Fallback` gave up on and the next one took over."""
+    """Samples that one solver of a `Fallback` passed to the next one."""
 
     from_solver: str
     to_solver: str
     samples: Tensor  # (k,) rows of the batch
-    status: Tensor  # (k,) why: MAX_STEPS, NONFINITE, STALLED or DIVERGED
-    residual: Tensor  # (k,) where the first solver left them
+    status: Tensor  # (k,) their status with the first solver: MAX_STEPS, NONFINITE, STALLED or DIVERGED
+    residual: Tensor  # (k,) their residual with the first solver
 
 
 @dataclass(frozen=True, repr=False)
 class Stats:
-    """The truth about one solve, sample by sample."""
+    """The statistics of one solve, per sample."""
 
     status: Tensor  # (batch,) of Status
     steps: Tensor  # (batch,) steps until that sample stopped
-    rejected: Tensor  # (batch,) of these, thrown away and tried again: only solvers with a step size do that
-    best: Tensor  # (batch,) the step whose iterate is returned: the last one of a sample that converged
+    rejected: Tensor  # (batch,) number of these steps that were rejected and repeated, by solvers with a step size
+    best: Tensor  # (batch,) the step whose iterate is returned; the last one if the sample converged
     residual: Tensor  # (batch,) relative residual |f(z) - z| / |f(z)| of the returned z
-    evaluations: int  # times the map was run, on however many rows
-    sample_evaluations: int  # rows it was run on, summed: what compaction saves
+    evaluations: int  # number of calls of the map, on any number of rows
+    sample_evaluations: int  # number of rows in all these calls, which compaction reduces
     products: int = 0  # Jacobian products among (forward mode) or beside (reverse mode) the evaluations
     trace: tuple[Tensor, ...] | None = None  # per sample (steps + 1,), the residual of every iterate
-    iterates: tuple[Tensor, ...] = ()  # (batch, n) each, those on the way that `Stop.keep_every` asked for
+    iterates: tuple[Tensor, ...] = ()  # (batch, n) each, the iterates kept by `Stop.keep_every`
     handovers: tuple[Handover, ...] = ()
     extra_steps: int = 0
     """Steps of the cell from the iterate that status and residual describe to the state that is returned: 1 with JFB,
@@ -79,7 +79,7 @@ class Stats:
 
     @property
     def depth(self) -> Tensor:
-        """(batch,) steps that led on, all but the rejected ones: the depth of the network that was run."""
+        """(batch,) accepted steps, the depth of the network that was run."""
         return self.steps - self.rejected
 
     @property
@@ -93,7 +93,7 @@ class Stats:
         return self.status != Status.CONVERGED
 
     def count(self, status: Status) -> int:
-        """Samples that ended so."""
+        """The number of samples with this status."""
         return int((self.status == status).sum())
 
     def summary(self) -> dict[str, float]:
@@ -137,11 +137,11 @@ class Report:
 
     stats: Stats | None = None
     adjoint: Stats | None = None
-    nonfinite: bool = False  # does any sample need quarantine? known on the host, so backward need not ask
-    unmeasured: bool = False  # rows were dropped on the way: backward, which evaluates the whole batch, measures the answer
+    nonfinite: bool = False  # True if a sample needs quarantine; on the host, so that backward needs no synchronisation
+    unmeasured: bool = False  # True if rows were dropped; backward evaluates the whole batch and measures the residual
 
     def add_evaluations(self, evaluations: int, rows: int) -> None:
-        """Count runs of the cell that were made around the loop."""
+        """Count evaluations of the cell outside of the solver loop, each on `rows` rows."""
         assert self.stats is not None
         total, sampled = self.stats.evaluations + evaluations, self.stats.sample_evaluations + evaluations * rows
         self.stats = replace(self.stats, evaluations=total, sample_evaluations=sampled)
@@ -149,12 +149,12 @@ class Report:
 
 @dataclass(frozen=True, repr=False)
 class Solution:
-    """An equilibrium with its record.
+    """An equilibrium with the statistics of its solve.
 
     z      the equilibrium; gradients flow through it
-    z0     where the solver started; differentiable where `init` is, the solver itself treats it as a constant
-    f      the map with the inputs bound, state -> state; the same function for every call, masks and all
-    stats  the forward solve; `adjoint` is that of the backward solve, once `backward()` has run
+    z0     the start of the solver; differentiable if `init` is, but the solver treats it as a constant
+    f      the map with its inputs bound, state -> state; the same function at every call, with the same dropout masks
+    stats  statistics of the forward solve; `adjoint` has those of the backward solve after `backward()`
     layer  the name of the DEQ in the model that `eq.record(model)` was given; "" elsewhere
     """
 
@@ -168,7 +168,7 @@ class Solution:
 
     @property
     def stats(self) -> Stats:
-        """The forward solve, sample by sample."""
+        """The statistics of the forward solve, per sample."""
         assert self.report.stats is not None
         return self.report.stats
 
@@ -188,8 +188,8 @@ class Solution:
         """(batch,), |f(z) - z| / |f(z)| of the state `z` that was returned, by one evaluation of the cell.
 
         `stats.residual` is the same without an evaluation, unless a gradient takes steps of its own from the equilibrium
-        (JFB, UnrolledPhantom, or Warmup with one of them): see `stats.extra_steps`. Where the cell is not contractive those
-        steps lead away, and the residual of what is returned can be many times the tolerance.
+        (JFB, UnrolledPhantom, or Warmup with one of them): see `stats.extra_steps`. If the cell is not contractive, those
+        steps increase the residual, which can then be many times the tolerance.
         """
         with torch.no_grad():
             z = self.layout.pack(self.z).detach()
@@ -199,16 +199,16 @@ class Solution:
 
     @property
     def adjoint(self) -> Stats | None:
-        """The backward solve; None before `backward()`, and of gradients that solve nothing: JFB, UnrolledPhantom, Unrolled.
+        """The statistics of the backward solve; None before `backward()`, and for JFB, UnrolledPhantom and Unrolled.
 
-        Where those had to set samples aside, because a derivative of theirs or its share of a weight's gradient is not
-        finite, the samples are NONFINITE here. The others are MAX_STEPS with a residual of nan: nothing was solved.
+        These three solve nothing in backward. If they left out samples whose gradients are not finite, the samples are
+        NONFINITE here, and the others are MAX_STEPS with a residual of nan.
         """
         return self.report.adjoint
 
     @property
     def iterates(self) -> tuple[State, ...]:
-        """The states on the way that `Stop(keep_every=...)` asked for, without derivatives."""
+        """The iterates that `Stop(keep_every=...)` kept, as states without a graph."""
         return tuple(map(self.layout.unpack, self.stats.iterates))
 
 
@@ -226,7 +226,7 @@ def _table(forward: dict[str, float], adjoint: dict[str, float] | None = None, t
 
 
 def empty_stats(batch: int, device: torch.device) -> Stats:
-    """Statistics of a solve that had nothing to do."""
+    """Statistics of a solve of `batch` samples without steps, all CONVERGED with a residual of zero."""
     return Stats(
         status=torch.zeros(batch, dtype=torch.int8, device=device),
         steps=torch.zeros(batch, dtype=torch.int64, device=device),

@@ -1,4 +1,4 @@
-"""Starts: the inputs that a cell prepares and the state that a solve starts from."""
+"""Starting states of a solve, and inputs that a cell prepares."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from equilibria.remember import Remember
 
 @dataclass(frozen=True, init=False)
 class Zeros:
-    """Zeros of (batch, *shape), of the dtype and on the device of the inputs (of the cell, where they are integers)."""
+    """Zeros of shape (batch, *shape), with the dtype and device of the inputs; integer inputs use the cell's dtype."""
 
     shape: tuple[int, ...]
 
@@ -29,7 +29,7 @@ class Zeros:
 
 @dataclass(frozen=True)
 class FirstStep:
-    """f(start, x), the explicit first step (Skip DEQ V2); `start` is any other `init`, None for zeros."""
+    """Start from f(start, x), the explicit first step of Skip DEQ V2; `start` is any other `init`, None for zeros."""
 
     start: Any = None
 
@@ -67,7 +67,7 @@ def first_steps(init: Init) -> int:
 
 
 def prepared(cell: Any, inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """What the cell is given in place of its inputs: the result of its `prepare`, where it has one."""
+    """The result of `cell.prepare(*inputs)` as a tuple, or the inputs if the cell has no `prepare`."""
     prepare = getattr(cell, "prepare", None)
     if prepare is None:
         return tuple(inputs)
@@ -76,7 +76,7 @@ def prepared(cell: Any, inputs: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def start_of(init: Init, cell: Any, f: Callable[[State], State], inputs: Sequence[Any], *, batched: bool) -> State:
-    """The starting state; differentiable where `init` is."""
+    """The starting state; differentiable if `init` is."""
     if init is None:
         return _zeros_like_first(inputs)
     if isinstance(init, Zeros):
@@ -90,13 +90,15 @@ def start_of(init: Init, cell: Any, f: Callable[[State], State], inputs: Sequenc
 
 def _zeros_like_first(inputs: Sequence[Any]) -> State:
     if not inputs:
-        raise ValueError("init=None starts from zeros like the first input, and there is none; use init=eq.Zeros(*shape).")
+        raise ValueError(
+            "init=None starts from zeros like the first input, but there is no input; use init=eq.Zeros(*shape)."
+        )
     for leaf in pytree.tree_leaves(inputs[0]):
         if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
             seen = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
             raise TypeError(
                 f"init=None starts from zeros like the first input, which holds {seen}, not real numbers; "
-                "say what the state looks like with init=eq.Zeros(*shape)."
+                "give the shape of the state with init=eq.Zeros(*shape)."
             )
     return pytree.tree_map(lambda leaf: torch.zeros_like(leaf, requires_grad=False), inputs[0])
 
@@ -104,7 +106,9 @@ def _zeros_like_first(inputs: Sequence[Any]) -> State:
 def _zeros(shape: tuple[int, ...], cell: Any, inputs: Sequence[Any], batched: bool) -> Tensor:
     tensors = [leaf for leaf in pytree.tree_leaves(tuple(inputs)) if isinstance(leaf, Tensor)]
     if not tensors:
-        raise ValueError("eq.Zeros takes the batch size from the inputs, and there is no tensor among them.")
+        raise ValueError(
+            "eq.Zeros takes the batch size from the inputs, and there is no tensor among them. Pass z0 or a callable init."
+        )
     parameters = list(cell.parameters()) if isinstance(cell, nn.Module) else []
     real = [tensor for tensor in (*tensors, *parameters) if tensor.is_floating_point()]
     dtype = real[0].dtype if real else torch.get_default_dtype()

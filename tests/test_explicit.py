@@ -87,7 +87,7 @@ def test_without_injection_the_input_is_the_start() -> None:
     assert torch.equal(net(x), unrolled(Alone(), x, steps=3))
     embed = nn.Linear(4, 6).double()
     assert torch.equal(WeightTied(torch.sin, 2, embed, injected=False)(x), embed(x).sin().sin())
-    with pytest.raises(ValueError, match=r"the one input there is, got 2; say what to make of them with init="):
+    with pytest.raises(ValueError, match=r"the only input, got 2 inputs; combine them by a callable init"):
         net(x, x)
 
 
