@@ -21,36 +21,35 @@ from equilibria.solvers.base import (
 )
 from equilibria.solvers.line_search import backtrack
 
-HALVINGS = 6  # a step shorter than 1/64 is not worth its evaluations
+HALVINGS = 6  # most halvings of a step, to 1/64 of its length
 
 
 @dataclass(frozen=True)
 class BroydenState(Iterate):
-    """With the last steps s and residual differences y, scaled so that each s has length 1."""
+    """An iterate with the last steps s and differences y of the residual, scaled so that each s has length 1."""
 
     steps: Tensor  # (batch, slots, n), s
     sums: Tensor  # (batch, slots, n), s + y
     core: Tensor  # (batch, slots, slots), s_i . y_j, and for i later than j s_i . (s_j + y_j)
-    limit: int  # slots at most
-    count: int  # pairs seen so far; they lie in a ring
+    limit: int  # largest number of slots
+    count: int  # number of pairs so far; slots are reused in turn
 
 
 @dataclass(frozen=True, kw_only=True)
 class Broyden(Solver[BroydenState]):
-    """Newton's method on g(z) = f(z) - z with the Jacobian learnt from the steps (Broyden 1965).
+    """Newton's method on g(z) = f(z) - z with an estimate of the Jacobian from the steps (Broyden 1965).
 
-    The estimate starts at -I and takes the rank-one update of every pair (s, y) kept. Its inverse has a closed form
-    (Byrd, Nocedal and Schnabel 1994), so that a pair dropped from the ring is gone entirely, instead of living on in
-    the updates built on it:
+    The estimate starts from -I and has a rank-one update for every stored pair (s, y). Its inverse has a closed form
+    (Byrd, Nocedal and Schnabel 1994), so that a pair that is dropped does not influence later updates:
 
         step = g - (S + Y)' core^{-1} S g
 
-    One evaluation a step (more with `line_search`). The pairs take the memory of 2 history states, whatever `max_steps`, and
-    a step that of ten more; while their buffers grow, up to 3.5 history + 12 states are in memory at once.
+    One evaluation per step (more with `line_search`). The pairs take the memory of 2 history states, independent of
+    `max_steps`, and a step that of ten more; while their buffers grow, up to 3.5 history + 12 states are in memory at once.
 
-    history      pairs kept; None: 20, and for states of up to 64 numbers all that an affine map can need
-    line_search  shorten a step that does not reduce the residual
-    budget       bytes for the pairs of a whole batch: as many are kept as fit, and one
+    history      number of pairs stored; None stores 20, and for states of up to 64 numbers as many as an affine map needs
+    line_search  shorten steps that do not reduce the residual
+    budget       bytes for the pairs of the whole batch; as many pairs are stored as fit, at least one
     """
 
     history: int | None = None
@@ -90,8 +89,8 @@ class Broyden(Solver[BroydenState]):
         if active is not None and state.count < limit:
             # a new slot: finished samples get an empty pair, as their core must stay invertible
             still, active = still | ~active.unsqueeze(1), None
-        scale = length.masked_fill(still, 1.0).reciprocal().masked_fill(still, 0.0)  # no 1 / 0 for a derivative to meet
-        s, sums = step * scale, (fz - state.fz) * scale  # s + y: what f has changed by
+        scale = length.masked_fill(still, 1.0).reciprocal().masked_fill(still, 0.0)  # avoids 1 / 0, also in derivatives
+        s, sums = step * scale, (fz - state.fz) * scale  # s + y is the change of f
         if state.active is not None:
             s, sums = s.masked_fill(still, 0.0), sums.masked_fill(still, 0.0)  # 0 * nan is nan
         steps = put(room(state.steps, slot, limit), slot, s, active)

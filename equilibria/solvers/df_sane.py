@@ -11,9 +11,9 @@ from torch import Tensor
 from equilibria._core.maps import Map
 from equilibria.solvers.base import Iterate, Solver, divide, dot, require
 
-SPECTRAL = (1e-10, 1e10)  # of the step along the residual, in absolute value
-SUFFICIENT = 1e-4  # decrease that a step of length t must bring, times t² |r|²
-CUT = (0.1, 0.5)  # what a step may shrink to in one trial
+SPECTRAL = (1e-10, 1e10)  # bounds of the absolute value of the spectral step
+SUFFICIENT = 1e-4  # a step of length t must decrease |r|² by this times t² |r|²
+CUT = (0.1, 0.5)  # bounds of the factor by which a step shrinks in one trial
 TURNED = 0.5  # squared cosine between steps and changes of the residual below which the short spectral step is taken
 TRIALS = 20  # per direction and step
 
@@ -32,10 +32,10 @@ class DFSane(Solver[SpectralState]):
 
         s = |dz|² / (dz' dr),     |r_new|² <= max of the last |r|² + |r_0|² / (1 + k)² - 1e-4 t² |r|²
 
-    Needs no derivative and constant memory: 8 states, and `memory` numbers per sample. The line search tries both directions
-    with the same length, then shorter ones: 1 evaluation a step, 40 at most.
+    It needs no derivatives and constant memory: 8 states, and `memory` numbers per sample. The line search tries both
+    directions with the same length, then shorter ones, with 1 to 40 evaluations per step.
 
-    memory  iterates among which a step may fall back
+    memory  number of last iterates over which the maximum of |r|² is taken
     """
 
     differentiable: ClassVar[bool] = False
@@ -64,7 +64,7 @@ class DFSane(Solver[SpectralState]):
                 value = f(trial)
                 after = divide(torch.linalg.vector_norm(value - trial, dim=1, keepdim=True), state.first).square()
                 good = searching & (after <= bound - SUFFICIENT * t.square() * before)
-                # where no trial is good enough, the best one is taken
+                # if no trial is good enough, the best one is taken
                 better = searching & (good | (after < merit))
                 z, fz, merit = (
                     torch.where(better, trial, z),

@@ -1,4 +1,4 @@
-"""A chain of solvers: what one cannot solve, the next one gets."""
+"""A chain of solvers, in which each one gets the samples that those before it did not solve."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from equilibria.solvers.base import Solver, require
 class Fallback:
     """Each solver gets the samples on which those before it failed or stalled, from the best iterate found so far.
 
-    A sample whose best iterate has a larger residual than the start, as of a solver that ran away, is handed over from the
-    start instead.
+    A sample whose best iterate has a larger residual than the start, for example after a solver diverged, is handed over
+    from the start instead.
 
         Fallback(Picard(), Anderson(), Newton())
 
-    Every solver may take `Stop.max_steps` steps; all but the last give a sample up after `patience` steps without
-    progress. Samples that the last solver leaves unsolved are tried again from the start, with all steps, by every solver
-    that began elsewhere or was cut short, the last one first. So a chain solves whatever one of its solvers solves alone,
-    and a sample that none of them solves costs up to twice their steps. `stats.handovers` records which samples went on,
-    and why.
+    Every solver may take `Stop.max_steps` steps; all but the last give up a sample after `patience` steps without
+    progress. Samples that the last solver does not solve are solved again from the start, with all steps, by every solver
+    that started elsewhere or was stopped early, the last one first. A chain therefore solves every sample that one of its
+    solvers solves alone, and a sample that none of them solves costs up to twice their steps. `stats.handovers` records
+    which samples were handed over, and why.
     """
 
     solvers: tuple[Solver[Any], ...]

@@ -7,15 +7,15 @@ from torch import Tensor
 
 from equilibria._core.maps import Map
 
-SUFFICIENT = 1e-4  # Armijo's constant: the share of the predicted decrease that must be seen
+SUFFICIENT = 1e-4  # Armijo's constant, the share of the predicted decrease that a step must achieve
 
 
 def backtrack(
     f: Map, z: Tensor, fz: Tensor, direction: Tensor, halvings: int, active: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The first z + t direction, t = 1, 1/2, 1/4, ..., whose residual falls enough, with its value.
+    """The first z + t direction, t = 1, 1/2, 1/4, ..., whose residual decreases sufficiently, and f there.
 
-    A sample for which none does gets the shortest residual that was tried; one without a finite trial gets the last.
+    A sample without such a t gets the trial with the smallest residual; a sample without a finite trial gets the last one.
     """
     start = torch.linalg.vector_norm(fz - z, dim=1)
     best = torch.full_like(start, float("inf"))
@@ -26,7 +26,7 @@ def backtrack(
         trial = z + t * direction
         value = f(trial)
         length = torch.linalg.vector_norm(value - trial, dim=1)
-        # nan compares false: a non-finite trial is never kept as the best, only as the last resort
+        # nan compares false, so that a non-finite trial is never the best one, only the last one
         keep = ~accepted & ((length < best) | torch.isinf(best))
         best_z = torch.where(keep.unsqueeze(1), trial, best_z)
         best_fz = torch.where(keep.unsqueeze(1), value, best_fz)

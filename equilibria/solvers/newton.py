@@ -13,28 +13,27 @@ from equilibria.solvers.base import Iterate, Solver, divide, require, solve_smal
 from equilibria.solvers.krylov import GMRES
 from equilibria.solvers.line_search import backtrack
 
-LOOSEST = 0.5  # of the forcing terms: solving the linear system better than it describes the map is wasted
+LOOSEST = 0.5  # largest forcing term
 HALVINGS = 10
-SPARE = 8  # inner steps beyond twice the dimension: rounding delays the end
+SPARE = 8  # inner steps allowed beyond twice the dimension, because rounding delays convergence
 
 
 @dataclass(frozen=True)
 class NewtonState(Iterate):
-    forcing: Tensor  # (batch,) how well the next linear system is to be solved
+    forcing: Tensor  # (batch,) relative tolerance of the next linear system
 
 
 @dataclass(frozen=True, kw_only=True)
 class Newton(Solver[NewtonState]):
     """z <- z + t delta with (I - J) delta = f(z) - z solved until |f(z) - z + (J - I) delta| <= forcing |f(z) - z|.
 
-    Products J t are forward-mode derivatives, one run of the cell each. The forcing follows Eisenstat and Walker's
-    second choice (1996), t backtracks from 1. Converges quadratically near a root, also where plain iteration
-    diverges.
+    Products J t are forward-mode derivatives, one evaluation of the cell each. The forcing follows Eisenstat and Walker's
+    second choice (1996); t backtracks from 1. It converges quadratically near a root, also where plain iteration diverges.
 
-    linear        the solver of the linear systems; "dense" forms the Jacobian, n products a step, and factorises it.
-                  Autograd follows such steps: `Unrolled` goes through them, in the memory of n runs of the cell each
-    linear_steps  its steps at most, per Newton step
-    line_search   False takes full steps, t = 1, also where the residual rises: such steps leave local minima of the residual
+    linear        the solver of the linear systems; "dense" forms the Jacobian, n products per step, and factorises it.
+                  Such steps are differentiable: `Unrolled` works with them, with the memory of n evaluations each
+    linear_steps  its largest number of steps per Newton step
+    line_search   False takes full steps, t = 1, even if the residual rises: such steps leave local minima of the residual
     """
 
     linear: Solver[Any] | Literal["dense"] = field(default_factory=GMRES)
@@ -84,11 +83,10 @@ def inexact_step(
     start: Tensor,
     shift: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """delta with ((1 + shift) I - J) delta = f(z) - z, each sample to its forcing term, and what is left of f(z) - z.
+    """Solve ((1 + shift) I - J) delta = f(z) - z to each sample's forcing term; returns delta and the linear residual.
 
-    Runs the linear solver's own steps on delta = J delta / (1 + shift) + residual / (1 + shift). `start` is returned as the
-    delta of samples for which no linear step was finite, or which have nothing to solve; all of the residual is left there.
-    shift (batch, 1)
+    Runs the steps of the linear solver on delta = J delta / (1 + shift) + residual / (1 + shift). Samples whose residual is
+    zero or not finite, or for which no linear step was finite, get `start` and keep their residual. shift is (batch, 1).
     """
     residual, jacobian = state.residual, f.jacobian(state.z)
     product, transposed, scale = jacobian.product, jacobian.transposed, None if shift is None else 1 + shift
@@ -100,11 +98,11 @@ def inexact_step(
     before = torch.linalg.vector_norm(right, dim=1)
     zero = torch.zeros_like(residual)
     inner = linear.init(system.remember(zero, right), zero)
-    # a sample with nothing to solve, or with nothing finite to solve for, must not keep the others waiting
+    # samples whose residual is zero or not finite must not prolong the linear solve of the others
     active = torch.isfinite(before) & (before > 0)
     active = active if state.active is None else active & state.active
     delta, left = start, right
-    # the Krylov space of a small state is complete after n steps: further ones of a singular system lead nowhere
+    # the Krylov space of a small state is complete after n steps; further steps do not help with a singular system
     for _ in range(min(linear_steps, 2 * residual.shape[1] + SPARE)):
         if not f.any(active):
             break
@@ -118,9 +116,9 @@ def inexact_step(
 
 
 def next_forcing(forcing: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """How well the next linear system is to be solved: Eisenstat and Walker's second choice (1996)."""
+    """(batch,), the relative tolerance of the next linear system by Eisenstat and Walker's second choice (1996)."""
     chosen = (0.9 * divide(after, before).square()).clamp(max=LOOSEST)
-    safe = 0.9 * forcing.square()  # never tighten faster than the forcing itself has shown to pay
+    safe = 0.9 * forcing.square()  # Eisenstat and Walker's safeguard against tightening too fast
     return torch.where(safe > 0.1, chosen.maximum(safe), chosen)
 
 

@@ -14,9 +14,9 @@ from equilibria.solvers.base import Iterate, Solver, require
 
 @dataclass(frozen=True, kw_only=True)
 class Picard(Solver[Iterate]):
-    """z <- z + damping (f(z) - z). Converges where the damped map contracts; one evaluation a step.
+    """z <- z + damping (f(z) - z). It converges if the damped map is a contraction. One evaluation per step.
 
-    damping  1 is plain iteration, smaller takes shorter steps
+    damping  1 is plain iteration, smaller values take shorter steps
     """
 
     damping: float = 1.0

@@ -14,8 +14,8 @@ from equilibria.solvers.base import Iterate, Solver, divide, require
 from equilibria.solvers.krylov import GMRES
 from equilibria.solvers.newton import check_linear, inexact_step
 
-FORCING = 0.01  # how well the linear systems are solved: the step is only first order in time
-CHANGE = (0.1, 10.0)  # of dt, from one step to the next
+FORCING = 0.01  # relative tolerance of the linear systems; loose, because a step is only first order in time
+CHANGE = (0.1, 10.0)  # bounds of the ratio of successive dt
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class PseudoTransient(Solver[PseudoTransientState]):
 
         z <- z + s  with  (I - J + I / dt) s = f(z) - z,     dt <- dt |f(z) - z| / |f(z + s) - z - s|
 
-    A short dt follows the differential equation, whatever its stiffness; a long one is Newton's method. So it reaches the
-    equilibrium that the equation leads to, also along paths on which the residual first rises. A step whose value is not
-    finite is tried again with a tenth of dt. One product per inner step and one evaluation a step.
+    With a small dt a step follows the differential equation, however stiff; with a large dt it is a Newton step. The solver
+    reaches the steady state of the equation, also if the residual rises first. A step whose value is not finite is repeated
+    with a tenth of dt. One product per inner step and one evaluation per step.
 
     first_step    dt of the first step
     linear        the solver of the linear systems
-    linear_steps  its steps at most, per step
+    linear_steps  its largest number of steps per step
     """
 
     differentiable: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""A wrapper that makes a solver forget."""
+"""A wrapper that restarts a solver periodically."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class RestartState(Iterate):
 
 @dataclass(frozen=True)
 class Restart(Solver[RestartState]):
-    """`solver`, begun anew at its current iterate every `every` steps: old history misleads on strongly curved maps.
+    """Restart `solver` at its current iterate after every `every` steps, which discards its history.
 
-    A restart costs no evaluation.
+    Old history is misleading on strongly nonlinear maps. A restart costs no evaluation.
     """
 
     solver: Solver[Any]
@@ -45,7 +45,7 @@ class Restart(Solver[RestartState]):
         return RestartState(inner.z, inner.fz, inner, count=0)
 
     def step(self, f: Map, state: RestartState) -> RestartState:
-        # the loop may have frozen rows of this state: the wrapped one follows
+        # the loop may have frozen rows of this state, and the state inside must agree with it
         inner = replace(state.inner, z=state.z, fz=state.fz, active=state.active)
         if state.count and state.count % self.every == 0:
             inner = self.solver.init(f.remember(state.z, state.fz), state.z)

@@ -1,4 +1,4 @@
-"""The chain of solvers to take where samples fail and nobody knows why."""
+"""A chain of different solvers, for problems on which single solvers fail."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from equilibria.solvers.trust_region import TrustRegion
 class Robust(Fallback):
     """A `Fallback` in this order: Anderson, Newton, TrustRegion, Newton with full steps, PseudoTransient.
 
-    A sample that Anderson solves costs what Anderson costs. The others fail in different ways, so that what one of them
-    leaves another one solves: the line search of Newton and the trust region never let the residual rise and may end in a
-    local minimum of it; full Newton steps and the differential equation of PseudoTransient leave such minima.
+    A sample that Anderson solves costs what Anderson costs. The other solvers fail for different reasons and complement
+    each other: Newton with its line search and the trust region never increase the residual and may end in a local minimum
+    of it; full Newton steps and the differential equation of PseudoTransient leave such minima.
 
     patience  steps without progress after which a sample is handed to the next solver
     """

@@ -15,37 +15,38 @@ from equilibria.solvers.base import Iterate, Solver, require
 from equilibria.solvers.tableaus import TABLEAUS, Method, Tableau, weighted_sum
 
 SAFETY = 0.9
-SHRINK, GROW = 0.2, 10.0  # the next step against this one, at most
-NOTCHES = 16  # in which dt moves, per doubling
-SMALLEST_ERROR = 1e-4  # that the controller remembers
+SHRINK, GROW = 0.2, 10.0  # bounds of the ratio of successive time steps
+NOTCHES = 16  # grid points of dt per doubling
+SMALLEST_ERROR = 1e-4  # smallest error that the controller uses
 
 
 @dataclass(frozen=True)
 class Trajectory(Iterate):
     dt: Tensor  # (batch, 1), the step to try next
-    longest: Tensor  # (batch, 1), that it may grow to; infinite until known
-    error: Tensor  # (batch, 1), of the last step taken, in units of the tolerance
+    longest: Tensor  # (batch, 1), upper bound of dt; infinite until it is known
+    error: Tensor  # (batch, 1), error of the last accepted step in units of the tolerance
 
 
 @dataclass(frozen=True, kw_only=True)
 class SteadyState(Solver[Trajectory]):
-    """Integrate dz/dt = f(z) - z until it stands still: the continuous DEQ (Pal, Edelman and Rackauckas 2022).
+    """Integrate dz/dt = f(z) - z to its steady state: the continuous DEQ (Pal, Edelman and Rackauckas 2022).
 
-    Explicit Runge-Kutta pairs, with a step size of its own for every sample. A step with the estimated error e is taken
-    if
+    It uses explicit Runge-Kutta pairs with an individual step size for every sample. A step with the estimated error e is
+    accepted if
 
         rms(e / (atol + rtol max(|z|, |z_new|))) <= 1   and   |e| <= edge dt |f(z) - z|,
 
-    else tried again, shorter. The first condition follows the path. Near the end it lets dt grow past what is stable for
-    the map, and the residual would stay in the order of rtol; the second, with the `edge` that the pair shows at the
-    edge of stability, lets it fall to any tolerance. Finds the equilibria at which the eigenvalues of the Jacobian have real
-    parts below 1, also where plain iteration diverges. Six evaluations a step ("bs3" three, "heun" two), taken or not;
-    `Stats.depth` counts those taken. 14 states of memory ("bs3" 11, "heun" 10).
+    otherwise it is repeated with a smaller dt. The first condition bounds the error of the trajectory. Near the steady
+    state it alone would let dt grow beyond the limit of stability, and the residual would remain of the order of rtol. The
+    second condition, with the `edge` of the pair at that limit, lets the residual fall to any tolerance. The solver finds
+    equilibria at which the eigenvalues of the Jacobian have real parts below 1, also where plain iteration diverges. Six
+    evaluations per step ("bs3" three, "heun" two), accepted or not; `Stats.depth` counts the accepted ones. Memory of 14
+    states ("bs3" 11, "heun" 10).
 
     method      "tsit5", "dopri5" (order 5), "bs3" (3) or "heun" (2)
-    rtol, atol  of the path; the equilibrium is up to `Stop`. Where only that matters, rtol=0.1 saves up to 40 % of
-                the evaluations, with "bs3" 60 %, with "heun" 80 %
-    first_step  dt to try first; None: by Hairer's rule, which costs an evaluation and, from zero, many short steps
+    rtol, atol  tolerances of the trajectory; those of the equilibrium are in `Stop`. If only the equilibrium matters,
+                rtol=0.1 saves up to 40 % of the evaluations, with "bs3" 60 %, with "heun" 80 %
+    first_step  the first dt; None uses Hairer's rule, which costs an evaluation and, from zero, many short steps
     """
 
     method: Method = "tsit5"
@@ -88,16 +89,16 @@ class SteadyState(Solver[Trajectory]):
         return Trajectory(z, fz, dt, longest, remembered, active=state.active, rejected=~taken.squeeze(1))
 
     def _measure(self, tableau: Tableau, state: Trajectory, z: Tensor, fz: Tensor, slopes: list[Tensor]) -> Tensor:
-        """The error, (batch, 1) in units of what is allowed; infinite where the trial is not finite."""
+        """The error relative to the tolerance, (batch, 1); infinite where the trial is not finite."""
         error = state.dt * weighted_sum(tableau.error, slopes)
         scale = self.atol + self.rtol * torch.maximum(state.z.abs(), z.abs())
         before, after = _rms(state.fz - state.z), _rms(fz - z)
         measured = torch.maximum(_rms(error / scale), _rms(error) / (tableau.edge * state.dt * before))
-        measured = torch.where(before == 0, 1.0, measured)  # who stands still learns nothing about longer steps
+        measured = torch.where(before == 0, 1.0, measured)  # a sample at rest gives no information about longer steps
         return torch.where(torch.isfinite(measured) & torch.isfinite(after), measured, torch.inf)
 
     def _first_step(self, f: Map, z: Tensor, slope: Tensor) -> Tensor:
-        """(batch, 1): one Euler probe shows how fast the slope changes (Hairer, Nørsett and Wanner 1993, II.4)."""
+        """(batch, 1), the first dt, from the change of slope in one Euler step (Hairer, Nørsett and Wanner 1993, II.4)."""
         scale = self.atol + self.rtol * z.abs()
         size, speed = _rms(z / scale), _rms(slope / scale)
         probe = torch.where((size < 1e-5) | (speed < 1e-5), 1e-6, 0.01 * size / speed)
@@ -121,10 +122,10 @@ def trial(tableau: Tableau, f: Map, z: Tensor, fz: Tensor, dt: Tensor | float) -
 
 
 def _longest(tableau: Tableau, dt: Tensor, slopes: list[Tensor]) -> Tensor:
-    """(batch, 1): stable for twice the rate |(I - J) k| / |k| seen; for 2, the fastest of a contraction, if that is less.
+    """(batch, 1), the largest dt that is stable for twice the observed rate |(I - J) k| / |k|, or for 2 if that is smaller.
 
-    Nothing on a path shows a mode that has died down to rounding errors. Steps past its stability would raise it from
-    the noise again, and lead to another result at every batch size.
+    2 is the fastest rate of a contraction. A mode that has decayed to rounding errors is not observed. Longer steps would
+    amplify it again, and the result would then depend on the batch size through rounding.
     """
     rate = _rms(slopes[1] - slopes[0]) / (tableau.rows[0][0] * dt * _rms(slopes[0]))
     longest = _on_grid(tableau.stable / (2 * rate).clamp(max=2.0))
@@ -132,19 +133,19 @@ def _longest(tableau: Tableau, dt: Tensor, slopes: list[Tensor]) -> Tensor:
 
 
 def _change(order: int, error: Tensor, before: Tensor, taken: Tensor) -> Tensor:
-    """The next step over this one, (batch, 1): a proportional-integral controller, proportional after a rejection."""
+    """(batch, 1), the next dt over this one, by a proportional-integral controller; proportional after a rejection."""
     proportional = SAFETY * error.pow(-7 / (10 * order))
     change = torch.where(taken, proportional * before.pow(2 / (5 * order)), proportional).clamp(SHRINK, GROW)
     return _on_grid(change)
 
 
 def _on_grid(x: Tensor) -> Tensor:
-    """A rounding error in z, as another batch size makes, must not grow through dt into another path."""
+    """Round dt to a grid, so that rounding errors in z, which depend on the batch size, do not change it."""
     return torch.exp2(torch.round(x.log2() * NOTCHES) / NOTCHES)
 
 
 def _shortest(dt: Tensor) -> float:
-    """The time scale of dz/dt = f(z) - z is 1: a step of one rounding error of it leads nowhere."""
+    """The smallest dt: the time scale of dz/dt = f(z) - z is 1, and steps below its rounding error have no effect."""
     return torch.finfo(dt.dtype).eps
 
 

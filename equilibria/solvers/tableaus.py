@@ -1,4 +1,4 @@
-"""Explicit Runge-Kutta pairs, all in one shape."""
+"""Coefficients of explicit Runge-Kutta pairs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch import Tensor
 class Tableau:
     """Coefficients of z <- z + dt sum_j rows[-1][j] k_j for an autonomous equation, which needs no nodes.
 
-    The last row holds the weights of the step itself: the last stage is the slope at the new point, and the first one
+    The last row holds the weights of the step. The last stage is the slope at the new point, which is also the first stage
     of the next step.
     """
 
     order: int
     rows: tuple[tuple[float, ...], ...]  # of stages 2, 3, ...
     error: tuple[float, ...]  # weights of the embedded formula less those of the step, one per stage
-    stable: float  # the longest step on dz/dt = -z that does not grow
-    edge: float  # |sum_j error_j k_j| / |k_1| there
+    stable: float  # the largest dt for which steps on dz/dt = -z do not grow
+    edge: float  # |sum_j error_j k_j| / |k_1| at that dt
 
 
 HEUN = Tableau(

@@ -14,15 +14,15 @@ from equilibria.solvers.krylov import GMRES
 from equilibria.solvers.newton import check_linear, inexact_step, next_forcing
 
 TRIALS = 12  # per linearisation; the radius falls at least by half from one to the next
-ACCEPTED = 1e-4  # share of the predicted decrease that must be seen
+ACCEPTED = 1e-4  # share of the predicted decrease that an accepted step achieves
 POOR, GOOD = 0.25, 0.75  # shares below which the radius shrinks, above which it may grow
 SHRINK, GROW = (0.02, 0.5), 2.0
 
 
 @dataclass(frozen=True)
 class TrustRegionState(Iterate):
-    radius: Tensor  # (batch, 1), of the trust region; infinite until a step was poor
-    forcing: Tensor  # (batch,), how well the next linear system is to be solved
+    radius: Tensor  # (batch, 1), radius of the trust region; infinite until the first poor step
+    forcing: Tensor  # (batch,), relative tolerance of the next linear system
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class TrustRegion(Solver[TrustRegionState]):
     counts the step in `Stats.rejected`.
 
     linear        the solver of the linear systems
-    linear_steps  its steps at most, per step
+    linear_steps  its largest number of steps per step
     """
 
     differentiable: ClassVar[bool] = False
@@ -122,7 +122,7 @@ def _crossing(start: Tensor, direction: Tensor, radius: Tensor) -> Tensor:
     """The largest t in [0, 1] with |start + t direction| <= radius, (batch, 1), for |start| <= radius."""
     a, b, c = _squared(direction), dot(start, direction), (radius.square() - _squared(start)).clamp_min(0)
     root = (b.square() + a * c).sqrt()
-    # the form that does not cancel
+    # the form of the solution without cancellation
     t = torch.where(b > 0, divide(c, b + root), divide(root - b, a))
     return torch.where(torch.isfinite(t), t, 1.0).clamp(0, 1)
 
@@ -134,7 +134,7 @@ def _share(before: Tensor, after: Tensor, predicted: Tensor) -> Tensor:
 
 
 def _next_radius(radius: Tensor, p: Tensor, share: Tensor, ratio: Tensor, slope: Tensor) -> Tensor:
-    """Shrink after a poor step to the minimum of a parabola through what was seen, grow after a good one of full length."""
+    """Shrink after a poor step to the minimum of an interpolating parabola; grow after a good step of full length."""
     size = torch.linalg.vector_norm(p, dim=1, keepdim=True)
     vertex = -slope / (2 * (ratio.square() - 1 - slope))
     vertex = torch.where(torch.isfinite(vertex) & (vertex > 0), vertex, SHRINK[0]).clamp(*SHRINK)
