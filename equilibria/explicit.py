@@ -152,6 +152,6 @@ def _only(inputs: Sequence[Any]) -> State:
 
 def _check_depth(depth: Any) -> None:
     if not isinstance(depth, int) or isinstance(depth, bool):
-        raise TypeError(f"depth must be an int, the number of applications of the cell, got {depth!r}.")
+        raise TypeError(f"depth must be the number of applications of the cell, an int, got {depth!r}.")
     if depth < 0:
         raise ValueError(f"depth must not be negative, got {depth}; 0 returns the start itself.")

@@ -516,7 +516,7 @@ def test_settings_out_of_range(make: Callable[[], object], error: type[Exception
         (eq.Reversible(), eq.Anderson(), "take solver=eq.Picard"),
         (eq.Unrolled(), eq.Newton(), "cannot differentiate the steps of Newton"),
         (eq.Unrolled(), eq.GMRES(), "cannot differentiate the steps of GMRES"),
-        (eq.Unrolled(checkpoint="sqrt"), eq.Fallback(eq.Picard(), eq.Anderson()), "not those of a Fallback"),
+        (eq.Unrolled(checkpoint="sqrt"), eq.Fallback(eq.Picard(), eq.Anderson()), "cannot replay those of a Fallback"),
     ],
     ids=name,
 )
