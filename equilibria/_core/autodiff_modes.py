@@ -1,8 +1,8 @@
 """Which autodiff mode is active, and products with derivatives that work in all of them.
 
 PyTorch has two interfaces to forward mode, `torch.func.jvp` and `torch.autograd.forward_ad`, and they do not nest: inside
-an open `forward_ad.dual_level()` a `torch.func.jvp` raises. This module is the only one that distinguishes the two. It is
-also the only one that reads private state of torch (`torch._C._functorch`), because there is no public query for it.
+an open `forward_ad.dual_level()` a `torch.func.jvp` raises. This module is the only one that distinguishes the two. It
+reads private state of torch (`torch._C._functorch`), because there is no public query for the active transforms.
 """
 
 from __future__ import annotations

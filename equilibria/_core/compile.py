@@ -1,8 +1,15 @@
-"""Solves compiled as one graph: the loop with its check, the solver's step and the cell, by torch's while_loop operator.
+"""Compiling a whole solve, loop, check, solver step and cell, into one graph with torch's while_loop operator.
 
-What does not depend on the state (input injections, the linearisation behind an adjoint) is computed once, before the loop.
-Shapes are fixed: no row is dropped, so where that would pay, or where kernels are large, the plain loop is faster. Which of
-the two runs is measured when a shape comes up first, after the compiled one has given a right answer.
+Values that do not depend on the state (input injections, the linearisation of an adjoint) are computed once, before the
+loop (`Parts`). The first step is taken before the loop too, because shapes of the state still change in it.
+
+States. A call is identified by its equation, solver, stop and shapes. The first batch size is compiled at once. Further
+ones are padded to a compiled size, and compiled themselves after `SIGHTINGS` calls. A new program must reproduce the result
+of the plain loop; then both are timed, and the faster one runs this kind of call from then on. If anything fails to trace or
+compile, the layer warns once and uses the plain loop.
+
+Invariants. Shapes are fixed, so that no row is dropped; where dropping rows saves time, or kernels are large, the plain loop
+is faster. A compiled result is checked by the cell itself; a program that fails the check is dropped.
 """
 
 from __future__ import annotations

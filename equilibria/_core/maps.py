@@ -1,4 +1,4 @@
-"""The maps solvers work on: (batch, n) -> (batch, n), run, counted and linearised in one place."""
+"""Maps (batch, n) -> (batch, n) for solvers, with counted evaluations, cached values and derivatives."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from equilibria._core import autodiff_modes
 
 FlatMap = Callable[[Tensor], Tensor]  # (batch, n) -> (batch, n)
 
-FALLEN = 0.999  # for `Map.growth`: any ratio below 1, where that is all that is known
+FALLEN = 0.999  # value of `Map.growth` if it is only known to be below 1
 
 
 @runtime_checkable
 class Restrictable(Protocol):
-    """A map that can be run on some of its rows alone."""
+    """A map that can be evaluated on a subset of its rows."""
 
     def take(self, index: Tensor) -> FlatMap | None:
-        """The map on these rows, or None where a row's value depends on the others."""
+        """The map of the rows at `index`; None if rows depend on each other."""
 
 
 class Affine:
-    """z -> M z + offset, with M known by its products: what linear solvers ask for.
+    """z -> M z + offset, with M given by its products, for linear solvers.
 
     product, transposed: t -> M t and t -> M' t, each (batch, n) -> (batch, n).
     """
@@ -51,7 +51,7 @@ class Counter:
 
 
 class Map:
-    """A FlatMap as the loop hands it to a solver: every run is counted, none is repeated where the value is known."""
+    """A FlatMap that counts its evaluations and reuses a value that is already known; the loop passes it to solvers."""
 
     def __init__(self, raw: FlatMap, counter: Counter | None = None, any_rank: Callable[[bool], bool] | None = None) -> None:
         self.raw = raw
@@ -69,45 +69,46 @@ class Map:
         return self.raw(z)
 
     def remember(self, z: Tensor, fz: Tensor) -> Map:
-        """This map, which needs no evaluation at `z`."""
+        """Store f(z), so that the next call at `z` needs no evaluation; returns the map."""
         self._known = (z, fz)
         return self
 
     def any(self, mask: Tensor) -> bool:
-        """Does it hold for any sample, on any rank? Solvers with an inner loop ask here, so that ranks stay in step."""
+        """True if `mask` holds for any sample on any rank. Inner loops of solvers use it, so that all ranks take as many
+        steps. Waits for the device."""
         here = bool(mask.any())
         return self.any_rank(here) if self.any_rank else here
 
     def take(self, index: Tensor) -> Map | None:
-        """The same map on some rows, counted on the same counter; None where that is impossible."""
+        """The map of the rows at `index`, with the same counter; None if rows cannot be taken."""
         if not isinstance(self.raw, Restrictable):
             return None
         raw = self.raw.take(index)
         return None if raw is None else Map(raw, self.counter, self.any_rank)
 
     def jacobian(self, z: Tensor) -> Jacobian:
-        """Its derivative at `z`; asked again for the same point, the same object, with what it has computed."""
+        """The derivative at `z`; the same object, with its cached graph, for repeated calls at the same point."""
         if self._jacobian is None or self._jacobian.z is not z:
             self._jacobian = Jacobian(self.raw, self.counter, z)
         return self._jacobian
 
 
 class Jacobian:
-    """The derivative of a map at `z` by its products; an affine map has the same one everywhere."""
+    """The derivative of a map at `z`, given by its products; that of an affine map does not depend on `z`."""
 
     def __init__(self, raw: FlatMap, counter: Counter, z: Tensor) -> None:
-        self.raw, self.counter, self.z = raw, counter, z  # not the Map: a cycle would keep memory until it is collected
+        self.raw, self.counter, self.z = raw, counter, z  # not the Map, because a reference cycle delays freeing memory
         self._graph: tuple[Tensor, Tensor] | None = None
 
     def product(self, t: Tensor) -> Tensor:
-        """J t, by forward mode: one run of the map."""
+        """J t, by forward mode; one evaluation of the map."""
         self._count(t, runs=True)
         if isinstance(self.raw, Affine):
             return self.raw.product(t)
         return autodiff_modes.jvp(self.raw, [self.z], [t])
 
     def transposed(self, t: Tensor) -> Tensor:
-        """J' t, by reverse mode: the map is run once with a graph for all products at this point."""
+        """J' t, by reverse mode; the map is evaluated once with a graph for all products at this point."""
         if isinstance(self.raw, Affine):
             self._count(t, runs=True)
             return self.raw.transposed(t)

@@ -1,4 +1,15 @@
-"""Anderson acceleration, type II, per sample."""
+"""Anderson acceleration, type II, per sample.
+
+A state stores up to `limit` pairs (difference of residuals, difference of values) in a ring of slots, as one tensor
+(batch, slots, 2 n).
+
+Invariants. The residual parts of the stored pairs of a sample are orthonormal, or zero if a difference was linearly
+dependent on the others; a linear combination that is applied to the residual part is applied to the value part too. The
+least-squares problem is then solved by inner products. `trusted` is 0 for pairs from before a sample discarded its history,
+and 1 for the others; it is used only if `doubted` is True. Rows never influence each other. Buffers are written in place,
+unless autograd or a trace needs the old values (`differentiated`). A step does not wait for the device: whether residuals
+grew is read from `Map.growth`, which the loop has on the host.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +34,12 @@ from equilibria.solvers.base import (
     without,
 )
 
-GROWTH = 5.0  # a residual this many times the shortest one: the history describes another place,
-PATIENCE = 3  # and so it does after so many steps in which none was shorter
+GROWTH = 5.0  # a sample discards its history if its residual exceeds this many times the smallest one,
+PATIENCE = 3  # or after this number of steps without a smaller residual
 
 
 class Trust(NamedTuple):
-    """What samples make of their history; see AndersonState."""
+    """Which pairs of the history each sample uses; see AndersonState."""
 
     shortest: Tensor
     waited: Tensor
@@ -38,17 +49,17 @@ class Trust(NamedTuple):
 
 @dataclass(frozen=True)
 class AndersonState(Iterate):
-    """With the differences of the last steps in a ring, those of residuals and of values side by side."""
+    """An iterate with the differences of the last steps, of residuals and of values side by side, in a ring of slots."""
 
     pairs: Tensor  # (batch, slots, 2 n): differences of residuals, made orthonormal, and of the values that go with them
     last: Tensor  # (batch, 2 n), residual and value of the iterate before
-    spare: tuple[Tensor, ...]  # of that size or more, memory for `pair`; none where nothing may be written over
-    shortest: Tensor  # (batch, 1), residual before this one, since the sample last began anew
-    waited: Tensor  # (batch, 1), steps since it was found
-    trusted: Tensor  # (batch, slots), 0 for the differences from before the sample began anew, else 1
-    doubted: bool  # is there anything but ones to be kept in `trusted`?
-    limit: int  # slots at most
-    count: int | Tensor  # iterates before this one
+    spare: tuple[Tensor, ...]  # a buffer of at least that size, in which `pair` is computed
+    shortest: Tensor  # (batch, 1), smallest norm of the residual since the sample last discarded its history
+    waited: Tensor  # (batch, 1), steps since then without a smaller one
+    trusted: Tensor  # (batch, slots), 0 for differences from before the history was discarded, else 1
+    doubted: bool  # False if `trusted` would be all ones and is not maintained
+    limit: int  # largest number of slots
+    count: int | Tensor  # number of iterates before this one
 
     @cached_property
     def pair(self) -> Tensor:
@@ -68,23 +79,23 @@ class AndersonState(Iterate):
 
 @dataclass(frozen=True, kw_only=True)
 class Anderson(Solver[AndersonState]):
-    """Mix the last steps so that the linearised residual is least (Anderson 1965; Walker and Ni 2011).
+    """Mix the last steps so that the linearised residual is minimal (Anderson 1965; Walker and Ni 2011).
 
     With residuals g = f(z) - z and differences dg, df of residuals and values over the last `history` steps,
 
         weights = argmin |g - dg' weights|^2,   z <- f(z) - df' weights
 
-    The differences are made orthonormal one after the other, which solves the least squares by inner products alone. A new
-    one is made orthogonal to those kept (Tang and others 2024, truncated Gram-Schmidt): where the Jacobian is close to
-    symmetric those dropped were orthogonal to it anyway, and a history of two does as well as the whole. A sample whose
-    residual grows past five times its shortest, or has not become shorter for three steps, forgets its history. One
-    evaluation a step; 2 history + 6 states of memory.
+    Each new difference is made orthonormal to the stored ones (truncated Gram-Schmidt, Tang et al. 2024), so that the least
+    squares need inner products only. If the Jacobian is close to symmetric, differences that were dropped are orthogonal to
+    the new one anyway, and a history of two does as well as a full one. A sample discards its history if its residual
+    exceeds five times its smallest one, or has not decreased for three steps. One evaluation per step; memory of
+    2 history + 6 states.
 
-    history  differences kept; None: 4, for states of up to 64 numbers all, of more than 1024 numbers 3
-    damping  how much of the mixed residual is added
-    ridge    a difference that lies within the others but for this share of its length is left out; None: the square root of
-             the dtype's spacing, below which what is left of it is mostly rounding
-    budget   bytes for the differences of a whole batch: as many are kept as fit, and one
+    history  number of differences stored; None stores 4, 3 for more than 1024 numbers, n for states of n <= 64 numbers
+    damping  the share of the mixed residual that is added
+    ridge    a difference is left out if less than this share of its norm is orthogonal to the stored ones; None uses the
+             square root of the machine epsilon, below which the rest is mostly rounding
+    budget   bytes for the differences of the whole batch; as many are stored as fit, at least one
     """
 
     history: int | None = None
@@ -118,7 +129,7 @@ class Anderson(Solver[AndersonState]):
             f(z),
             pairs,
             last=state.pair,
-            spare=(state.last,),  # free now
+            spare=(state.last,),  # not needed any more
             shortest=trust.shortest,
             waited=trust.waited,
             trusted=trust.trusted,
@@ -135,24 +146,24 @@ class Anderson(Solver[AndersonState]):
         return replace(state, pairs=pairs, trusted=trusted, doubted=True, count=count)
 
     def _judge(self, f: Map, state: AndersonState) -> Trust:
-        """Samples that were led astray trust nothing of what led them there."""
+        """Discard the history of samples whose residual has grown or has not decreased for `PATIENCE` steps."""
         length = state.length.unsqueeze(1)
-        if f.growth < 1:  # every residual is its shortest
+        if f.growth < 1:  # every residual is the smallest of its sample
             waited = torch.zeros_like(state.waited) if state.doubted else state.waited
             return Trust(length, waited, state.trusted, state.doubted)
         waited = (state.waited + 1) * (length >= state.shortest)
-        # all that an affine map can tell lies in n differences, and it may take as many until the residual falls
+        # an affine map is determined by n differences, and the residual may not fall before all are known
         limit, n = state.limit, state.z.shape[1]
         usual = (length <= GROWTH * state.shortest) & (waited < (PATIENCE if limit < n else limit + PATIENCE))  # not nan
         trusted = state.trusted if state.doubted else length.new_ones(length.shape[0], state.pairs.shape[1])
         shortest = torch.where(usual, torch.minimum(length, state.shortest), length)
-        if f.fell is not None:  # these are judged as if all had fallen: a row does not depend on others
+        if f.fell is not None:  # rows that fell are treated as if all had fallen, so that rows do not depend on each other
             fell = f.fell.unsqueeze(1)
             usual, waited, shortest = usual | fell, waited * ~fell, torch.where(fell, length, shortest)
         return Trust(shortest, waited * usual, trusted * usual, doubted=True)
 
     def _insert(self, state: AndersonState, trust: Trust) -> tuple[Tensor, Trust]:
-        """Pairs and trust, with the difference from the iterate before in its slot."""
+        """The pairs and trust with the difference from the previous iterate in its slot."""
         limit, n = state.limit, state.z.shape[1]
         slot, k = (state.count - 1) % limit, limit
         pairs, trusted = state.pairs, trust.trusted
@@ -167,9 +178,9 @@ class Anderson(Solver[AndersonState]):
             kept = pairs[:, :k]
             pair = without(pair, _weights(pair[:, :n], kept[:, :, :n], trust), kept, over=not followed)
         left = torch.linalg.vector_norm(pair[:, :n], dim=1, keepdim=True)
-        # what is left of a difference inside the space of the others is rounding, and says nothing
+        # if a difference lies in the space of the others, the rest is rounding and is dropped
         empty = left <= self._threshold(left.dtype) * size
-        scale = left.masked_fill(empty, 1.0).reciprocal().masked_fill(empty, 0.0)  # no 1 / 0 for a derivative to meet
+        scale = left.masked_fill(empty, 1.0).reciprocal().masked_fill(empty, 0.0)  # avoids 1 / 0, also in derivatives
         if followed:
             pairs = put(pairs, slot, pair * scale)
         else:

@@ -1,4 +1,4 @@
-"""What a solver is: an update rule over states that are trees of batch-leading tensors."""
+"""The base class of solvers, and row-wise operations on their states."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from equilibria._core.maps import Map
 
 @dataclass(frozen=True)
 class Iterate:
-    """Where a solver stands. A solver with memory extends this with its history.
+    """The state of a solver. A solver with a history extends this class.
 
-    Every tensor has the batch first, so that the loop can freeze and drop rows without knowing the solver.
+    Every tensor has the batch dimension first, so that the loop can freeze and drop rows of any solver's state.
     """
 
     z: Tensor  # (batch, n)
-    fz: Tensor  # (batch, n), f(z) is always known: the residual costs nothing
-    active: Tensor | None = dataclasses.field(default=None, kw_only=True)  # (batch,) rows still running; None: all
-    rejected: Tensor | None = dataclasses.field(default=None, kw_only=True)  # (batch,) rows whose step was thrown away
+    fz: Tensor  # (batch, n), f(z)
+    active: Tensor | None = dataclasses.field(default=None, kw_only=True)  # (batch,) rows still running; None for all
+    rejected: Tensor | None = dataclasses.field(default=None, kw_only=True)  # (batch,) rows whose step was discarded
 
     @cached_property
     def residual(self) -> Tensor:
@@ -35,13 +35,13 @@ class Iterate:
 
     @cached_property
     def length(self) -> Tensor:
-        """(batch,), of the residual."""
+        """(batch,), Euclidean norm of the residual."""
         return torch.linalg.vector_norm(self.residual, dim=1)
 
     def rescaled(self, unit: Tensor) -> Self:
-        """This state of a map that was divided by `unit`, (batch, 1), with its iterates in the scale of the map itself.
+        """The state with its iterates multiplied by `unit`, (batch, 1), by which the problem was divided.
 
-        A history stays as it is: what is estimated from it, the Jacobian, does not depend on the scale.
+        A history is not rescaled: the Jacobian estimated from it does not depend on the scale.
         """
         return dataclasses.replace(self, z=self.z * unit, fz=self.fz * unit)
 
@@ -51,16 +51,17 @@ T = TypeVar("T")
 
 
 class Solver(ABC, Generic[S]):
-    """An update rule: settings live here, everything that changes lives in the state."""
+    """An update rule. The solver holds the settings; everything that changes during a solve is in the state."""
 
     exact: ClassVar[bool] = True
-    """Is `fz` an evaluation of the map? A Krylov method carries it by recurrence; the loop then checks the answer."""
+    """True if `fz` is an evaluation of the map; False if it is updated by a recurrence, as in Krylov methods. The loop then
+    checks the result."""
 
     differentiable: ClassVar[bool] = True
-    """Can autograd follow a step? Not where inner loops write over what they have computed."""
+    """True if autograd can differentiate a step; False if inner loops write in place."""
 
     runs_on: ClassVar[bool] = False
-    """May rows that are done be stepped on like the others? Nobody looks at them; freezing them would cost more."""
+    """True if steps may change rows that have stopped, whose results are already stored; freezing them would cost more."""
 
     @abstractmethod
     def init(self, f: Map, z0: Tensor) -> S:
@@ -71,8 +72,7 @@ class Solver(ABC, Generic[S]):
         """The next state."""
 
     def settled(self, state: S) -> S | None:
-        """The state after a first step in a form that no step changes the shapes of, its counters tensors; None: there is
-        no such form, and the loop cannot be compiled."""
+        """The state with fixed shapes and tensor counters, for the compiled loop; None if the solver cannot be compiled."""
         return None
 
 
@@ -89,7 +89,7 @@ def map_tensors(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def collect(state: Any, kind: type[T]) -> list[T]:
-    """The values of a kind in a state and the states it wraps, in the order of their fields."""
+    """The values of type `kind` in a state and the states it wraps, in the order of their fields."""
     found: list[T] = []
     for field in dataclasses.fields(state):
         value = getattr(state, field.name)
@@ -112,7 +112,7 @@ def rebuild(like: Any, tensors: Iterator[Tensor], counters: Iterator[int]) -> An
 
 
 def gather(whole: Any, part: Any, index: Tensor | None) -> Any:
-    """The state of a whole batch with the rows at `index` (None: all) as in `part`, which may have grown since."""
+    """The state of the whole batch with the rows at `index` (None for all) from `part`, whose history may have grown."""
     if whole is None or index is None:
         return part
     changed: dict[str, Any] = {}
@@ -125,13 +125,13 @@ def gather(whole: Any, part: Any, index: Tensor | None) -> Any:
         elif isinstance(new, Iterate):
             changed[field.name] = gather(old, new, index)
         elif isinstance(new, Tensor):
-            changed[field.name] = None  # `active` and the like: of no use beyond the rows that have it
+            changed[field.name] = None  # `active` and `rejected` are valid only for the rows of `part`
     return dataclasses.replace(part, **changed)
 
 
 def pack(tensor: Tensor, index: Tensor, *, over: bool) -> Tensor:
-    """The rows at `index`, which ascends. A history (batch, slots, n) is the largest of all and its solver's alone: where it
-    may be written `over`, slot by slot, no second one is ever in memory."""
+    """The rows at `index`, in ascending order. A history (batch, slots, n) is the largest tensor of a state and belongs to
+    its solver. With `over`, it is compacted in place, slot by slot, so that no second copy is allocated."""
     if tensor.dim() != 3 or not over or differentiated(tensor):
         return tensor.index_select(0, index)
     front = tensor[: len(index)]
@@ -141,7 +141,7 @@ def pack(tensor: Tensor, index: Tensor, *, over: bool) -> Tensor:
 
 
 def rejected(state: Iterate) -> Tensor | None:
-    """(batch,) rows whose last step was thrown away, also by a solver that is wrapped; None: no row."""
+    """(batch,), True for rows whose last step was discarded, also by a wrapped solver; None if there are none."""
     if state.rejected is not None:
         return state.rejected
     wrapped = (value for value in vars(state).values() if isinstance(value, Iterate))
@@ -149,21 +149,21 @@ def rejected(state: Iterate) -> Tensor | None:
 
 
 def differentiated(*tensors: Tensor) -> bool:
-    """Does anybody follow what is computed from these, by derivatives or in a trace? Then nothing may be written over."""
+    """True if these tensors are differentiated or traced, so that in-place writes are not allowed."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return True
     return autodiff_modes.inside_transform() or autodiff_modes.inside_dual_level() or autodiff_modes.is_tracing()
 
 
 def without_graph(x: Tensor) -> Tensor:
-    """x.detach(), which is not free, where there is something to detach."""
+    """`x` itself if it has no graph, else x.detach(), which takes time."""
     return x.detach() if x.requires_grad else x
 
 
 def put(buffer: Tensor, slot: int | Tensor, value: Tensor, active: Tensor | None = None) -> Tensor:
     """`buffer` (batch, slots, ...) with `value` in one slot of the active rows.
 
-    In place, because a copy of the history would cost more than the step; not where autograd needs the old one.
+    Writes in place, because a copy of the history costs more than a step, unless autograd needs the old values.
     """
     if isinstance(slot, Tensor):  # in a trace
         here = torch.arange(buffer.shape[1], device=buffer.device) == slot
@@ -176,14 +176,14 @@ def put(buffer: Tensor, slot: int | Tensor, value: Tensor, active: Tensor | None
     return buffer
 
 
-SMALL_STATE = 64  # up to this many numbers per sample, full memory costs little and ends an affine problem in n steps
-MEDIUM_STATE = 1024  # beyond, reading the vectors kept costs as much as a cheap cell
+SMALL_STATE = 64  # up to this size, a full history is cheap and solves an affine problem in n steps
+MEDIUM_STATE = 1024  # beyond this size, reading the history costs as much as a cheap cell
 FIRST_SLOTS = 8
 
 
 def memory(setting: int | None, budget: int | None, z: Tensor, *, small: int, medium: int, large: int) -> int:
-    """How many pairs of vectors a solver may keep: as set, or by default what pays for the size of a state; in any case no
-    more than fit into `budget` bytes for the whole batch, and one."""
+    """The number of pairs of vectors a solver stores: `setting`, or a default for the size of the state. It is limited to
+    the number that fits into `budget` bytes for the whole batch, and is at least one."""
     n = z.shape[1]
     wanted = setting
     if wanted is None:
@@ -199,9 +199,9 @@ def check_memory(solver: str, name: str, setting: int | None, budget: int | None
 
 
 def room(buffer: Tensor, slot: int, limit: int, dims: tuple[int, ...] = (1,), *, blank: bool = True) -> Tensor:
-    """`buffer` with a place for `slot` along `dims`, doubled when full: a short solve never pays for a long memory.
+    """`buffer` with at least `slot` + 1 places along `dims`, at most `limit`; its size doubles when it is full.
 
-    New places hold zeros; whatever was in memory, where they need not be `blank`.
+    A short solve therefore allocates little. New places are zero if `blank`, otherwise uninitialized.
     """
     size = buffer.shape[1]
     if slot < size:
@@ -230,7 +230,7 @@ def products(rows: Tensor, x: Tensor) -> Tensor:
 
 
 def without(x: Tensor, weights: Tensor, rows: Tensor, *, over: bool = False) -> Tensor:
-    """x (batch, n) less each sample's k vectors (batch, k, n) with weights (batch, k); written `over` x where that is so."""
+    """x (batch, n) minus each sample's k vectors (batch, k, n) times weights (batch, k); in place of x if `over`."""
     if autodiff_modes.is_tracing():
         return x - (weights.unsqueeze(2) * rows).sum(dim=1)
     if over:
@@ -240,20 +240,20 @@ def without(x: Tensor, weights: Tensor, rows: Tensor, *, over: bool = False) -> 
 
 
 def combine(weights: Tensor, rows: Tensor) -> Tensor:
-    """Each sample's k vectors (batch, k, n) added up with weights (batch, k): (batch, n)."""
+    """(batch, n), the sum of each sample's k vectors (batch, k, n) times weights (batch, k)."""
     return torch.bmm(weights.unsqueeze(1), rows).squeeze(1)
 
 
 def solve_small(matrix: Tensor, right: Tensor) -> Tensor:
     """matrix^{-1} right per sample, (batch, k, k) and (batch, k); zero for a sample whose matrix is singular.
 
-    Zero weights turn the step that asked into a plain one, which is always defined; an exception for one
-    sample would stop all the others.
+    Zero weights turn the caller's step into a plain one, which is always defined. An exception for one sample would stop
+    all others.
     """
     solution = torch.linalg.solve_ex(matrix, right.unsqueeze(2))[0].squeeze(2)
     if not differentiated(solution):
         return torch.nan_to_num_(solution, nan=0.0, posinf=0.0, neginf=0.0)
-    # a solution that is not used would still send 0 * nan into the gradient
+    # an unused solution that is not finite would still give 0 * nan in the gradient
     usable = torch.isfinite(solution).all(dim=1, keepdim=True)
     eye = torch.eye(matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
     safe = torch.where(usable.unsqueeze(2), matrix, eye), torch.where(usable, right, torch.zeros_like(right))

@@ -1,8 +1,8 @@
 """Linear solvers: GMRES, BiCGSTAB and conjugate gradients on the normal equations, all per sample.
 
-They solve z = M z + b, that is A z = b with A = I - M. As adjoint solvers they get M by its products; on a plain map
-they take its derivative at the starting point, which is exact where the map is affine. They carry f(z) by
-recurrence (f(z) = z + r with r = b - A z); the answer is verified with one evaluation.
+They solve z = M z + b, that is A z = b with A = I - M. As adjoint solvers they get the products with M. On a plain map
+they use its derivative at the starting point, which is exact if the map is affine. They update f(z) by a recurrence
+(f(z) = z + r with r = b - A z); the loop verifies the result with one evaluation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from equilibria.solvers.base import (
 
 @dataclass(frozen=True)
 class _Carried(Iterate):
-    """The residual is carried by recurrence, f(z) follows from it."""
+    """A state whose residual is updated by a recurrence; f(z) = z + residual."""
 
     base: Tensor  # (batch, n), where the derivative is taken
     remaining: Tensor  # (batch, n), b - A z
@@ -45,37 +45,38 @@ class _Carried(Iterate):
 
 @dataclass(frozen=True)
 class GMRESState(_Carried):
-    """Directions p with orthonormal images q = A p, one pair more a step."""
+    """Directions p with orthonormal images q = A p; every step adds a pair."""
 
     pairs: Tensor  # (batch, slots, 2 n), q and p side by side
     image: Tensor  # (batch, n), the last q
     before: Tensor  # (batch,), length of the residual a step earlier
-    limit: int  # slots for now
-    most: int  # slots at most
-    count: int | Tensor  # pairs so far
-    taken: int = 0  # steps since the residual was computed
+    limit: int  # current number of slots
+    most: int  # largest number of slots
+    count: int | Tensor  # number of pairs so far
+    taken: int = 0  # steps since the residual was last computed without the recurrence
     order: tuple[int, ...] = ()  # slots in use, the oldest pair first
     window: Tensor | None = None  # (batch, 1), pairs that a row may keep; None: `limit`
     held: Tensor | None = None  # (batch, 1), pairs that it keeps: the last ones
 
 
-STAGNATION = 0.9  # a step that leaves more of the residual than this: the residual alone is no good direction
-SLOW = 0.8  # a step that leaves more than this: to drop a direction now would make it slower still
-FEW = 4  # directions kept as long as steps are not slow
-ANEW = 100  # steps after which directions are dropped and the residual is computed: errors of images grow with every one
+STAGNATION = 0.9  # if a step leaves more of the residual than this, the last image is added to the space as well
+SLOW = 0.8  # if a step leaves more of the residual than this, the window grows instead of dropping a direction
+FEW = 4  # directions stored as long as steps are not slow
+ANEW = 100  # steps after which directions are dropped and the residual is recomputed, because errors of images accumulate
 
 
 @dataclass(frozen=True, kw_only=True)
 class GMRES(Solver[GMRESState]):
-    """The least residual over the Krylov space of A (Saad and Schultz 1986); one product a step.
+    """Minimize the residual over the Krylov space of A (Saad and Schultz 1986); one product per step.
 
-    In the form of Jiranek and Rozloznik (2010), which needs no Hessenberg matrix: the space grows by the residual, and
-    where that has hardly shrunk by the last image as well, so that it always grows. Memory 2 restart + 6 states.
+    This is the form of Jiranek and Rozloznik (2010), which needs no Hessenberg matrix. The residual extends the space in
+    every step. If it has hardly decreased, the last image is added as well, so that the space always grows. Memory of
+    2 restart + 6 states.
 
-    restart  directions kept. Beyond them the oldest one is dropped, in place of beginning anew: near a symmetric A that
-             loses nothing. None: 4, and one more with every step that shrinks the residual little, up to 20; for states of
-             up to 64 numbers their dimension
-    budget   bytes for the directions of a whole batch: as many are kept as fit, and one
+    restart  number of directions stored. Then the oldest one is dropped instead of a restart, which loses nothing if A is
+             close to symmetric. None stores 4, and one more with every slow step, up to 20; for states of up to 64 numbers
+             their dimension
+    budget   bytes for the directions of the whole batch; as many are stored as fit, at least one
     """
 
     restart: int | None = None
@@ -103,7 +104,7 @@ class GMRES(Solver[GMRESState]):
         q, p = pair[:, :n], pair[:, n:]
         share = dot(q, state.remaining)
         z = torch.addcmul(state.z, share, p)
-        # nobody else knows what is written over here
+        # the tensors overwritten here belong to this state alone
         remaining = torch.addcmul(state.remaining, share, q, value=-1, out=None if traced else state.remaining)
         fz = torch.add(z, remaining, out=None if traced or state.count == 0 else state.fz)
         limits = (state.limit, state.most, state.count + 1, state.taken + 1)
@@ -112,7 +113,7 @@ class GMRES(Solver[GMRESState]):
         return GMRESState(z, fz, state.base, remaining, pairs, q, length, *limits, *rows, active=state.active)
 
     def _anew(self, f: Map, state: GMRESState) -> GMRESState:
-        """The same iterate without directions, its residual r = f(base) - base - A (z - base) computed."""
+        """Drop the directions and recompute the residual r = f(base) - base - A (z - base)."""
         away = state.z - state.base
         remaining = f(state.base) - state.base - away + f.jacobian(state.base).product(away)
         nothing = remaining.new_empty(len(remaining), 0, 2 * remaining.shape[1])
@@ -127,7 +128,7 @@ class GMRES(Solver[GMRESState]):
         return replace(state, pairs=pairs, limit=limit, count=torch.full((), int(state.count), device=state.z.device))
 
     def _extend(self, f: Map, state: GMRESState) -> tuple[Tensor, Tensor]:
-        """The pairs with a new one in its slot, and that one."""
+        """The pairs with a new one in its slot, (batch, slots, 2 n), and the new pair, (batch, 2 n)."""
         n, p, pairs = state.z.shape[1], state.remaining, state.pairs
         limit = k = state.limit
         slot: int | Tensor
@@ -146,7 +147,7 @@ class GMRES(Solver[GMRESState]):
         if k:
             pair = without(pair, _weights(state, products(pairs[:, :k, :n], q)), pairs[:, :k], over=True)
         length = torch.linalg.vector_norm(pair[:, :n], dim=1)
-        # what is left of an image inside the space is rounding: the space is complete and nothing is to be added
+        # if only rounding remains of an image after projection, the space is complete and the new pair is zero
         complete = length <= 10 * torch.finfo(q.dtype).eps * size
         scale = length.reciprocal().masked_fill(complete, 0.0).unsqueeze(1)
         if isinstance(slot, Tensor):
@@ -155,7 +156,7 @@ class GMRES(Solver[GMRESState]):
 
 
 def _roomier(f: Map, state: GMRESState) -> GMRESState:
-    """With a larger window for rows that have filled theirs and whose last step was slow."""
+    """The state with a larger window for rows that have filled theirs and whose last step was slow."""
     if isinstance(state.count, Tensor) or len(state.order) < FEW or (state.limit == state.most and state.window is None):
         return state
     if isinstance(f.raw, Affine) and f.growth < SLOW and f.growth != FALLEN:  # which does not say how far
@@ -202,7 +203,7 @@ class BiCGSTABState(_Carried):
 
 @dataclass(frozen=True, kw_only=True)
 class BiCGSTAB(Solver[BiCGSTABState]):
-    """Short recurrences instead of a basis (van der Vorst 1992): two products a step, nine states of memory."""
+    """BiCGSTAB, with short recurrences instead of a basis (van der Vorst 1992); two products per step, nine states."""
 
     exact: ClassVar[bool] = False
     differentiable: ClassVar[bool] = False
@@ -218,7 +219,7 @@ class BiCGSTAB(Solver[BiCGSTABState]):
         rho = dot(state.shadow, state.remaining)
         beta = divide(rho, state.rho) * divide(state.alpha, state.omega)
         direction = state.remaining + beta * (state.direction - state.omega * state.image)
-        # the left vector has become orthogonal to the residual: begin anew, or every coefficient is noise
+        # restart if the left vector is orthogonal to the residual up to rounding, where coefficients are meaningless
         broken = rho.abs() <= torch.finfo(rho.dtype).eps * dot(state.remaining, state.remaining)
         shadow = torch.where(broken, state.remaining, state.shadow)
         direction = torch.where(broken, state.remaining, direction)
@@ -245,10 +246,10 @@ class NormalCGState(_Carried):
 class NormalCG(Solver[NormalCGState]):
     """Conjugate gradients on (A'A + shift) z = A'b (Hestenes and Stiefel 1952, "CGLS"): every A is allowed.
 
-    A plain and a transposed product a step; six states of memory. The condition number is squared, so use it where
-    the others stall.
+    A plain and a transposed product per step; memory of six states. The condition number is squared, so use it where the
+    other solvers stall.
 
-    shift  Tikhonov regularisation; with shift > 0 the answer is not the fixed point, and the residual says how far
+    shift  Tikhonov regularisation; with shift > 0 the result is not the fixed point, as its residual shows
     """
 
     shift: float = 0.0
