@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from equilibria.lab.experiments.claims import Claim, column_higher, higher, value_at_least
+from equilibria.lab.experiments.claims import Claim, column_higher, higher, value_at_least, value_at_most
 from equilibria.lab.experiments.definitions import Column, Experiment, Profile, Scale, Table, TableRow
 from equilibria.lab.experiments.reasoning.task import PuzzleData, Reasoning, ReasoningSettings
 from equilibria.lab.training.settings import Optimizer, Schedule, Training
@@ -162,8 +162,8 @@ def _claims(p: Puzzle) -> tuple[Claim, ...]:
         ),
         value_at_least("auc", "eqr", 0.9, "the residual tells wrong answers from right ones: AUC of 0.9 or more"),
         higher("best", "eqr", "stack", "the equilibrium beats the untied stack of equal parameters"),
-        column_higher("exact_halted", f"exact_{trained}x1", "eqr", "halting costs at most one point of accuracy", by=-1.0),
-        Claim(text="halting takes at most half of the steps", column="steps_halted", left="eqr", at_most=trained / 2),
+        column_higher("exact_halted", last, "eqr", "halting costs at most one point of accuracy", by=-1.0),
+        value_at_most("steps_halted", "eqr", deep / 2, f"halting takes at most half of the {deep} steps"),
     )
 
 

@@ -202,9 +202,8 @@ class Reasoning(Task[Batch]):
         return Outcome(answer_loss(model.think(x).logits, y, s.likelihood), metrics, len(y))
 
     def _halted(self, model: Reasoner, x: Tensor, y: Tensor) -> dict[str, Tensor | float]:
-        """Accuracy and steps where rows halt by the head, with the limit of training."""
-        limit = max(self.settings.max_steps, 2) if self.settings.kind != "bptt" else 2
-        found = dataclasses.replace(self.halting, max_steps=limit).run(model.think, x)
+        """Accuracy and steps where rows halt as in training, within the largest depth that is measured."""
+        found = dataclasses.replace(self.halting, max_steps=max(self.settings.depths)).run(model.think, x)
         right = (found.answer.argmax(dim=-1) == y).all(dim=-1)
         return {"exact_halted": right.float().mean(), "steps_halted": found.steps.float().mean()}
 
