@@ -29,10 +29,14 @@ class ReasonerCell(nn.Module):
         self.layers = nn.Sequential(*[_layer(config) for _ in range(config.layers)])
         initialize(self)
 
+    @property
+    def _noisy(self) -> bool:
+        return self.config.noise > 0 and (self.training or self.config.eval_noise)
+
     def prepare(self, x: Tensor) -> tuple[Tensor, ...]:
         """The input and, where they are fixed for the solve, the normal numbers, (batch, l_cycles + 1, positions, width)."""
         c = self.config
-        if c.noise == 0 or c.noise_per == "call":
+        if not self._noisy or c.noise_per == "call":
             return (x,)
         return x, torch.randn(x.shape[0], c.l_cycles + 1, *x.shape[1:], dtype=x.dtype, device=x.device)
 
@@ -46,7 +50,7 @@ class ReasonerCell(nn.Module):
         c = self.config
         out = self.layers(h + inject)
         out = out if c.relaxation == 1 else torch.lerp(h, out, c.relaxation)
-        if c.noise == 0:
+        if not self._noisy:
             return out
         return torch.add(out, torch.randn_like(out) if noise is None else noise[:, place], alpha=c.noise)
 

@@ -25,7 +25,8 @@ class ReasonerConfig:
     h_cycles    recursions in one supervised step, the last one with a gradient
     l_cycles    updates of the scratch pad in a recursion
     relaxation  share of the block's output in the new state
-    noise       standard deviation of the normal noise added to it; `noise_per`: drawn once per "solve" or at every "call"
+    noise       standard deviation of the normal noise added to it; `noise_per`: drawn once per "solve" or at every "call";
+                `eval_noise`: in eval mode too, as published. Without it trained models settle to small residuals
     start       "random" draws for every sample, "fixed" vectors drawn once, or "learned" ones
     """
 
@@ -44,6 +45,7 @@ class ReasonerConfig:
     relaxation: float = 1.0
     noise: float = 0.0
     noise_per: NoisePer = "solve"
+    eval_noise: bool = True
     start: Start = "fixed"
 
     def __post_init__(self) -> None:

@@ -206,6 +206,9 @@ def test_noise_is_one_draw_per_solve_or_per_call() -> None:
         s = model.layer.solve(model.embed(x))
         assert torch.equal(s.f(s.z)[0], s.f(s.z)[0]) is same
         assert not torch.equal(model.think(x).logits, model.think(x).logits)  # another solve, another draw
+    quiet = tiny(noise=0.1, eval_noise=False)
+    assert not torch.equal(quiet.think(x).logits, quiet.think(x).logits)
+    assert torch.equal(quiet.eval().think(x).logits, quiet.think(x).logits)
     model = tiny(start="random")
     assert not torch.equal(model.start(x)[0], model.start(x)[0])
     assert float(model.start(x)[0].detach().abs().max()) <= 2.0

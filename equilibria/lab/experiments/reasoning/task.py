@@ -31,7 +31,7 @@ from equilibria.looped.carry import Carry
 from equilibria.looped.halting import By, Halting
 from equilibria.models.reasoning.cell import PairStart
 from equilibria.models.reasoning.configs import ReasonerConfig
-from equilibria.models.reasoning.reasoner import Reasoner, Thought
+from equilibria.models.reasoning.reasoner import Reasoner, Thought, recursions
 from equilibria.models.reasoning.stack import ReasonerStack
 from equilibria.models.solve_options import relative_stop
 from equilibria.penalties import jacobian_penalty
@@ -124,9 +124,9 @@ class Reasoning(Task[Batch]):
         gradient: Gradient = JFB()
         stop = None
         if s.kind == "bptt":
-            stop, gradient = _steps(s.unrolled), Unrolled(depth=s.unrolled)
+            stop, gradient = recursions(s.unrolled), Unrolled(depth=s.unrolled)
         if s.kind == "exact":
-            stop = _steps(s.config.h_cycles)
+            stop = recursions(s.config.h_cycles)
             gradient = Implicit(solver=GMRES(restart=EXACT_STEPS), stop=relative_stop(1e-2, EXACT_STEPS))
         return Reasoner(s.config, stop=stop, gradient=gradient)
 
@@ -206,7 +206,3 @@ class Reasoning(Task[Batch]):
         found = dataclasses.replace(self.halting, max_steps=max(self.settings.depths)).run(model.think, x)
         right = (found.answer.argmax(dim=-1) == y).all(dim=-1)
         return {"exact_halted": right.float().mean(), "steps_halted": found.steps.float().mean()}
-
-
-def _steps(count: int) -> Stop:
-    return Stop(rtol=0.0, atol=0.0, max_steps=count, on_failure="ignore", compact=False)
