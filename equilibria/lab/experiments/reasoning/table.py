@@ -26,7 +26,6 @@ TITLES = {
     "eqr-exact": "Equilibrium Reasoner, exact gradient",
     "eqr-jacobian": "Equilibrium Reasoner, Jacobian penalty",
 }
-RELAXATION = 0.7  # published: 0.95, with which these small cells settle in cycles of two steps
 _DEBUG_DEPTHS = (1, 2, 4)
 
 
@@ -34,7 +33,10 @@ _DEBUG_DEPTHS = (1, 2, 4)
 class Puzzle:
     """A table: its data, the size of the reasoner and how long it is trained at the reduced scale.
 
-    steps  supervised steps of a row in training at most; depths go to four times that
+    steps       supervised steps of a row in training at most; depths go to four times that
+    relaxation  of Equilibrium Reasoners; published 0.95, with which the larger cells settle in cycles of two steps
+    explore     share of the rows that may not halt before a random number of steps; published 0.1. With more of them, states
+                after the answer was found are trained as well, and more depth costs less
     """
 
     title: str
@@ -44,6 +46,8 @@ class Puzzle:
     epochs: int
     lr: float = 1e-3
     rise: float = 30.0  # points that depth and breadth add to one step
+    relaxation: float = 0.7
+    explore: float = 0.1
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -54,10 +58,12 @@ _SMALL = ReasonerConfig(heads=4, layers=1, multiple=16, h_cycles=1)
 PUZZLES = {
     "sudoku-4x4": Puzzle(
         "Sudoku 4x4",
-        PuzzleData(size=4, train=250, test=128, low=4, high=6, repeats=128),
+        PuzzleData(size=4, train=250, test=128, low=4, high=6, repeats=192),
         dataclasses.replace(_SMALL, tokens=5, positions=16, width=32, l_cycles=1),
-        steps=8,
+        steps=16,
         epochs=2,
+        relaxation=0.95,
+        explore=0.5,
     ),
     "sudoku-6x6": Puzzle(
         "Sudoku 6x6",
@@ -113,7 +119,9 @@ def _settings(puzzle: Puzzle, row: str, scale: Scale) -> ReasoningSettings:
     }
     plain = row in ("trm", "stack", "deep-stack")
     config = (
-        puzzle.config if plain else dataclasses.replace(puzzle.config.attractor(), relaxation=RELAXATION, eval_noise=False)
+        puzzle.config
+        if plain
+        else dataclasses.replace(puzzle.config.attractor(), relaxation=puzzle.relaxation, eval_noise=False)
     )
     depths = _DEBUG_DEPTHS if scale == "debug" else puzzle.depths
     return ReasoningSettings(
@@ -123,6 +131,7 @@ def _settings(puzzle: Puzzle, row: str, scale: Scale) -> ReasoningSettings:
         depths=depths,
         starts=(1, 2) if scale == "debug" else (1, 4, 8),
         halt_by="head" if plain else "both",
+        explore=0.1 if plain else puzzle.explore,
         **by_row.get(row, {}),
     )
 
@@ -217,8 +226,8 @@ def _protocol(name: str, p: Puzzle) -> dict[Scale, tuple[str, ...]]:
         f"Deep supervision with carried states, at most {p.steps} supervised steps of {p.config.h_cycles} recursion with "
         f"{p.config.l_cycles} updates of the scratch pad. Rows are replaced when the halting head is positive; those of "
         "Equilibrium Reasoners only if the residual is below 0.05 as well.",
-        f"Equilibrium Reasoners have a relaxation of {RELAXATION} in place of the published 0.95, with which these small "
-        "cells settle in cycles of two steps, and noise in training alone: without it the state settles in evaluation.",
+        f"Equilibrium Reasoners: relaxation {p.relaxation:g} (published 0.95), and {p.explore:g} of the rows may not halt "
+        "before a random number of steps (published 0.1). Noise is in training alone: without it the state settles.",
         "An answer is exact if every position is right. With several starts the one with the smallest change over the last "
         "three steps counts. One start: the mean over eight, and over one for models whose start is fixed.",
         "Weights are averaged with a decay of 0.99. AdamW 1e-3, betas 0.9 and 0.95, decay 0.1, batch 64.",
