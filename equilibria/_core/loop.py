@@ -383,10 +383,8 @@ def _compare_answer(problem: _Problem, flat: Flat) -> _Rows:
     allowed = SHARE * stop.atol + max(SHARE * stop.rtol, ROUNDING * problem.precision) * size
     if not bool((change > allowed).any()):  # nan does not count
         return _Rows(harmless=True, coupled=False)
-    coupled = rows_mix(whole, flat.z, problem.precision)
-    if not coupled and isinstance(whole.raw, Owned) and stop.compact:
-        warn_once(whole.raw)
-    return _Rows(coupled=coupled)
+    # if rows do not mix, the cell draws at random or an input only looks as if it had a row per sample
+    return _Rows(coupled=rows_mix(whole, flat.z, problem.precision))
 
 
 def _run_native(problem: _Problem, z0: Tensor, fz: Tensor, solver: Solver[Any]) -> Flat:

@@ -270,7 +270,7 @@ def backward_first_order(
             z, args, v = quarantine(equation, z, args, v, good)
         at = Linearisation(equation, z, args, needs)
         if task.problem.report.unmeasured and z is whole_z:
-            task.problem.measure(z, at.value())
+            task.problem.measure(z, at.value(), args)
         scale = cotangent_scale(equation, v, measured=True)
         rhs = v / scale
         system = adjoint.bind_at(at, rhs)
@@ -419,7 +419,7 @@ def _backward_any_order(
     """Gradients of the args that are themselves differentiable: the adjoint is another fixed point."""
     equation, good = task.problem.equation, status != Status.NONFINITE
     if task.problem.report.unmeasured and autodiff_modes.has_values(z, *args):
-        task.problem.measure(z.detach(), equation(z, *args).detach())
+        task.problem.measure(z.detach(), equation(z, *args).detach(), args)
     z, args, v = quarantine(equation, z, args, v, good)
     _learn_coupling(equation, z, args)
     scale = cotangent_scale(equation, v, measured=False)

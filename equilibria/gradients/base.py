@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from equilibria._core import autodiff_modes
-from equilibria._core.compaction import rows_mix
+from equilibria._core.compaction import ROUNDING, rows_mix
 from equilibria._core.compile import Compiler
 from equilibria._core.coupled import go_on, solve_rows_as_one, solve_whole
 from equilibria._core.failures import report_failures
@@ -93,15 +93,20 @@ class Problem:
         stop = dataclasses.replace(self.stop, max_steps=left)
         return go_on(flat, solve_rows_as_one(f, flat.z, self.solver, stop, precision=precision))
 
-    def measure(self, z: Tensor, fz: Tensor) -> None:
-        """Check the residuals of the result z, (batch, n), by fz = F(z); rows wrongly marked CONVERGED become STALLED."""
+    def measure(self, z: Tensor, fz: Tensor, args: Sequence[Tensor]) -> None:
+        """Check the residuals of the result z, (batch, n), by fz = F(z); rows wrongly marked CONVERGED become STALLED.
+
+        An evaluation in a batch of another size rounds differently, which is allowed for.
+        """
         stats, stop = self.report.stats, self.stop
         assert stats is not None
         self.report.unmeasured = False
         length, size = stop.norm(fz - z), stop.norm(fz)
-        short = length > stop.atol + stop.within(self.equation.precision) * size
+        equation, precision = self.equation, self.equation.precision
+        short = length > stop.atol + max(stop.within(precision), stop.rtol + ROUNDING * precision) * size
         if bool(short.any()) and bool((short & stats.converged).any()):
-            self.equation.set_coupled(True)
+            with torch.no_grad():
+                equation.set_coupled(rows_mix(lambda y: equation(y, *args).detach(), z, precision))
             status = stats.status.masked_fill(short & stats.converged, Status.STALLED)
             residual = length / size.clamp_min(torch.finfo(size.dtype).tiny)
             self.report.stats = dataclasses.replace(stats, status=status, residual=residual)

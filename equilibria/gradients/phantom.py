@@ -153,7 +153,7 @@ class _Advance:
             self.runs += 1
             out = problem.equation(h, *inputs)
             if problem.report.unmeasured and start is z:  # the first evaluation is at the equilibrium itself
-                problem.measure(z.detach(), out.detach())
+                problem.measure(z.detach(), out.detach(), inputs)
             return out
 
         return torch.where(self.good.unsqueeze(1), self.advance(f, start), z)
