@@ -225,7 +225,7 @@ def test_unsolvable_reference_warns() -> None:
 def test_a_stubborn_adjoint_gets_more_directions() -> None:
     """I - 3 P, where P moves 40 numbers round, has eigenvalues all around zero: GMRES with 20 directions is lost."""
     ring = torch.arange(4000).view(-1, 40).roll(1, 1).flatten()
-    tight = eq.Stop(rtol=1e-12, max_steps=300, on_failure="ignore")
+    tight = eq.Stop(rtol=1e-12, atol=0, max_steps=300, on_failure="ignore")
     deq = eq.DEQ(lambda z, x: 3 * z[:, ring] + x, solver=eq.GMRES(restart=60), stop=tight)
     stuck, solved = eq.Implicit(stop=tight), eq.Implicit(solver=eq.GMRES(restart=60), stop=tight)
     few, many = gradient_agreement(deq, inputs(2, 4000).requires_grad_(), [stuck, solved])
