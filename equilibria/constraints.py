@@ -1,12 +1,10 @@
 """Constraints on weights that keep solves convergent.
 
-Three ways, by when they act:
+SpectralNorm     a parametrization that scales W to a given spectral norm; gradients flow through the scaling
+project_         after an optimizer step, replaces W by the nearest matrix with bounded row sums, for graph models
+contract_        after an optimizer step, scales layers down if the map was measured not to be a contraction
 
-SpectralNorm     whenever the weight is used: W is scaled to a given spectral norm, and gradients know of it
-project_         after a step of the optimizer: the nearest W whose rows are short enough, as of a graph model
-contract_        after a step of the optimizer: layers are scaled down where the map was seen not to contract
-
-For weight normalization use `torch.nn.utils.parametrizations.weight_norm`; a solve takes it as it is.
+For weight normalization use `torch.nn.utils.parametrizations.weight_norm`, which works in a solve without changes.
 """
 
 from __future__ import annotations
@@ -79,7 +77,7 @@ class SpectralNorm(nn.Module):
 
     @property
     def bound(self) -> Tensor | float:
-        """The spectral norm W gets, as it is now."""
+        """The current spectral norm of the scaled weight."""
         return self._bound if self.log_bound is None else self.log_bound.exp()
 
     def forward(self, weight: Tensor) -> Tensor:
@@ -89,7 +87,7 @@ class SpectralNorm(nn.Module):
             return weight * factor.to(weight.dtype)
 
     def right_inverse(self, value: Tensor) -> Tensor:
-        """The value itself, so that an assigned weight is scaled as any other; u and v are made to fit it."""
+        """The value itself, so that an assigned weight is scaled in forward; updates u and v for it."""
         if not self.exact:
             self._iterate(self._matrix(value), WARM_UP)
         return value
@@ -108,7 +106,7 @@ class SpectralNorm(nn.Module):
             return torch.linalg.matrix_norm(matrix, ord=2)
         if self.training:
             self._iterate(matrix, self.iterations)
-        # copies: the next forward moves u and v, and the backward of this one may come after it
+        # copies, because the next forward updates u and v, possibly before the backward of this one
         u, v = self._u.to(matrix.dtype, copy=True), self._v.to(matrix.dtype, copy=True)
         return torch.vdot(u, matrix @ v).real
 
@@ -250,7 +248,7 @@ def _at_least_float32(x: Tensor) -> Tensor:
 
 
 def _normalized(x: Tensor, otherwise: Tensor, eps: float) -> Tensor:
-    """x / |x|; `otherwise` where that says nothing, or one zero or overflowing weight would end the iteration for good."""
+    """x / |x|, or `otherwise` if |x| is below eps or not finite, so that the power iteration can recover."""
     length = torch.linalg.vector_norm(x)
     return torch.where((length > eps) & (length < math.inf), x / length, otherwise)
 

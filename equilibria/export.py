@@ -1,4 +1,4 @@
-"""Export trained models by `torch.export` and to ONNX: every solve is a real loop with a stop per sample."""
+"""Export of trained models by `torch.export` and to ONNX; every solve is a loop in which each sample stops by itself."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ ONNX_LIMIT = 2**31  # bytes of a protobuf message
 def export(
     model: nn.Module, example_inputs: Any, *, dynamic_batch: bool = True, with_steps: bool = False
 ) -> ExportedProgram:
-    """The model as a graph in which every DEQ is one loop: it runs until the last sample of a batch is done.
+    """Export the model as a graph in which every DEQ is one loop, which runs until the last sample has stopped.
 
         program = eq.export(model.eval(), x)
         y = program.module()(other)
 
-    A sample takes the steps and gets the answer that the model gives it, whatever stands beside it in the batch and
-    however hard the example was. Solvers: Picard and Anderson. The graph neither warns nor raises (`Stop.on_failure`):
-    `with_steps` makes it tell which samples converged. States so small or large that the squares of their entries leave the
-    dtype (below 1e-12 or beyond 1e18 in float32) are not divided by their size in the graph, as the model does: unless
-    they are within `Stop.atol`, such samples do not converge there, and say so.
+    A sample takes the same steps and gets the same result as in the model, whatever the other samples and the example inputs
+    are. Solvers that can be exported are Picard and Anderson. The graph neither warns nor raises (`Stop.on_failure`);
+    `with_steps` returns which samples converged. The graph does not rescale states so small or large that the squares of
+    their entries leave the dtype (below 1e-12 or above 1e18 in float32), as the model does. Such samples are not marked
+    converged, unless they are within `Stop.atol`.
 
-    model           in eval mode; its weights are copied
-    example_inputs  what the model is called with: a tuple, or one input
-    dynamic_batch   batches of any size; the example then has at least two samples, and whatever is as long as its first
-                    tensor counts as having a row per sample
-    with_steps      give (output, steps, converged) instead, with steps (batch,) and converged (batch,) of every solve
+    model           the model in eval mode; its weights are copied
+    example_inputs  the arguments of the model: a tuple, or one input
+    dynamic_batch   allow batches of any size; the example then needs at least two samples, and every tensor with as many
+                    rows as the first one is taken to have a row per sample
+    with_steps      return (output, steps, converged), with steps (batch,) and converged (batch,) of every solve
     """
     inputs = _as_tuple(example_inputs)
     _check_autocast(inputs)
@@ -121,7 +121,7 @@ def _as_tuple(example_inputs: Any) -> tuple[Any, ...]:
 
 
 def _dynamic_shapes(inputs: tuple[Any, ...], any_size: Any) -> tuple[Any]:
-    """Of the arguments of `_Whole`: which dimensions may differ from the example's."""
+    """The dynamic dimensions of the arguments of `_Whole`: the first of every tensor with a row per sample."""
     batch = _batch_size(inputs)
 
     def rows(leaf: Any) -> dict[int, Any] | None:
@@ -154,7 +154,7 @@ def _check_autocast(inputs: tuple[Any, ...]) -> None:
 
 
 def _input_names(model: nn.Module, inputs: tuple[Any, ...]) -> list[str] | None:
-    """After the arguments of the model; None where numbers are among them, which are no inputs of a graph."""
+    """Input names from the arguments of the model; None if some arguments are numbers, which are no graph inputs."""
     if not all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(inputs)):
         return None
     arguments = inspect.signature(model.forward).bind(*inputs).arguments

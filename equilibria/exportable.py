@@ -1,7 +1,7 @@
-"""Layers that can be exported: which ones, and how their solve becomes one loop of the graph.
+"""Checks of layers for export, and their conversion into one loop of the exported graph.
 
-The loop is that of a compiled solve: the same steps of the solver and the same books, row by row. A sample that is done
-stands still in the books with its answer and its steps, whatever the loop goes on to do for the others.
+The loop is that of a compiled solve: the same solver steps and the same record per row. The result and the number of steps
+of a sample are fixed once it has stopped, while the loop continues for the others.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from equilibria.starts import memory_of
 
 
 def exportable(model: nn.Module, *, dynamic_batch: bool) -> nn.Module:
-    """A copy of `model` whose layers can be traced, solve by solve; an error where one cannot."""
+    """A copy of `model` whose DEQ layers can be traced; raises if a layer cannot be exported."""
     _check_mode(model)
     for name, layer in _layers(model).items():
         _check_layer(name, layer)
@@ -50,9 +50,9 @@ def exportable(model: nn.Module, *, dynamic_batch: bool) -> nn.Module:
 
 @dataclass(frozen=True)
 class Traced(Gradient):
-    """Writes the forward solve into the graph that is being made: nothing is left to differentiate.
+    """Traces the forward solve into the exported graph; the result has no gradient.
 
-    steps, damping  steps from the equilibrium that belong to what the layer returns: one with JFB, none with most
+    steps, damping  steps from the equilibrium to the value the layer returns: 1 with JFB, 0 with most gradients
     """
 
     steps: int = 0
@@ -78,11 +78,11 @@ class Traced(Gradient):
 
 
 class Loop(Program):
-    """The loop of a compiled solve, traced into a graph that others are making."""
+    """The loop of a compiled solve, traced into the graph that torch.export builds."""
 
     def __init__(self, solver: Solver[Any], stop: Stop, precision: float) -> None:
         self.solver, self.precision, self.extra = solver, precision, [False, False]
-        # what is kept on the way is nobody's to see, and one graph has no ranks
+        # an exported graph returns no trace and no iterates, and has no ranks
         self.stop = dataclasses.replace(stop, trace=False, keep_every=None, process_group=None)
 
     def solve(self, equation: Equation, z0: Tensor, args: Sequence[Tensor]) -> Flat:

@@ -1,4 +1,14 @@
-"""The books of one solve: per sample the best iterate, its residual, the steps taken and how it ended."""
+"""The record of one solve: per sample the best iterate, its residual, its number of steps and its status.
+
+States of a `Ledger`. While no row has stopped (`open` is None) only the best iterate is updated, by the fast path `_glance`.
+When the first row stops, `_open` allocates the tensors per row. Rows dropped by compaction are written to `closed` at their
+place in the batch; `index` has the places of the rows that remain. `close` joins both, and `settle` decides the status of
+samples that failed.
+
+Invariants. A row's result and status are fixed once it has stopped, whatever the solver does with the row afterwards. During
+the loop the device is waited for only in `observe` (if `look`), `running`, `running_rows`, `unusual` and `unusual_rows`. In a
+trace iterates are recorded by `enter`, which reads no value.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +26,21 @@ from equilibria.solution import Stats, Status
 from equilibria.solvers.base import Iterate, without_graph
 
 RUNNING = -1
-FLOOR = 8.0  # a relative residual below this many spacings of the numbers is rounding, not progress to come
-FLOOR_PATIENCE = 5  # steps without progress down there until the tolerance is called out of reach
-LEAST = 1e-6  # spacings of the numbers that a tolerance may have: the same as none
-PROGRESS = 0.9  # what counts as progress: a tenth off the residual
+FLOOR = 8.0  # relative residuals below this many machine epsilons are rounding
+FLOOR_PATIENCE = 5  # steps without progress below that floor after which a sample is STALLED
+LEAST = 1e-6  # smallest tolerance in machine epsilons, which has the effect of none
+PROGRESS = 0.9  # a step makes progress if the residual falls below this share of the smallest before
 GROWN = 2.0  # a state this many times as large as at the start has grown
 FALL = 0.99  # a residual above this share of its largest has not fallen
-RUNAWAY = 10.0  # an iterate whose residual is this many times the start's is worse, however large the state beside it
-RECOVERED = 0.1  # a residual below this share of its largest, and of the state, is one that came back from a long way
-DIVERGENCE = 1e6  # times the start's scale (and 1): a residual from which no sample is expected to come back
-DIVERGENCE_EVERY = 8  # steps between two checks of that
-FOLD = 64  # residuals kept until they are folded into their largest
+RUNAWAY = 10.0  # an iterate whose residual exceeds this many times the start's is worse than the start, at any size of state
+RECOVERED = 0.1  # a residual below this share of its largest, and of the state, has recovered from divergence
+DIVERGENCE = 1e6  # a sample diverges if its residual exceeds this many times the start's scale (and 1)
+DIVERGENCE_EVERY = 8  # steps between two checks of divergence
+FOLD = 64  # number of residuals stored until they are replaced by their maximum
 
 
 class Ledger:
-    """Books over the rows still carried; rows dropped by compaction are written off to their place in the batch.
-
-    While no row has stopped there is little to write down, and most steps are such: those are seen through at a glance.
-    """
+    """The record of the rows still in the batch, and of those that were dropped; see the header of this module."""
 
     def __init__(
         self,
@@ -68,7 +75,7 @@ class Ledger:
         self.diverged: Tensor | None = None  # rows given up far away; None: not looked for yet
         self.limit: Tensor | None = None  # (batch,), a residual beyond this is far away
         self.traced = False
-        self.adopted = False  # is `closed` complete already?
+        self.adopted = False  # True if `closed` is complete already
         self.least, self.most = usual_range(z0.dtype)  # sizes between which squares can be computed with
         self.range: tuple[float, float] | None = None  # of the sizes of all starts, where known
         self.faint: Tensor | None = None  # (batch,) samples that came below that range on their way; None: none did
@@ -83,7 +90,7 @@ class Ledger:
         self.counted: tuple[int, float] | None = None  # rows running after the last entry and `growth`, where known
         self.growth = 0.0  # of the worst row: its excess, over the least it had before
         self.better: Tensor | None = None  # rows whose last iterate is their best; None: all, or not known
-        self.watchful = patience is not None or rtol < self.floor  # is progress to be followed?
+        self.watchful = patience is not None or rtol < self.floor  # True if progress is checked in every step
         self.trace: list[tuple[Tensor | None, Tensor]] | None = [] if trace else None
         self.keep_every = keep_every
         self.iterates: list[tuple[int, Tensor | None, Tensor | None, Tensor]] = []
@@ -92,7 +99,7 @@ class Ledger:
         self.opened_at: int | None = None  # the first step at which a row stopped; None: no row has
 
     def observe(self, state: Iterate, step: int, *, look: bool, rejected: Tensor | None = None) -> None:
-        """Enter an iterate, where it is the one before (`rejected`) too. Waits for the device only to `look`."""
+        """Record an iterate; `rejected` marks rows whose step was discarded. Waits for the device only if `look`."""
         length = without_graph(state.length) if self.norm is euclidean_norm else self.norm(without_graph(state.residual))
         size = self.norm(without_graph(state.fz)) if self.scale is None else self.scale
         if self.trace is not None:
@@ -105,7 +112,7 @@ class Ledger:
             self._keep(state.z.detach(), step)
 
     def enter(self, state: Iterate, step: int | Tensor) -> None:
-        """An iterate, row by row, without asking anything: also in a trace."""
+        """Record an iterate row by row without a device sync; works in a trace too."""
         length, size = self.norm(state.residual), self.norm(state.fz) if self.scale is None else self.scale
         if self.first_length is None:
             self.first_length, self.first_size, self.peak, self.last, self.traced = length, size, length, length, True
@@ -114,7 +121,7 @@ class Ledger:
         self._enter(state.z, length, size, step, None)
 
     def _note(self, length: Tensor, size: Tensor) -> None:
-        """Keep references to what is looked at only if a row fails: nothing is computed for those that do not."""
+        """Keep references to the norms, which are needed only if a row fails; many are replaced by their maximum."""
         if self.first_length is None:
             self.first_length, self.first_size = length, size
         if self.scale is not None:  # the best iterate is then the one with the least residual, which needs no judgement
@@ -125,7 +132,7 @@ class Ledger:
         self.lengths.append((self.index, length))
 
     def _names(self) -> list[str]:
-        """Of all that is kept about the rows carried, once any has stopped."""
+        """The names of the tensors per row that are kept once a row has stopped."""
         names = ["z", "excess", "length", "steps", "rejected", "best", "open", "worse"]
         names += ["size"] if self.scale is None else []
         names += ["milestone", "waiting", "stalled"] if self.watchful else []
@@ -137,13 +144,13 @@ class Ledger:
         return [getattr(self, name) for name in self._names()]
 
     def load(self, books: Sequence[Tensor]) -> None:
-        """Go on from the books of another ledger, which was traced."""
+        """Continue from the tensors of another ledger, which was traced."""
         self.traced, self.diverged = True, self.start
         for name, tensor in zip(self._names(), books, strict=True):
             setattr(self, name, tensor)
 
     def _glance(self, z: Tensor, length: Tensor, size: Tensor, step: int) -> bool:
-        """Has no row arrived? Then there is no more to write down than which iterate is the best: mostly the last one."""
+        """Fast path: True if no row stopped; only the best iterate is updated."""
         if not self.rows:
             return False
         excess = length / (self._tolerance(size) if self.tolerance is None else self.tolerance)
@@ -176,7 +183,7 @@ class Ledger:
         return step > 0 and step % DIVERGENCE_EVERY == 0
 
     def _limit(self) -> Tensor:
-        """(rows,), of residuals: beyond is far away."""
+        """(rows,), the residual beyond which a row has diverged."""
         if self.limit is None:
             assert self.first_length is not None
             self.limit = self._far(torch.maximum(self.first_length, self.first_size))
@@ -186,7 +193,7 @@ class Ledger:
         return DIVERGENCE * scale.clamp_min(self.natural)
 
     def divide(self, unit: Tensor) -> None:
-        """Keep books of a problem that is divided by `unit`, (batch,), in tolerances of the problem as it was."""
+        """Record a problem that is divided by `unit`, (batch,), with the tolerances of the original problem."""
         self.atol, self.natural = self.atol / unit, (self.root / unit).clamp_min(self.root)
 
     def unusual(self) -> bool:
@@ -204,13 +211,13 @@ class Ledger:
         return not (low >= self.least and high <= self.most)  # nan compares false
 
     def unusual_rows(self) -> bool:
-        """True if it is so for a row whose numbers may all be finite."""
+        """True if squares may have left the dtype for a row whose entries may all be finite."""
         assert self.first_length is not None
         rows = (self.first_size > self.most) | (self.first_length == float("inf"))
         return bool((rows | (self.first_size < self.least)).any())
 
     def _keep_best(self, z: Tensor, excess: Tensor, length: Tensor, size: Tensor, step: int) -> None:
-        """Some rows are no better than before."""
+        """Update the best iterate of the rows that improved; the others keep theirs."""
         assert self.excess is not None
         self.better = better = excess < self.excess
         self.best = torch.where(better, step, self.step if self.best is None else self.best)
@@ -219,14 +226,14 @@ class Ledger:
         self.length, self.size = torch.where(better, length, self.length), torch.where(better, size, self.size)
 
     def _tolerance(self, size: Tensor) -> Tensor:
-        """What a residual may be; never quite zero, so that it can be divided by."""
+        """The tolerance of the residual; positive, because residuals are divided by it."""
         info = torch.finfo(size.dtype)
         least = info.tiny**0.8  # small beside all usual sizes, and still something to divide by
         atol = max(self.atol, least) if isinstance(self.atol, float) else self.atol.clamp_min(least)
         return size * max(self.rtol, LEAST * info.eps) + atol
 
     def _enter(self, z: Tensor, length: Tensor, size: Tensor, step: int | Tensor, rejected: Tensor | None) -> None:
-        """Row by row, without asking."""
+        """Update every row without a device sync."""
         if self.open is None:
             assert isinstance(step, int)
             self._open(step)
@@ -253,7 +260,7 @@ class Ledger:
             self._watch_progress()
 
     def _open(self, step: int) -> None:
-        """Books for every row, as they stand before this step."""
+        """Allocate the tensors per row, with their values before this step."""
         self.opened_at = step
         batch, device = self.rows, self.z.device
         self.open = torch.ones(batch, dtype=torch.bool, device=device)
@@ -273,7 +280,7 @@ class Ledger:
         self.iterates.append((step, self.index, on_their_way, z))
 
     def _watch_divergence(self, length: Tensor, step: int | Tensor) -> None:
-        """Give up rows that are far away."""
+        """Stop rows whose residual exceeds the limit of divergence."""
         assert self.open is not None
         away = self.open & (length > self._limit())
         if isinstance(step, Tensor):
@@ -282,7 +289,7 @@ class Ledger:
         self.open = self.open ^ away
 
     def _watch_progress(self) -> None:
-        """Stalled: out of patience, or down where only rounding moves the residual."""
+        """Mark rows as stalled that made no progress for `patience` steps, or whose residual is at the level of rounding."""
         assert self.open is not None and self.excess is not None
         progress = self.excess < PROGRESS * self.milestone
         self.milestone = torch.where(progress, self.excess, self.milestone)
@@ -295,7 +302,7 @@ class Ledger:
         self.open = self.open & ~stalled
 
     def _status(self) -> Tensor:
-        """(rows,), how each row ended: by arriving, by stalling, or else by an iterate that was not finite."""
+        """(rows,), the status of each row that stopped: converged, stalled, or not finite."""
         assert self.open is not None and self.excess is not None
         status = torch.where(self.excess <= 1, Status.CONVERGED, Status.NONFINITE)
         if self.watchful:
@@ -306,11 +313,11 @@ class Ledger:
 
     @property
     def fell(self) -> Tensor | None:
-        """(rows,) rows whose last iterate is their best; None where `growth` says it of all."""
+        """(rows,), True for rows whose last iterate is their best; None if `growth` implies it for all."""
         return self.better if self.open is None else ~self.worse
 
     def running(self) -> int:
-        """Rows still running; asks the device, where that was not done at a glance."""
+        """The number of rows still running; waits for the device unless the fast path has read it."""
         if self.open is None:
             return self.rows
         counted, self.counted = self.counted, None
@@ -321,7 +328,7 @@ class Ledger:
         return running
 
     def stopped_apart(self, taken: int) -> bool:
-        """True if the answer joins rows of different evaluations: some stopped before the last step."""
+        """True if some rows stopped before the last step, so that the result joins rows of different evaluations."""
         return self.opened_at is not None and self.opened_at < taken and self.whole_rows > 1
 
     def running_rows(self) -> Tensor:
@@ -329,14 +336,14 @@ class Ledger:
         return self.open.nonzero().squeeze(1)
 
     def freeze(self, state: Any) -> Any:
-        """A solver's state in which finished rows stand still at their best iterate, with a residual of zero."""
+        """A solver's state with finished rows fixed at their best iterate, with a residual of zero."""
         assert self.open is not None
         keep = self.open.unsqueeze(1)
         z, fz = torch.where(keep, state.z, self.z), torch.where(keep, state.fz, self.z)
         return dataclasses.replace(state, z=z, fz=fz, active=self.open)
 
     def drop_finished(self, index: Tensor) -> None:
-        """Write the finished rows off and carry on with those at `index`."""
+        """Store the results of the finished rows and continue with the rows at `index`."""
         self._write_off()
         place = index if self.index is None else self.index.index_select(0, index)
         for name in [*self._names(), *(["scale", "tolerance"] if self.scale is not None else [])]:

@@ -94,7 +94,7 @@ class Compiler:
         self._failed = False
 
     def solve(self, f: FlatMap, z0: Tensor, solver: Any, stop: Stop, **options: Any) -> Flat:
-        """As `equilibria._core.loop.solve`, by whichever loop is faster."""
+        """As `equilibria._core.loop.solve`, by the compiled or the plain loop, whichever is faster."""
 
         def plain() -> Flat:
             return solve(f, z0, solver, stop, **options)
@@ -383,7 +383,7 @@ class _Traced:
 
 
 def _believable(found: Flat, expected: Flat, f: BoundMap, stop: Stop, options: dict[str, Any]) -> bool:
-    """Is what a program found finite where the plain loop's answer is, and its residual what it says?"""
+    """True if the result of a program is finite where that of the plain loop is, and its residual is the measured one."""
     lost = found.stats.status == Status.NONFINITE
     if not torch.equal(lost, expected.stats.status == Status.NONFINITE):
         return False
@@ -400,7 +400,7 @@ def _seconds(run: Callable[[], Any]) -> float:
 
 
 def _compilable(f: BoundMap, solver: Any, stop: Stop, options: dict[str, Any]) -> bool:
-    """Is this a solve that one graph can do: rows on their own, a solver of fixed shapes, nothing kept on the way?"""
+    """True if a solve can be compiled: independent rows, a solver with fixed shapes, no trace and no stored iterates."""
     if (
         autodiff_modes.inside_transform()
         or not isinstance(solver, Solver)

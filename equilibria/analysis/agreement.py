@@ -133,7 +133,7 @@ class Bench:
 
     def exact(self) -> Tensor:
         """The gradient by Implicit, both solves until only rounding moves their residuals; a warning where they fail."""
-        # rtol = 0 is never met: a sample stops at the rounding of its own dtype, or after 100 steps of no use
+        # rtol = 0 is never met, so that a sample stops at the rounding of its dtype, or after 100 steps without progress
         given = self.deq.stop
         tight = Stop(
             rtol=0.0,

@@ -88,7 +88,7 @@ def muted(layers: Sequence[DEQ]) -> Iterator[None]:
 
 @contextmanager
 def _watched(layers: Sequence[tuple[str, DEQ]], found: dict[str, _Solve]) -> Iterator[None]:
-    """`solve` of every layer notes its inputs, whoever calls it; failures are not what is looked for here."""
+    """Record the inputs of every layer's `solve` inside the block; failures to converge are ignored."""
     for name, deq in layers:
         deq.solve = _noting(name, deq, found)  # type: ignore[method-assign]
     try:

@@ -101,7 +101,7 @@ class Measurement:
 
     @property
     def accepted(self) -> bool:
-        """Does it reach what was asked for?"""
+        """True if the setting meets the requirements of the search."""
         return self.reason is None
 
 
@@ -123,7 +123,7 @@ class Tuning:
 
     @property
     def reached(self) -> bool:
-        """Does any setting reach what was asked for?"""
+        """True if any setting meets the requirements of the search."""
         return any(measurement.accepted for measurement in self.measurements)
 
     def __str__(self) -> str:

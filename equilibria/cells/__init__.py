@@ -1,4 +1,4 @@
-"""Cells whose equilibria are guaranteed: monotone ones with their splittings, and the constructions of the theorems."""
+"""Cells with guaranteed equilibria: monotone cells with their splittings, and constructions of representation theorems."""
 
 from equilibria.cells.constructions import TiedLayers, stack, weight_tied_form
 from equilibria.cells.monotone import MonotoneLinear

@@ -1,8 +1,8 @@
 """Convolutions on a torus: kernels, their adjoints and products, and their matrices per frequency.
 
-A kernel (out, in, k, k) with odd k stands for (K z)(q) = sum_d K[d] z(q + d), d = -k//2 .. k//2, indices wrapped round.
-The Fourier transform turns it into one small matrix per frequency w, K(w) = sum_d K[d] exp(i w.d), (out, in). `Torus`
-takes images there and back.
+A kernel (out, in, k, k) with odd k defines (K z)(q) = sum_d K[d] z(q + d), d = -k//2 .. k//2, with periodic indices. The
+Fourier transform diagonalises it into one small matrix per frequency w, K(w) = sum_d K[d] exp(i w.d), (out, in). `Torus`
+transforms images to frequencies and back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SCRATCH = 2**21  # numbers between its two products: memory the allocator keeps 
 
 
 def convolve(z: Tensor, kernel: Tensor, stride: int = 1) -> Tensor:
-    """K z, (batch, in, height, width) -> (batch, out, ...); `stride` keeps every so many pixels, from the first on."""
+    """K z, (batch, in, height, width) -> (batch, out, ...); `stride` keeps every stride-th pixel, from the first on."""
     reach = kernel.shape[-1] // 2
     return F.conv2d(F.pad(z, (reach,) * 4, mode="circular"), kernel, stride=stride)
 
@@ -38,7 +38,7 @@ def gram(kernel: Tensor) -> Tensor:
 
 
 def identity_kernel(channels: int, like: Tensor) -> Tensor:
-    """The kernel, (channels, channels, 1, 1), that changes nothing."""
+    """The kernel of the identity, (channels, channels, 1, 1)."""
     return torch.eye(channels, dtype=like.dtype, device=like.device)[:, :, None, None]
 
 

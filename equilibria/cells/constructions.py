@@ -65,7 +65,7 @@ def stack(
         eval_stop=eval_stop or (None if stop else _joint_eval_stop(parts)),
         batched=parts[0].batched,
     )
-    # the mode of the parts, which .train() would change: whoever built them set it
+    # keep the training mode of the parts, which .train() would change
     joined.training = cell.training = any(part.training for part in parts)
     return joined
 
@@ -78,7 +78,7 @@ class Stacked(nn.Module):
         self.parts = nn.ModuleList(cells)
 
     def prepare(self, *inputs: Any) -> tuple[Any, ...]:
-        """What the first cell prepares. The inputs of the others are states: theirs is done anew in every step."""
+        """The inputs that the first cell prepares; those of the other cells are states and are prepared in every step."""
         return prepared(self.parts[0], inputs)
 
     def forward(self, z: Sequence[State], *given: Any) -> tuple[State, ...]:
@@ -89,7 +89,7 @@ class Stacked(nn.Module):
 
 
 class _StackedStart(nn.Module):
-    """Each part's own start, made of where the part before it starts."""
+    """The start of every part, computed by its `init` from the start of the part before it."""
 
     def __init__(self, cell: Stacked, inits: Sequence[Init], batched: bool) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ def _bound(cell: nn.Module, inputs: Sequence[Any]) -> Callable[[State], State]:
 
 
 def _both(first: Stop, second: Stop) -> Stop:
-    """What satisfies both stops, in the steps of both together: the series was allowed as many."""
+    """The stop with the stricter tolerances and the sum of both numbers of steps, which the series may take."""
     return dataclasses.replace(
         second,
         rtol=min(first.rtol, second.rtol),

@@ -40,7 +40,7 @@ class Diagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Is nothing worse than a hint found in any layer?"""
+        """True if no layer has a finding worse than a hint."""
         return all(layer.healthy for layer in self.layers)
 
     def to_json(self) -> str:

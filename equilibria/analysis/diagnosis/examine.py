@@ -68,7 +68,7 @@ class SolverResult:
     """What another solver makes of the same equilibria."""
 
     solver: str
-    present: bool  # is it the layer's own?
+    present: bool  # True if it is the layer's own
     seconds: float  # the least of a few solves; of processor time on a CPU
     solve: Solve
     out_of_time: bool = False  # it was stopped, and its `solve` tells nothing

@@ -21,7 +21,7 @@ class LayerDiagnosis:
 
     @property
     def healthy(self) -> bool:
-        """Is nothing the matter but hints?"""
+        """True if the layer has no finding worse than a hint."""
         return all(finding.severity is Severity.HINT for finding in self.findings)
 
 

@@ -23,7 +23,7 @@ from equilibria.solvers.base import require
 class GraphNet(nn.Module, ABC):
     """A network that takes a graph in any form."""
 
-    normalize: bool = True  # is the adjacency to be D^(-1/2) (A + I) D^(-1/2)?
+    normalize: bool = True  # use the adjacency D^(-1/2) (A + I) D^(-1/2)
 
     def forward(
         self,
