@@ -6,8 +6,8 @@ place in the batch; `index` has the places of the rows that remain. `close` join
 samples that failed.
 
 Invariants. A row's result and status are fixed once it has stopped, whatever the solver does with the row afterwards. During
-the loop the device is waited for only in `observe` (if `look`), `running`, `running_rows`, `unusual` and `unusual_rows`. In a
-trace iterates are recorded by `enter`, which reads no value.
+the loop the device is waited for only in `observe` (if `look`), `running`, `running_rows`, `unusual` and `unusual_rows`.
+In a trace iterates are recorded by `enter`, which reads no value.
 """
 
 from __future__ import annotations
