@@ -1,4 +1,4 @@
-"""Stop and the one loop: when to stop, what happened, and which rows still cost anything."""
+"""Stop, and the solver loop: it steps all rows, stops each by its own tolerance, and drops rows that have stopped."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 OnFailure = Literal["ignore", "warn", "raise"]
-RECURRENCE = 0.1  # of the tolerance: by how much rounding may take a residual carried by recurrence from the measured one
-RECURRENCE_SPACINGS = 1000.0  # likewise in spacings of the numbers, where rows run alone are compared with one
+RECURRENCE = 0.1  # share of the tolerance by which a residual updated by recurrence may differ from the measured one
+RECURRENCE_SPACINGS = 1000.0  # likewise in machine epsilons, where rows run alone are compared with one
 EARLY = 1  # rows that stopped before others and are evaluated again without them
-VERIFICATIONS = 3  # how often an answer found by recurrence may turn out short of the tolerance and be improved
+VERIFICATIONS = 3  # how often a result found by recurrence may miss the tolerance and be improved
 
 
 class DefaultTolerance(float):
-    """A tolerance nobody chose: `Stop.reachable` may raise it."""
+    """The default value of a tolerance, which `Stop.reachable` may raise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stop:
-    """When a sample is done: |f(z) - z| <= atol + rtol |f(z)|, per sample.
+    """The stopping rule |f(z) - z| <= atol + rtol |f(z)|, applied to every sample by itself.
 
-    rtol, atol     tolerances. Where rtol is left out and the cell computes in half precision (a state in bfloat16, or
-                   autocast), it is the spacing of those numbers if that is larger: 0.0078 for bfloat16. An rtol that is
-                   given is never changed; samples that cannot reach it end STALLED
-    max_steps      steps at most
+    rtol, atol     tolerances. If rtol is left out and the cell computes in half precision (a state in bfloat16, or
+                   autocast), it is at least the machine epsilon, 0.0078 for bfloat16. An rtol that is given is never
+                   changed; samples that cannot reach it end STALLED
+    max_steps      largest number of steps
     norm           per-sample norm, (batch, n) -> (batch,); the default does not depend on the size of the state
-    on_failure     what to do about samples that did not converge: ignore, warn (once per cell and cause) or raise;
-                   the statistics tell it in any case
-    check_every    ask whether all samples are done only every so many steps: each question waits for the device.
-                   The answer stays the same, up to check_every - 1 further evaluations are spent
-    patience       give a sample up as stalled after so many steps in which its residual did not fall by a tenth
-    compact        go on without the samples that are done, where rows do not depend on each other
+    on_failure     the action for samples that did not converge: "ignore", "warn" (once per cell and cause) or "raise";
+                   the statistics report them in any case
+    check_every    check every `check_every` steps whether all samples have stopped, because each check waits for the
+                   device. The result is the same; up to check_every - 1 further evaluations are made
+    patience       a sample is STALLED after this number of steps in which its residual did not fall by a tenth
+    compact        drop samples that have stopped from the batch, if rows do not depend on each other
     trace          keep the residual of every iterate in Stats.trace
-    keep_every     keep every so many-th iterate on the way in Solution.iterates; a sample that is done stands there with its
-                   answer
-    process_group  ranks that must take the same number of steps, because running the cell is a collective (sharded
-                   weights): a ProcessGroup, or "world"
+    keep_every     keep every keep_every-th iterate in Solution.iterates; samples that have stopped are there with their
+                   result
+    process_group  ranks that must take the same number of steps, because evaluating the cell is a collective operation
+                   (sharded weights): a ProcessGroup, or "world"
     """
 
     rtol: float = DefaultTolerance(1e-3)
@@ -82,7 +82,7 @@ class Stop:
         require(self.on_failure in choices, f"on_failure must be one of {choices}, got {self.on_failure!r}.")
 
     def reachable(self, precision: float) -> Stop:
-        """This stop for numbers with a spacing of `precision`: a default rtol is at least that."""
+        """This stop for a machine epsilon of `precision`, which is the smallest value of a default rtol."""
         if not isinstance(self.rtol, DefaultTolerance) or self.rtol >= precision:
             return self
         return dataclasses.replace(self, rtol=DefaultTolerance(precision))
@@ -102,7 +102,7 @@ class Stop:
         return residual <= wanted + self.atol / scale.clamp_min(torch.finfo(scale.dtype).tiny)
 
     def any_rank(self) -> Callable[[bool], bool] | None:
-        """How the ranks of `process_group` agree; None where there is nobody to agree with."""
+        """A function that is True if its argument is True on any rank of `process_group`; None without a group."""
         return None if self.process_group is None else lambda here: bool(self.largest(int(here)))
 
     def largest(self, here: int) -> int:
@@ -117,17 +117,17 @@ class Stop:
 
 @dataclass(frozen=True)
 class Flat:
-    """A solve of a FlatMap."""
+    """The result of a solve of a FlatMap."""
 
     z: Tensor  # (batch, n)
     stats: Stats
     taken: int  # steps of the loop, the same on every rank
-    state: Any = None  # of the solver, each row as it was when that sample stopped; where it was asked for
-    coupled: bool | None = None  # True: rows depend on each other; False: seen not to; None: not known
-    unmeasured: bool = False  # rows were evaluated apart from each other, and the answer was not evaluated as a whole
-    failed: bool = True  # False: no sample has failed, which is known on the host
-    sound: Tensor | None = None  # (batch,) answers that are no worse than the start; None: all
-    faint: Tensor | None = None  # (batch,) answers too small for their squares, which were not computed with; None: none
+    state: Any = None  # state of the solver, with each row as it was when the sample stopped; None unless `keep_state`
+    coupled: bool | None = None  # True if rows depend on each other, False if a check found that they do not, else None
+    unmeasured: bool = False  # True if rows were evaluated separately and the result was not evaluated as a whole
+    failed: bool = True  # False if no sample has failed, as known on the host
+    sound: Tensor | None = None  # (batch,) True for results that are no worse than the start; None for all
+    faint: Tensor | None = None  # (batch,) True for results whose squares underflow; None if there are none
 
 
 def solve(
@@ -143,14 +143,14 @@ def solve(
     verify: bool = True,
     measured_later: bool = False,
 ) -> Flat:
-    """The fixed point of `f` from `z0`, (batch, n), each sample to its own tolerance.
+    """Find the fixed point of `f` from `z0`, (batch, n), each sample to its own tolerance.
 
-    scale       (batch,) what rtol is relative to; |f(z)| where None
-    precision   spacing of the numbers `f` computes with, where coarser than z0's dtype
-    known       f(z0), where the caller has it already
+    scale       (batch,), the quantity that rtol is relative to; None uses |f(z)|
+    precision   machine epsilon of the numbers `f` computes with, if coarser than that of z0's dtype
+    known       f(z0) if the caller has evaluated it
     keep_state  return the solver's state too
-    verify      evaluate `f` once more where a solver knows f(z) by recurrence only; False: the caller will
-    measured_later  the caller evaluates `f` at the answer: not evaluated here although rows were dropped on the way
+    verify      evaluate `f` once more if the solver updates f(z) by a recurrence; False if the caller does
+    measured_later  True if the caller evaluates `f` at the result, so that it is not evaluated here after rows were dropped
     """
     check_solver(solver)
     f = Map(f, Counter(), stop.any_rank())
@@ -186,13 +186,13 @@ def _answer(problem: _Problem, z0: Tensor, solver: AnySolver) -> Flat:
 
 
 def _followed(problem: _Problem, flat: Flat, solver: AnySolver) -> Flat:
-    """The solve that goes on from answers which have become too small for squares."""
+    """Continue the solve of samples whose results have become too small to be squared."""
     left = max(problem.stop.max_steps - flat.taken, 0)
     return _divided(problem.with_stop(max_steps=left), flat.z, problem.f(flat.z), solver)
 
 
 def _divided(problem: _Problem, z0: Tensor, fz: Tensor, solver: AnySolver) -> Flat:
-    """The solve of g(y) = f(unit y) / unit, whose states are of usual size; units are powers of two."""
+    """Solve g(y) = f(unit y) / unit, whose states have a usual magnitude; units are powers of two per sample."""
     unit = binary_size(z0, fz).unsqueeze(1)
     y0 = z0 / unit
     f = Map(_divide(problem.f.raw, unit), problem.f.counter, problem.f.any_rank).remember(y0, fz / unit)
@@ -204,7 +204,7 @@ def _divided(problem: _Problem, z0: Tensor, fz: Tensor, solver: AnySolver) -> Fl
 
 
 def _within_dtype(flat: Flat, z0: Tensor) -> Flat:
-    """A solve in which answers that the dtype cannot hold are NONFINITE, with their start."""
+    """The result with samples that overflow the dtype set to NONFINITE and to their start."""
     lost = ~torch.isfinite(flat.z).all(dim=1)
     if not bool(lost.any()):
         return flat
@@ -244,7 +244,7 @@ class _Problem:
         return ledger
 
     def stands_alone(self) -> bool:
-        """True if the solve of which this is the linear system has shown that rows do not depend on each other."""
+        """True for a linear system whose forward solve has found that rows do not depend on each other."""
         equation = getattr(self.f.raw, "equation", None)
         return self.scale is not None and equation is not None and equation.coupled is False
 
@@ -253,7 +253,7 @@ class _Problem:
 
 
 def _run(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> Flat:
-    """The loop, with native steps where they can be taken."""
+    """Run the loop, with native steps if the solver and the map support them."""
     f, stop = problem.f, problem.stop
     if problem.unit is None and not problem.keep_state and native_solve.can_run(z0, solver, stop):
         fz = f(z0)
@@ -279,7 +279,7 @@ def _run(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> Flat:
                 rows = _compare_rows(problem, solver, state, ledger)
                 compact = rows is None or rows.harmless
                 if rows is not None and rows.coupled:
-                    break  # what follows is one problem
+                    break  # the caller continues with the batch as one problem
             if compact and rows is not None and worth_dropping(f.raw, stopped, state.z.shape):
                 kept = gather(kept, state, ledger.index) if problem.keep_state else None
                 smaller = _compact(f, state, ledger, over=not problem.keep_state)
@@ -485,9 +485,9 @@ def _is_to_be_measured(problem: _Problem, solver: Solver[Any], flat: Flat) -> bo
 
 
 def _confirm(problem: _Problem, claimed: Flat) -> Flat:
-    """A solve with the residual of its answer seen, not carried: converged only if it is.
+    """The result with measured residuals; samples are CONVERGED only if the measured residual is within the tolerance.
 
-    A claim that does not hold is a stall: by its own books the solver had nothing left to do.
+    A sample marked CONVERGED that is not becomes STALLED, because by its own residual the solver had finished.
     """
     fz = problem.f(claimed.z)
     problem.f.remember(claimed.z, fz)
@@ -502,7 +502,7 @@ def _confirm(problem: _Problem, claimed: Flat) -> Flat:
 
 
 def measure(flat: Flat, f: FlatMap, stop: Stop, precision: float) -> Flat:
-    """A solve of `f` that was made elsewhere, with the residual of its answer measured by one evaluation."""
+    """The result of a solve with its residuals measured by one evaluation of `f`."""
     before = flat.stats
     counter = Counter(before.evaluations, before.sample_evaluations, before.products)
     with no_autocast(flat.z.device):
@@ -510,7 +510,7 @@ def measure(flat: Flat, f: FlatMap, stop: Stop, precision: float) -> Flat:
 
 
 def _measured(problem: _Problem, z: Tensor, fz: Tensor) -> Stats:
-    """Statistics of one iterate of any size: divided by it before its entries are squared."""
+    """Statistics of one iterate; rows are divided by their magnitude before entries are squared."""
     unit = None if problem.scale is not None else binary_size(z, fz)
     if unit is not None:
         z, fz = z / unit.unsqueeze(1), fz / unit.unsqueeze(1)
@@ -522,10 +522,10 @@ def _measured(problem: _Problem, z: Tensor, fz: Tensor) -> Stats:
 
 
 def _chain(problem: _Problem, z0: Tensor, chain: Fallback) -> Flat:
-    """Each solver of a Fallback in turn on what is left.
+    """Run each solver of a Fallback in turn on the samples that are not solved yet.
 
-    From the best iterate of one solver the next one may fail where it succeeds from the start. So what all of them leave is
-    tried again from the start, the last solver first: the chain solves every sample that one of its solvers solves.
+    A solver may fail from the best iterate of another one and succeed from the start. Samples that all solvers leave are
+    therefore solved again from the start, by the last solver first: the chain solves every sample that one of them solves.
     """
     *first, last = chain.solvers
     impatient = problem.with_stop(patience=problem.stop.patience or chain.patience)
@@ -548,7 +548,7 @@ def _chain(problem: _Problem, z0: Tensor, chain: Fallback) -> Flat:
 
 
 def _gave_up(problem: _Problem, flat: Flat) -> Tensor:
-    """(batch,) samples that stalled by the patience of a chain, not by that of the caller."""
+    """(batch,), True for samples that stalled by the patience of the chain, not by that of the caller."""
     stalled = flat.stats.status == Status.STALLED
     return stalled if problem.stop.patience is None else torch.zeros_like(stalled)
 
@@ -556,7 +556,7 @@ def _gave_up(problem: _Problem, flat: Flat) -> Tensor:
 def _hand_over(
     problem: _Problem, flat: Flat, before: Solver[Any], solver: Solver[Any], start: Tensor, rows: Tensor | None = None
 ) -> tuple[Flat, Flat]:
-    """Both solves as one, and the second one: `solver` from `start` on the samples that failed, or on `rows` of them."""
+    """Run `solver` from `start` on the samples that failed, or on `rows`; returns the joined result and the new one."""
     index = (flat.stats.failed if rows is None else rows).nonzero().squeeze(1)
     handover = Handover(repr(before), repr(solver), index, flat.stats.status[index], flat.stats.residual[index])
     more = _verified(problem, start, solver)
@@ -566,7 +566,7 @@ def _hand_over(
 
 
 def _merge(first: Flat, then: Flat) -> Flat:
-    """Two solves in a row: per sample the later one where it took it further, steps added up."""
+    """Join two successive solves: per sample the later result if it is better, with the steps of both."""
     a, b = first.stats, then.stats
     sound = torch.ones_like(b.converged) if then.sound is None else then.sound
     better = b.converged | (a.failed & sound & (b.residual < a.residual))
