@@ -60,7 +60,7 @@ def test_the_same_answers_steps_and_gradients(solver: Any, n: int) -> None:
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
-def test_failures_are_told_as_ever() -> None:
+def test_failures_are_reported_as_by_the_plain_loop() -> None:
     class Mixed(nn.Module):
         def forward(self, z: Tensor, x: Tensor, a: Tensor) -> Tensor:
             return a * z + x
@@ -146,7 +146,7 @@ def test_control_flow_on_values_is_not_compiled_and_says_so() -> None:
 
 
 @pytest.mark.parametrize("factor", [float("nan"), 1.1], ids=["nan", "off"])
-def test_machine_code_that_is_wrong_is_not_believed(factor: float) -> None:
+def test_wrong_machine_code_is_rejected(factor: float) -> None:
     class Wrong(Seen):
         def __call__(self, graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
             return lambda *given: [out * factor if out.is_floating_point() else out for out in graph(*given)]
@@ -203,7 +203,7 @@ def test_a_cell_that_was_changed_is_compiled_anew(change: str) -> None:
     torch.testing.assert_close(deq(x), eq.DEQ(cell, stop=LOOSE)(x), rtol=1e-5, atol=1e-5)
 
 
-def test_what_has_no_graph_runs_as_ever() -> None:
+def test_solves_that_cannot_be_compiled_run_in_the_plain_loop() -> None:
     x, seen = inputs(3, 4), Seen()
     for options in ({"solver": eq.Broyden()}, {"stop": eq.Stop(rtol=1e-8, trace=True)}, {"stop": eq.Stop(norm=eq.max_norm)}):
         compiled(TanhCell(4), seen, **options)(x).sum()

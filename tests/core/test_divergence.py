@@ -49,7 +49,7 @@ def test_an_expansive_map_ends_as_diverged_with_its_start(dtype: torch.dtype, ma
     torch.testing.assert_close(s.stats.residual, torch.ones_like(s.stats.residual))
 
 
-def test_running_away_is_told_per_sample() -> None:
+def test_divergence_is_reported_per_sample() -> None:
     """Beside samples that converge, in an order in which rows are dropped on the way."""
     gain = torch.tensor([[0.5], [1.5], [0.9], [3.0], [0.1]])
     s = eq.fixed_point(

@@ -43,7 +43,7 @@ def test_statistics_are_per_sample() -> None:
     torch.testing.assert_close(s.stats.residual[finite], true[finite])
 
 
-def test_status_of_divergence_is_honest_and_finite() -> None:
+def test_diverging_samples_report_their_status_and_stay_finite() -> None:
     """z -> 2z + 1 overflows float32 after 128 steps: it is found out long before."""
 
     def f(z: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ def test_coupled_samples_are_found_out_and_warned_about_once() -> None:
         deq.solve(x, gain)
 
 
-def test_a_closure_over_the_batch_is_left_whole_without_a_word() -> None:
+def test_a_closure_over_the_batch_is_not_compacted_and_gives_no_warning() -> None:
     x, gain = mixed()
     s = eq.fixed_point(
         lambda z: gain * z + x, torch.zeros_like(x), solver=eq.Picard(), stop=eq.Stop(rtol=1e-4, max_steps=200)
@@ -178,7 +178,7 @@ def test_an_input_that_only_looks_batch_leading() -> None:
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 7])
-def test_asking_less_often_gives_the_same_answer(every: int) -> None:
+def test_checking_less_often_gives_the_same_result(every: int) -> None:
     x, gain = mixed()
     stop = eq.Stop(rtol=1e-6, atol=0, max_steps=300, check_every=every)
     s = eq.DEQ(Gain(), solver=eq.Anderson(history=2), stop=stop).solve(x, gain)

@@ -330,7 +330,7 @@ def test_a_policy_for_adjoints_that_fail(policy: Any) -> None:
         torch.testing.assert_close(cell.w.grad, expected, **CLOSE)
 
 
-def test_quarantined_samples_have_zero_gradient_and_spoil_nobody() -> None:
+def test_quarantined_samples_have_zero_gradient_and_do_not_change_others() -> None:
     cell, x = TanhCell(5), inputs(4, 5)
     bad = x.clone()
     bad[1] = float("nan")
@@ -473,7 +473,7 @@ class Boasting(eq.GMRES):
         return dataclasses.replace(state, remaining=torch.zeros_like(state.remaining)) if state.count == 1 else state
 
 
-def test_gradients_that_were_not_believed_are_not_held_while_they_are_taken_again() -> None:
+def test_rejected_gradients_are_freed_before_they_are_recomputed() -> None:
     cell, x = TanhCell(256, norm=0.9), inputs(4, 256)
 
     def peak(solver: eq.GMRES) -> int:

@@ -284,7 +284,7 @@ def test_reversible_reaches_the_implicit_gradient_in_single_precision() -> None:
     assert cosine(seen, gradients(eq.Implicit(), cell, x, stop)) > 0.99999
 
 
-def test_reversible_says_how_much_it_could_not_take_back() -> None:
+def test_reversible_reports_the_cotangent_it_did_not_propagate() -> None:
     cell, x = setting(norm=0.9)
     few = eq.Stop(rtol=0.1, atol=0)
     s = eq.DEQ(cell, solver=eq.Picard(), stop=few, gradient=eq.Reversible()).solve(x)
@@ -303,7 +303,7 @@ def test_reversible_says_how_much_it_could_not_take_back() -> None:
 # ---- escalation
 
 
-def test_escalation_sends_on_only_what_needs_it() -> None:
+def test_escalation_is_exact_only_for_samples_that_need_it() -> None:
     """One sample deep in the saturation of tanh, where one step is nearly exact, two in the middle of it."""
     cell = TanhCell(6, norm=0.95)
     x = inputs(3, 6)
@@ -371,7 +371,7 @@ def test_nested_states(gradient: eq.Gradient, solver: Any) -> None:
 
 
 @EVERY
-def test_a_bad_sample_spoils_nobody(gradient: eq.Gradient, solver: Any) -> None:
+def test_a_nonfinite_sample_does_not_change_the_gradients_of_others(gradient: eq.Gradient, solver: Any) -> None:
     cell, x = TanhCell(5), inputs(4, 5)
     bad = x.clone()
     bad[1] = float("nan")

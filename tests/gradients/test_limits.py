@@ -26,7 +26,7 @@ def test_forward_mode_twice_is_refused() -> None:
     torch.testing.assert_close(jacfwd(jacrev(f))(x), jacrev(jacfwd(f))(x))
 
 
-def test_gmres_keeps_its_word_over_many_steps() -> None:
+def test_gmres_residuals_are_true_over_many_steps() -> None:
     """With old directions dropped, errors of the images that are kept grow from step to step."""
     torch.manual_seed(0)
     n = 300
@@ -52,7 +52,7 @@ def test_cotangents_of_any_size(size: float) -> None:
     torch.testing.assert_close(seen / size, torch.full_like(z, 2.0), rtol=1e-4, atol=1e-4)
 
 
-def test_a_cotangent_that_is_not_finite_is_told() -> None:
+def test_a_cotangent_that_is_not_finite_is_reported() -> None:
     cell, x = TanhCell(6), inputs(4, 6).requires_grad_()
     s = eq.DEQ(cell).solve(x)
     v = torch.ones_like(s.z)
@@ -163,7 +163,7 @@ def test_a_sample_whose_gradient_leaves_the_dtype_is_quarantined(gradient: Any, 
 
 
 @pytest.mark.parametrize("gradient", [eq.Implicit(), eq.Reversible()], ids=repr)
-def test_a_sum_of_gradients_that_leaves_the_dtype_is_told(gradient: Any) -> None:
+def test_a_sum_of_gradients_that_overflows_is_reported(gradient: Any) -> None:
     cell, x = Outer(torch.float16), torch.full((8, 4), 1e4, dtype=torch.float16)
     solver = eq.Picard() if isinstance(gradient, eq.Reversible) else eq.Anderson()
     s = eq.DEQ(cell, solver=solver, stop=eq.Stop(rtol=5e-3), gradient=gradient).solve(x)

@@ -58,7 +58,7 @@ def test_a_rotation_of_norm_one_is_solved(solver: AnySolver) -> None:
     assert_solved(affine("rotation", 6, norm=1.0), solver)
 
 
-def test_plain_iteration_reports_that_it_cannot() -> None:
+def test_plain_iteration_reports_that_it_did_not_converge() -> None:
     problem = affine("rotation", 4, norm=1.0)
     flat = solve(problem.f, problem.z0, eq.Picard(), eq.Stop(max_steps=30, trace=True))
     assert flat.stats.status.tolist() == [eq.Status.MAX_STEPS] * 3

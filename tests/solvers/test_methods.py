@@ -233,7 +233,7 @@ def test_fallback_hands_over_only_what_failed_and_says_why() -> None:
     assert bool((handover.residual > 1e-9).all())
 
 
-def test_fallback_reports_what_nobody_could_solve() -> None:
+def test_fallback_reports_samples_that_no_solver_solved() -> None:
     s = eq.fixed_point(
         lambda z: z + 1,
         torch.zeros(2, 3),
