@@ -229,7 +229,8 @@ def test_a_stubborn_adjoint_gets_more_directions() -> None:
     deq = eq.DEQ(lambda z, x: 3 * z[:, ring] + x, solver=eq.GMRES(restart=60), stop=tight)
     stuck, solved = eq.Implicit(stop=tight), eq.Implicit(solver=eq.GMRES(restart=60), stop=tight)
     few, many = gradient_agreement(deq, inputs(2, 4000).requires_grad_(), [stuck, solved])
-    assert few.relative_error > 1e-3 and many.relative_error < 1e-9
+    # the reference is accepted at a residual of sqrt(eps), and |(I - J)^{-1}| is 1/2 here
+    assert few.relative_error > 1e-3 and many.relative_error < torch.finfo(torch.float64).eps ** 0.5
 
 
 def test_nothing_to_compare_and_no_gradient_are_refused() -> None:
