@@ -68,6 +68,29 @@ def test_other_models_of_the_zoo_are_refused_with_a_reason(model_name: str) -> N
         ticket.result(0)
 
 
+def test_boards_of_a_reasoner_have_depths_of_their_own() -> None:
+    torch.manual_seed(0)
+    stop = eq.Stop(rtol=0.0, atol=0.0, max_steps=8, on_failure="ignore")
+    model = eq.models.create("reasoner-trm-nano", stop=stop).double().eval()
+    config: Any = model.config
+    boards = [torch.randint(config.tokens, (config.positions,)) for _ in range(4)]
+    engine = Engine(model, rows=2)
+    tickets = [engine.submit(board, max_steps=depth) for board, depth in zip(boards, (2, 8, 3, 5), strict=True)]
+    engine.run()
+    for board, depth, ticket in zip(boards, (2, 8, 3, 5), tickets, strict=True):
+        output, _ = alone(model, board, max_steps=depth)
+        assert ticket.result(0).steps == depth
+        torch.testing.assert_close(ticket.result(0).output, output[0], rtol=1e-8, atol=1e-8)
+
+
+def test_noise_that_is_drawn_for_a_batch_is_refused() -> None:
+    engine = Engine(eq.models.create("reasoner-nano", stop=eq.Stop()), rows=2)
+    ticket = engine.submit(torch.ones(81, dtype=torch.int64))
+    engine.run()
+    with pytest.raises((UnservableModelError, InvalidRequestError)):
+        ticket.result(0)
+
+
 def transformer(**options: Any) -> nn.Module:
     torch.manual_seed(0)
     # an untrained transformer does not contract: after 40 steps rounding has grown to 1e-7, after 12 it is far below

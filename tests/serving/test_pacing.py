@@ -1,0 +1,59 @@
+"""When rows enter: the period by measured costs, and the choice between the two ways of admission."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from equilibria.serving.admission import CHOSEN, MEASURED, SETTLING, Admitting
+from equilibria.serving.load import LoadReport, Outcome, poisson
+from equilibria.serving.pacing import KEPT, Pacing
+
+
+def test_the_period_makes_the_cost_of_entering_and_of_idle_rows_least() -> None:
+    pacing = Pacing()
+    for i in range(4 * KEPT):
+        pacing.finished(50)
+        pacing.stepped(1.0 if i % 7 else 100.0)  # now and then the machine does something else
+        rows = 4 + i % 5
+        pacing.entered(rows, 4.0 + 0.5 * rows)
+    assert pacing.enter_period == round(math.sqrt(2 * 4.0 * 50 / 1.0))
+
+
+def test_a_row_of_few_steps_never_waits_longer_than_half_of_them() -> None:
+    pacing = Pacing()
+    pacing.finished(4)
+    pacing.stepped(1.0)
+    pacing.entered(1, 1e6)
+    assert pacing.enter_period == 2
+
+
+@pytest.mark.parametrize("grouped_is_quicker", [True, False])
+def test_the_quicker_way_of_admission_stays_and_the_other_is_tried_again(grouped_is_quicker: bool) -> None:
+    capacity = 8
+    admitting = Admitting("auto", capacity)
+    seen = []
+    for _ in range((2 * SETTLING + 2 * MEASURED + CHOSEN) * capacity):
+        seconds = 1.0 if admitting.grouped == grouped_is_quicker else 2.0
+        admitting.turned(seconds, 1, saturated=True, empty=True)
+        seen.append(admitting.grouped)
+    assert set(seen) == {True, False}
+    assert sum(mode == grouped_is_quicker for mode in seen) > 0.8 * len(seen)
+    admitting.turned(1.0, 1, saturated=False, empty=False)
+    assert not admitting.grouped  # nobody waits: latency counts
+
+
+def test_arrivals_are_bounded_in_count_and_time() -> None:
+    assert len(poisson(100.0, 50, 1e9)) == 50
+    assert all(0 < arrival <= 2.0 for arrival in poisson(100.0, 10**6, 2.0))
+    assert poisson(5.0, 10, 100.0, seed=3) == poisson(5.0, 10, 100.0, seed=3)
+    with pytest.raises(ValueError, match="must be positive"):
+        poisson(0.0, 1, 1.0)
+
+
+def test_a_load_report_counts_answers_and_failures_apart() -> None:
+    outcomes = [Outcome(0.0, 0.1 * i, 200) for i in range(1, 11)] + [Outcome(0.0, 9.0, 429), Outcome(0.0, 9.0, 0)]
+    report = LoadReport(outcomes, seconds=5.0)
+    assert report.codes == {0: 1, 200: 10, 429: 1} and report.throughput == 2.0
+    assert report.latency(0.5) == pytest.approx(0.6) and report.latency(0.99) == pytest.approx(1.0)
