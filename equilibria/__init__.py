@@ -1,4 +1,4 @@
-"""equilibria: deep equilibrium models in PyTorch. What is not named here is not API."""
+"""equilibria: deep equilibrium models in PyTorch. docs/api.md lists the public names."""
 
 from __future__ import annotations
 
