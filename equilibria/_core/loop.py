@@ -356,7 +356,7 @@ def _compare_rows(problem: _Problem, solver: Solver[Any], state: Iterate, ledger
     coupled = rows_mix(whole, state.z, problem.precision)
     if not coupled and isinstance(whole.raw, Owned) and problem.stop.compact:
         warn_once(whole.raw)
-    return _Rows(coupled=coupled)
+    return _Rows(coupled=coupled or None)
 
 
 def _compare_answer(problem: _Problem, flat: Flat) -> _Rows:
@@ -384,7 +384,8 @@ def _compare_answer(problem: _Problem, flat: Flat) -> _Rows:
     if not bool((change > allowed).any()):  # nan does not count
         return _Rows(harmless=True, coupled=False)
     # if rows do not mix, the cell draws at random or an input only looks as if it had a row per sample
-    return _Rows(coupled=rows_mix(whole, flat.z, problem.precision))
+    # a state that has run away may be one at which rows do not mix: that says nothing about the result
+    return _Rows(coupled=rows_mix(whole, flat.z, problem.precision) or None)
 
 
 def _run_native(problem: _Problem, z0: Tensor, fz: Tensor, solver: Solver[Any]) -> Flat:
