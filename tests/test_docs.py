@@ -67,3 +67,10 @@ def test_measured_figures_come_from_the_committed_results() -> None:
         bare = re.sub(r"`[^`]*`", "", mark.sub("", text))
         typed = re.findall(r"\d+\.\d+|\d+ %", bare)
         assert not typed, f"{name}: {typed} typed by hand"
+
+
+def test_the_page_of_machines_shows_the_committed_runs() -> None:
+    found = runpy.run_path(str(ROOT / "docs" / "machine_tables.py"))
+    page = (ROOT / "docs" / "machines.md").read_text()
+    assert found["written"](page) == page, "Run `python docs/machine_tables.py`."
+    assert all(table() in page for table in found["TABLES"].values())

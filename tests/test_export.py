@@ -116,6 +116,7 @@ def test_a_solve_is_one_loop_and_not_its_steps(program: ExportedProgram) -> None
     assert sum("tanh" in str(node.target) for node in nodes) == 3
 
 
+@pytest.mark.skipif(TORCH < (2, 8), reason="torch.export.load of older versions gives loops a list of inputs and raises")
 def test_a_program_can_be_saved_and_keeps_its_weights(model: nn.Module, program: ExportedProgram) -> None:
     file, x = io.BytesIO(), hard(3)
     torch.export.save(program, file)
