@@ -36,6 +36,8 @@ def record(model: nn.Module) -> Iterator[list[Solution]]:
 
 def note(module: nn.Module, solution: Solution) -> None:
     """Append a solution, with the name of its layer, to every active recording whose model contains this module."""
+    named = None  # one object in all recordings, with the name that the outermost one has for its layer
     for names, solutions in _active.get():
         if (name := names.get(id(module))) is not None:
-            solutions.append(dataclasses.replace(solution, layer=name))
+            named = named or dataclasses.replace(solution, layer=name)
+            solutions.append(named)
