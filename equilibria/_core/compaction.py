@@ -52,9 +52,9 @@ def is_known_to_couple(owner: Any, mode: Hashable) -> bool:
     return owner is not None and ("coupled", mode) in _verdicts.get(owner, {})
 
 
-def remember_coupling(f: Owned, coupled: bool) -> None:
+def remember_coupling(f: Owned, coupled: bool, *, warn: bool = True) -> None:
     """Store for later solves of a cell that is a module whether its rows depend on each other; warn once if they do."""
-    if coupled:
+    if coupled and warn:
         warn_once(f)
     if f.lasting and f.owner is not None:
         known = _verdicts.setdefault(f.owner, {})

@@ -65,9 +65,9 @@ class FoldedEquation(Equation):
     def coupled(self) -> bool | None:
         return self.of.coupled
 
-    def set_coupled(self, coupled: bool) -> None:
+    def set_coupled(self, coupled: bool, *, warn: bool = True) -> None:
         if coupled:  # False is not stored: with a batch of one, the rows compared are different mapped samples
-            self.of.set_coupled(coupled)
+            self.of.set_coupled(coupled, warn=warn)
 
     @property
     def restrictable(self) -> bool:

@@ -47,8 +47,8 @@ class LinearEquation(Equation):
     def coupled(self) -> bool | None:
         return self.of.coupled
 
-    def set_coupled(self, coupled: bool) -> None:
-        self.of.set_coupled(coupled)
+    def set_coupled(self, coupled: bool, *, warn: bool = True) -> None:
+        self.of.set_coupled(coupled, warn=warn)
 
     @property
     def restrictable(self) -> bool:

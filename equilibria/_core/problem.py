@@ -81,7 +81,7 @@ class Equation(ABC):
         return False
 
     @abstractmethod
-    def set_coupled(self, coupled: bool) -> None:
+    def set_coupled(self, coupled: bool, *, warn: bool = True) -> None:
         """Store whether rows depend on each other, for the backward pass and for later solves of the cell."""
 
     @property
@@ -160,10 +160,10 @@ class CellEquation(Equation):
     def may_uncouple(self) -> bool:
         return bool(self._coupled) and not self._batch_statistics
 
-    def set_coupled(self, coupled: bool) -> None:
+    def set_coupled(self, coupled: bool, *, warn: bool = True) -> None:
         if coupled is not self._coupled and not self._batch_statistics:
             self._coupled = coupled
-            remember_coupling(self, coupled)
+            remember_coupling(self, coupled, warn=warn)
 
     @property
     def restrictable(self) -> bool:

@@ -86,7 +86,7 @@ class Problem:
         run = solve if self.compiler is None else self.compiler.solve
         flat = run(f, z0, self.solver, self.stop, **options)
         if flat.coupled is not None:
-            equation.set_coupled(flat.coupled)
+            equation.set_coupled(flat.coupled, warn=self.stop.compact)  # without compaction the cost is accepted
         left = self.stop.max_steps - flat.taken
         if not flat.coupled or left <= 0 or not bool(flat.stats.failed.any()):
             return flat
