@@ -89,7 +89,6 @@ class Ledger:
         self.stalled: Tensor  # rows given up, where progress is followed
         self.counted: tuple[int, float] | None = None  # rows running after the last entry and `growth`, where known
         self.growth = 0.0  # of the worst row: its excess, over the least it had before
-        self.ratio: Tensor | None = None  # (rows,) the same of every row; None: there is none before the first step
         self.better: Tensor | None = None  # rows whose last iterate is their best; None: all, or not known
         self.watchful = patience is not None or rtol < self.floor  # True if progress is checked in every step
         self.trace: list[tuple[Tensor | None, Tensor]] | None = [] if trace else None
@@ -166,7 +165,7 @@ class Ledger:
             self.range = more[0], more[1] if worst < float("inf") else worst
         elif more and more[0] > DIVERGENCE * self.root and bool((length > self._limit()).any()):
             return False
-        self.growth, self.ratio = (worst, growth) if self.excess is not None else (0.0, None)
+        self.growth = worst if self.excess is not None else 0.0
         if not (worst < float("inf") and short == self.rows):  # nan compares false
             # nan is not short of its tolerance: it has stopped
             self.counted = None if worst == float("inf") else (int(short), self.growth)
@@ -241,7 +240,6 @@ class Ledger:
         assert self.open is not None and self.excess is not None and self.best is not None
         self.growth = float("inf")
         excess = length / (self._tolerance(size) if self.tolerance is None else self.tolerance)
-        self.ratio = excess / self.excess
         better = self.open & (excess < self.excess)
         self.worse = self.open ^ better
         self.z = torch.where(better.unsqueeze(1), z, self.z)
@@ -350,7 +348,6 @@ class Ledger:
         place = index if self.index is None else self.index.index_select(0, index)
         for name in [*self._names(), *(["scale", "tolerance"] if self.scale is not None else [])]:
             setattr(self, name, getattr(self, name).index_select(0, index))
-        self.ratio = None if self.ratio is None else self.ratio.index_select(0, index)
         self.index, self.rows = place, index.shape[0]
 
     def _write_off(self) -> None:

@@ -365,7 +365,6 @@ class _Traced:
     """The map as solvers see it in a trace: nothing is counted, nothing is known about values."""
 
     growth = float("inf")
-    ratio: Tensor | None = None
     fell: Tensor | None = None
 
     def __init__(self, parts: Parts, saved: Sequence[Tensor], known: tuple[Tensor, Tensor | None] | None = None) -> None:

@@ -287,7 +287,7 @@ def _run(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> Flat:
                 f, state = smaller or (f, state)
             if stopped and not (compact and solver.runs_on and not problem.keep_state):
                 state = ledger.freeze(state)
-        f.growth, f.ratio, f.fell = ledger.growth, ledger.ratio, ledger.fell
+        f.growth, f.fell = ledger.growth, ledger.fell
         state = solver.step(f, state)
         ledger.observe(state, step, look=often, rejected=rejected(state))
         taken = step

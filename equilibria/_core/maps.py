@@ -58,7 +58,6 @@ class Map:
         self.counter = counter or Counter()
         self.any_rank = any_rank
         self.growth = float("inf")  # the largest ratio of a residual to the least of its sample before, where that is known
-        self.ratio: Tensor | None = None  # (batch,) that ratio of every sample, where `growth` is not enough
         self.fell: Tensor | None = None  # (batch,) rows for which that ratio is below 1, where growth is not
         self._known: tuple[Tensor, Tensor] | None = None
         self._jacobian: Jacobian | None = None

@@ -177,7 +177,8 @@ class ImplicitProblem:
         relative = self.stop.norm(residual) / length.clamp_min(torch.finfo(rhs.dtype).tiny)
         precision = self.problem.equation.precision
         # scaled and in other products than the solver's, a residual rounds differently
-        holds = self.stop.holds(relative, precision, length) | (relative <= self.stop.rtol + FLOOR * precision)
+        rounding = FLOOR * torch.finfo(rhs.dtype).eps
+        holds = self.stop.holds(relative, precision, length) | (relative <= self.stop.rtol + rounding)
         return holds.expand(batch), relative.expand(batch)
 
     def _file_measured(self, residual: Tensor, rhs: Tensor) -> Tensor:

@@ -84,10 +84,10 @@ EQ_INLINE void gmres(const Context& c, const Call<T>& call, int64_t r, int64_t p
         copy(y, left + j, m);
     });
     const T length = move_along(pairs, added, s, p, z, next);
-    const T growth = record(row, call.step, length, size_of<T>(row, next, left));
+    record(row, call.step, length, size_of<T>(row, next, left));
     keep_best<T>(row, call.step, next, z, call.out == nullptr);
     direction<T>(row, call, r, length, added.first);
-    grow(row, growth);
+    grow(row, length / row.of(c.shortest));
     row.of(c.shortest) = length;
 }
 

@@ -14,7 +14,6 @@ from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.base import SMALL_STATE, Solver, memory
 from equilibria.solvers.broyden import Broyden
 from equilibria.solvers.picard import Picard
-from equilibria.solvers.windows import SLOW
 
 
 class Iteration:
@@ -65,7 +64,7 @@ class Krylov:
         settings = settings | {
             "first_limit": first,
             "threshold": 10 * torch.finfo(z0.dtype).eps,
-            "slow": SLOW,
+            "slow": krylov.SLOW,
         }
         self.work = Workspace(kernels, self.start[0], most, ("iterate", "other", "residual"), settings)
 
@@ -123,8 +122,8 @@ def _needs(solver: Any, z0: Tensor) -> tuple[int, tuple[str, ...], dict[str, Any
         most = memory(solver.history, solver.budget, z0, small=2 * n, medium=20, large=20)
         return most, ("residual", "value"), {"first_limit": most}
     assert isinstance(solver, Anderson)
-    first, most = solver.slots(z0)
-    settings = {"first_limit": first, "damping": solver.damping, "slow": SLOW}
+    most = memory(solver.history, solver.budget, z0, small=n, medium=4, large=3)
+    settings = {"first_limit": most, "damping": solver.damping, "slow": float("inf")}
     settings |= {"threshold": solver._threshold(z0.dtype), "patience_of_trust": anderson.PATIENCE}
     return most, ("residual", "value"), settings
 

@@ -22,8 +22,6 @@ from torch import Tensor
 
 from equilibria._core.maps import Map
 from equilibria.solvers.base import (
-    MEDIUM_STATE,
-    SMALL_STATE,
     Iterate,
     Solver,
     check_memory,
@@ -35,9 +33,6 @@ from equilibria.solvers.base import (
     room,
     without,
 )
-from equilibria.solvers.windows import following, larger, next_slot, none_slow, recent
-
-FEW, FEWER, MOST = 4, 3, 20  # differences kept as long as steps are not slow, of medium and large states; and at most
 
 GROWTH = 5.0  # a sample discards its history if its residual exceeds this many times the smallest one,
 PATIENCE = 3  # or after this number of steps without a smaller residual
@@ -63,11 +58,8 @@ class AndersonState(Iterate):
     waited: Tensor  # (batch, 1), steps since then without a smaller one
     trusted: Tensor  # (batch, slots), 0 for differences from before the history was discarded, else 1
     doubted: bool  # False if `trusted` would be all ones and is not maintained
-    limit: int  # number of slots for now
-    most: int  # largest number of slots
+    limit: int  # largest number of slots
     count: int | Tensor  # number of iterates before this one
-    order: tuple[int, ...] = ()  # slots in use, the oldest difference first
-    window: Tensor | None = None  # (batch, 1), differences that a row may keep; None: `limit`
 
     @cached_property
     def pair(self) -> Tensor:
@@ -99,8 +91,7 @@ class Anderson(Solver[AndersonState]):
     exceeds five times its smallest one, or has not decreased for three steps. One evaluation per step; memory of
     2 history + 6 states.
 
-    history  number of differences stored; None stores 4, 3 for more than 1024 numbers, and one more after every step that
-             reduces the residual by less than a fifth, up to 20; n for states of n <= 64 numbers
+    history  number of differences stored; None stores 4, 3 for more than 1024 numbers, n for states of n <= 64 numbers
     damping  the share of the mixed residual that is added
     ridge    a difference is left out if less than this share of its norm is orthogonal to the stored ones; None uses the
              square root of the machine epsilon, below which the rest is mostly rounding
@@ -120,28 +111,19 @@ class Anderson(Solver[AndersonState]):
 
     def init(self, f: Map, z0: Tensor) -> AndersonState:
         batch, n = z0.shape
-        limit, most = self.slots(z0)
+        limit = memory(self.history, self.budget, z0, small=n, medium=4, large=3)
         start, last, spare = Iterate(z0, f(z0)), z0.new_empty(batch, 2 * n), z0.new_empty(batch, 2 * n)
         shortest, nothing = start.length.unsqueeze(1), z0.new_empty(batch, 0)
         pairs, waited = z0.new_empty(batch, 0, 2 * n), torch.zeros_like(shortest)
         return AndersonState(
-            z0, start.fz, pairs, last, (spare,), shortest, waited, nothing, doubted=False, limit=limit, most=most, count=0
+            z0, start.fz, pairs, last, (spare,), shortest, waited, nothing, doubted=False, limit=limit, count=0
         )
-
-    def slots(self, z0: Tensor) -> tuple[int, int]:
-        """Differences kept at first, and at most."""
-        n = z0.shape[1]
-        most = memory(self.history, self.budget, z0, small=n, medium=MOST, large=MOST)
-        few = most if self.history is not None or n <= SMALL_STATE else FEW if n <= MEDIUM_STATE else FEWER
-        return min(few, most), most
 
     def step(self, f: Map, state: AndersonState) -> AndersonState:
         trust = self._judge(f, state)
         first = isinstance(state.count, int) and state.count == 0
         pairs, trust = (state.pairs, trust) if first else self._insert(state, trust)
         z = self._next(state, pairs, trust)
-        order = () if first else following(state.order, state.limit)
-        trust, limit, window = self._grow(f, state, trust, order)
         return AndersonState(
             z,
             f(z),
@@ -152,11 +134,8 @@ class Anderson(Solver[AndersonState]):
             waited=trust.waited,
             trusted=trust.trusted,
             doubted=trust.doubted,
-            limit=limit,
-            most=state.most,
+            limit=state.limit,
             count=state.count + 1,
-            order=order,
-            window=window,
             active=state.active,
         )
 
@@ -174,7 +153,7 @@ class Anderson(Solver[AndersonState]):
             return Trust(length, waited, state.trusted, state.doubted)
         waited = (state.waited + 1) * (length >= state.shortest)
         # an affine map is determined by n differences, and the residual may not fall before all are known
-        limit, n = state.most, state.z.shape[1]
+        limit, n = state.limit, state.z.shape[1]
         usual = (length <= GROWTH * state.shortest) & (waited < (PATIENCE if limit < n else limit + PATIENCE))  # not nan
         trusted = state.trusted if state.doubted else length.new_ones(length.shape[0], state.pairs.shape[1])
         shortest = torch.where(usual, torch.minimum(length, state.shortest), length)
@@ -189,9 +168,9 @@ class Anderson(Solver[AndersonState]):
         slot, k = (state.count - 1) % limit, limit
         pairs, trusted = state.pairs, trust.trusted
         if isinstance(state.count, int):
-            slot, k = next_slot(state.order, limit), len(state.order)
-            pairs = room(pairs, slot, limit, blank=False)
-            trusted = room(trusted, slot, limit) if trust.doubted else trusted
+            k = min(state.count - 1, limit)
+            pairs = room(pairs, (state.count - 1) % limit, limit, blank=False)
+            trusted = room(trusted, (state.count - 1) % limit, limit) if trust.doubted else trusted
         followed = differentiated(state.pair, state.last, pairs)
         pair = torch.sub(state.pair, state.last, out=None if followed else state.last)
         size = torch.linalg.vector_norm(pair[:, :n], dim=1, keepdim=True)
@@ -207,32 +186,12 @@ class Anderson(Solver[AndersonState]):
         else:
             torch.mul(pair, scale, out=pairs[:, slot])
         if trust.doubted:
-            trusted = put(trusted.clone(), slot, torch.ones_like(left[:, 0]))
-            if state.window is not None:
-                used = recent(following(state.order, limit), state.window)
-                trusted = torch.cat((trusted[:, : used.shape[1]] * used, trusted[:, used.shape[1] :]), dim=1)
-            trust = trust._replace(trusted=trusted)
+            trust = trust._replace(trusted=put(trusted.clone(), slot, torch.ones_like(left[:, 0])))
         return pairs, trust
-
-    def _grow(self, f: Map, state: AndersonState, trust: Trust, order: tuple[int, ...]) -> tuple[Trust, int, Tensor | None]:
-        """Trust, slots, and the window of each row: larger where it is filled and the last step was slow."""
-        limit, window = state.limit, state.window
-        if isinstance(state.count, Tensor) or none_slow(f):
-            return trust, limit, window
-        full = len(order) == limit
-        if window is None:
-            if not full or limit == state.most:
-                return trust, limit, None
-            window = torch.full_like(state.waited, limit, dtype=torch.int64)
-        if not trust.doubted:
-            trust = trust._replace(trusted=window.new_ones(len(window), limit, dtype=state.z.dtype), doubted=True)
-        held = trust.trusted[:, : len(order)].sum(dim=1, keepdim=True)
-        # whether a row needs the new slot is known to it alone
-        return trust, min(limit + 1, state.most) if full else limit, larger(f, window, held, state.most)
 
     def _next(self, state: AndersonState, pairs: Tensor, trust: Trust) -> Tensor:
         k, n = state.limit, state.z.shape[1]
-        k = min(state.count, pairs.shape[1]) if isinstance(state.count, int) else k
+        k = min(state.count, k) if isinstance(state.count, int) else k
         if k == 0:
             return state.fz if self.damping == 1 else torch.lerp(state.z, state.fz, self.damping)
         residuals, values = pairs[:, :k, :n], pairs[:, :k, n:]

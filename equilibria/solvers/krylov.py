@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from equilibria._core import autodiff_modes
-from equilibria._core.maps import Map
+from equilibria._core.maps import FALLEN, Affine, Map
 from equilibria.solvers.base import (
     SMALL_STATE,
     Iterate,
@@ -29,7 +29,6 @@ from equilibria.solvers.base import (
     room,
     without,
 )
-from equilibria.solvers.windows import following, larger, next_slot, none_slow, recent
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,7 @@ class GMRESState(_Carried):
 
 
 STAGNATION = 0.9  # if a step leaves more of the residual than this, the last image is added to the space as well
+SLOW = 0.8  # if a step leaves more of the residual than this, the window grows instead of dropping a direction
 FEW = 4  # directions stored as long as steps are not slow
 ANEW = 100  # steps after which directions are dropped and the residual is recomputed, because errors of images accumulate
 
@@ -109,7 +109,7 @@ class GMRES(Solver[GMRESState]):
         fz = torch.add(z, remaining, out=None if traced or state.count == 0 else state.fz)
         limits = (state.limit, state.most, state.count + 1, state.taken + 1)
         held = state.held if state.held is None or state.window is None else torch.minimum(state.held + 1, state.window)
-        rows = (following(state.order, state.limit), state.window, held)
+        rows = (_following(state), state.window, held)
         return GMRESState(z, fz, state.base, remaining, pairs, q, length, *limits, *rows, active=state.active)
 
     def _anew(self, f: Map, state: GMRESState) -> GMRESState:
@@ -134,7 +134,7 @@ class GMRES(Solver[GMRESState]):
         slot: int | Tensor
         if isinstance(state.count, int):
             k = len(state.order)
-            slot = next_slot(state.order, limit)
+            slot = k if k < limit else state.order[0]
             pairs = room(pairs, slot, limit, blank=False)
         else:
             slot = state.count % limit
@@ -145,9 +145,7 @@ class GMRES(Solver[GMRESState]):
         size = torch.linalg.vector_norm(q, dim=1)
         pair = torch.cat((q, p), dim=1)
         if k:
-            weights = products(pairs[:, :k, :n], q)
-            weights = weights if state.held is None else weights * recent(state.order, state.held)
-            pair = without(pair, weights, pairs[:, :k], over=True)
+            pair = without(pair, _weights(state, products(pairs[:, :k, :n], q)), pairs[:, :k], over=True)
         length = torch.linalg.vector_norm(pair[:, :n], dim=1)
         # if only rounding remains of an image after projection, the space is complete and the new pair is zero
         complete = length <= 10 * torch.finfo(q.dtype).eps * size
@@ -159,17 +157,38 @@ class GMRES(Solver[GMRESState]):
 
 def _roomier(f: Map, state: GMRESState) -> GMRESState:
     """The state with a larger window for rows that have filled theirs and whose last step was slow."""
-    if isinstance(state.count, Tensor) or none_slow(f):
+    if isinstance(state.count, Tensor) or len(state.order) < FEW or (state.limit == state.most and state.window is None):
         return state
+    if isinstance(f.raw, Affine) and f.growth < SLOW and f.growth != FALLEN:  # which does not say how far
+        return state  # no row was slow: linear systems have a fixed scale, so that this is about residuals alone
     full = len(state.order) == state.limit
-    if state.window is None and (not full or state.limit == state.most):
-        return state
     window = state.window
     if window is None:
+        if not full:
+            return state
         window = torch.full_like(state.before, state.limit, dtype=torch.int64).unsqueeze(1)
     held = window if state.held is None else state.held
+    slow = ~(state.length < SLOW * state.before).unsqueeze(1)
+    larger = window + (slow & (held == window) & (window < state.most))
     limit = min(state.limit + 1, state.most) if full else state.limit  # whether a row needs the slot is known to it alone
-    return replace(state, limit=limit, window=larger(f, window, held, state.most), held=held)
+    return replace(state, limit=limit, window=larger, held=held)
+
+
+def _following(state: GMRESState) -> tuple[int, ...]:
+    """The slots in use after a step, the oldest first."""
+    if len(state.order) < state.limit:
+        return (*state.order, len(state.order))
+    return (*state.order[1:], state.order[0])
+
+
+def _weights(state: GMRESState, weights: Tensor) -> Tensor:
+    """(batch, k), zero for pairs that a row no longer keeps."""
+    if state.held is None:
+        return weights
+    newer = [0] * len(state.order)  # pairs after that of a slot
+    for age, slot in enumerate(reversed(state.order)):
+        newer[slot] = age
+    return weights * (torch.tensor(newer, device=weights.device) < state.held)
 
 
 @dataclass(frozen=True)
