@@ -116,8 +116,7 @@ class _ReplayedStep:
     """
 
     def __init__(self, solver: Solver[Any], f: Map, like: Iterate, best: Tensor, truncate: int | None) -> None:
-        self.solver, self.f, self.best, self.truncate = solver, f, best, truncate
-        self.like = {0: like}  # by step: which fields hold what changes as histories grow
+        self.solver, self.f, self.like, self.best, self.truncate = solver, f, like, best, truncate
 
     def buffers(self) -> dict[str, Tensor]:
         return {}  # the buffers of an equation are constant
@@ -130,8 +129,7 @@ class _ReplayedStep:
         counters, chosen, *tensors = z
         time, *counted = autodiff_modes.numbers(counters)
         with no_autocast(chosen.device):
-            state = self.solver.step(self.f, rebuild(self.like[time], iter(tensors), iter(counted)))
-        self.like.setdefault(time + 1, _structure(state, self.like[0]))
+            state = self.solver.step(self.f, rebuild(self.like, iter(tensors), iter(counted)))
         chosen = torch.where((self.best == time + 1).unsqueeze(1), state.z, chosen)
         return (torch.tensor([time + 1, *collect(state, int)]), chosen, *self._cut(collect(state, Tensor), time + 1))
 
@@ -141,20 +139,6 @@ class _ReplayedStep:
             return tensors
         early = time < self.best - self.truncate
         return [_without_graph(tensor, early) for tensor in tensors]
-
-
-def _structure(state: Any, start: Any) -> Any:
-    """`state` with empty tensors, and with the buffers of `start`: so it keeps no memory."""
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(state):
-        value = getattr(state, field.name)
-        if isinstance(value, Tensor):
-            values[field.name] = value.new_empty(0)
-        elif isinstance(value, Iterate):
-            values[field.name] = _structure(value, getattr(start, field.name))
-        elif isinstance(value, tuple) and any(isinstance(part, Tensor) for part in value):
-            values[field.name] = getattr(start, field.name)
-    return dataclasses.replace(state, **values)
 
 
 def _without_graph(tensor: Tensor, rows: Tensor) -> Tensor:
