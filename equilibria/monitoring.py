@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from equilibria._core.recording import record
-from equilibria.solution import Solution
+from equilibria.solution import Solution, Stats, empty_stats, record
 
 __all__ = ["Monitor", "monitor"]
 
+QUANTITIES = frozenset(empty_stats(0, torch.device("cpu")).summary())
 Log = Callable[[dict[str, float], int], Any]  # of a row and its step
 
 
-def monitor(model: nn.Module, to: Any = None, *, every: int = 1, prefix: str = "deq/") -> Monitor:
+def monitor(
+    model: nn.Module,
+    to: Any = None,
+    *,
+    every: int = 1,
+    prefix: str = "deq/",
+    quantities: Collection[str] | None = None,
+    manual: bool = False,
+    first_step: int = 0,
+) -> Monitor:
     """Log `Stats.summary()` of every DEQ in `model` for each forward pass, with the adjoint's after a backward pass.
 
         with eq.monitor(model, to=wandb):  # anything with log(dict), log_dict(dict) or add_scalar(name, value, step)
@@ -26,24 +36,49 @@ def monitor(model: nn.Module, to: Any = None, *, every: int = 1, prefix: str = "
                 criterion(model(x), y).backward()
 
     A forward pass is logged when the next one begins, or when the block ends, because its adjoint is solved only then.
-    Names are `prefix` + layer + "/" + quantity, adjoint quantities under layer + "/adjoint".
+    Names are `prefix` + layer + "/" + quantity, adjoint quantities under layer + "/adjoint". `eq.integrations` has callbacks
+    for Lightning, the Hugging Face Trainer, accelerate and TensorBoard.
 
-    to      a function of a dict, or an object with `log`, `log_dict` or `add_scalar`; None: rows are kept in `Monitor.rows`
-    every   log every so many-th forward pass
-    prefix  of all names
+    to          a function of a dict, or an object with `log`, `log_dict` or `add_scalar`; None: rows are kept in
+                `Monitor.rows`
+    every       log every so many-th forward pass
+    prefix      of all names
+    quantities  the entries of `Stats.summary()` to log, as ("converged", "steps_mean"); None: all
+    manual      log only when `Monitor.flush()` is called, all solves since the last call in one row: for training loops
+                that run the model several times per step
+    first_step  the number of the first forward pass, for a run that is resumed
     """
     if every < 1:
         raise ValueError(f"monitor's every must be at least 1, got {every}.")
-    return Monitor(model, _logger(to), every, prefix)
+    unknown = sorted(set(quantities or ()) - QUANTITIES)
+    if unknown:
+        raise ValueError(f"monitor's quantities must be among {', '.join(sorted(QUANTITIES))}: got {', '.join(unknown)}.")
+    chosen = QUANTITIES if quantities is None else frozenset(quantities)
+    return Monitor(model, _logger(to), every, prefix, chosen, manual, first_step)
 
 
 class Monitor:
-    """A context manager made by `monitor`. `rows` has one dict per logged forward pass if nothing else takes them."""
+    """A context manager made by `monitor`.
 
-    def __init__(self, model: nn.Module, log: Log | None, every: int, prefix: str) -> None:
-        self.model, self.every, self.prefix = model, every, prefix
+    rows    one dict per logged forward pass, if nothing else takes them
+    passes  the number of the next forward pass
+    step    the number of the pass that was logged last; while a row is logged, its own
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        log: Log | None,
+        every: int,
+        prefix: str,
+        quantities: frozenset[str],
+        manual: bool,
+        first_step: int,
+    ) -> None:
+        self.model, self.every, self.prefix, self.quantities, self.manual = model, every, prefix, quantities, manual
         self.rows: list[dict[str, float]] = []
-        self.passes = 0
+        self.passes = first_step
+        self.step = first_step - 1
         self._log = log
         self._solutions: list[Solution] = []
         self._stack: ExitStack | None = None
@@ -54,30 +89,36 @@ class Monitor:
             raise RuntimeError("This monitor is already running: make another one with eq.monitor(model).")
         self._stack = ExitStack()
         self._solutions = self._stack.enter_context(record(self.model))
-        self._hook = self.model.register_forward_pre_hook(lambda module, inputs: self.flush())
+        if not self.manual:
+            self._hook = self.model.register_forward_pre_hook(lambda module, inputs: self.flush())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.flush()
-        assert self._stack is not None and self._hook is not None
-        self._hook.remove()
+        assert self._stack is not None
+        if self._hook is not None:
+            self._hook.remove()
         self._stack.close()
         self._stack = self._hook = None
 
     def flush(self) -> None:
         """Log the forward pass that is waiting for its backward, if there is one."""
-        solutions, step = list(self._solutions), self.passes
-        self._solutions.clear()  # they hold equilibria and inputs
+        solutions, count = list(self._solutions), self.passes
+        self.discard()
         if not solutions:
             return
         self.passes += 1
-        if step % self.every:
+        if count % self.every:
             return
-        row = self._row(solutions)
+        row, self.step = self._row(solutions), count
         if self._log is None:
             self.rows.append(row)
         else:
-            self._log(row, step)
+            self._log(row, count)
+
+    def discard(self) -> None:
+        """Forget the forward pass that is waiting for its backward: it is not logged."""
+        self._solutions.clear()  # they hold equilibria and inputs
 
     def _row(self, solutions: list[Solution]) -> dict[str, float]:
         row: dict[str, float] = {}
@@ -86,17 +127,20 @@ class Monitor:
             layer = solution.layer or "layer"
             seen[layer] = times = seen.get(layer, 0) + 1
             name = layer if times == 1 else f"{layer}.{times}"  # a layer may be solved several times in a pass
-            row |= {f"{self.prefix}{name}/{key}": value for key, value in solution.stats.summary().items()}
+            row |= self._named(name, solution.stats)
             if solution.adjoint is not None:
-                row |= {f"{self.prefix}{name}/adjoint/{key}": value for key, value in solution.adjoint.summary().items()}
+                row |= self._named(f"{name}/adjoint", solution.adjoint)
         return row
+
+    def _named(self, name: str, stats: Stats) -> dict[str, float]:
+        return {f"{self.prefix}{name}/{key}": value for key, value in stats.summary().items() if key in self.quantities}
 
 
 def _logger(to: Any) -> Log | None:
     """The way to log to `to`, as a function of a row and its step."""
     if to is None:
         return None
-    for name in ("log", "log_dict"):
+    for name in ("log_dict", "log"):  # a LightningModule has both, and its log takes a name and a value
         if callable(getattr(to, name, None)):
             return lambda row, step: getattr(to, name)(row)
     if callable(getattr(to, "add_scalar", None)):

@@ -63,13 +63,20 @@ class WithLogDict(Logger):
         self.rows.append(row)
 
 
+class WithBoth(WithLogDict):
+    """As a LightningModule."""
+
+    def log(self, name: str, value: float) -> None:
+        raise AssertionError("log_dict takes the row")
+
+
 class Writer(Logger):
     def add_scalar(self, name: str, value: float, step: int) -> None:
         if name.endswith("steps_max"):
             self.rows.append((name, value, step))
 
 
-@pytest.mark.parametrize("logger", [WithLog(), WithLogDict(), Writer()], ids=lambda each: type(each).__name__)
+@pytest.mark.parametrize("logger", [WithLog(), WithLogDict(), WithBoth(), Writer()], ids=lambda each: type(each).__name__)
 def test_a_monitor_logs_to_what_people_have(logger: Logger) -> None:
     net = model()
     with eq.monitor(net, to=logger, every=2, prefix="layers/"):
@@ -89,6 +96,28 @@ def test_a_monitor_takes_a_function_and_refuses_the_rest() -> None:
         eq.monitor(net, to=3)
     with pytest.raises(ValueError, match="at least 1, got 0"):
         eq.monitor(net, every=0)
+    with pytest.raises(ValueError, match=r"steps_mean.*: got stepz"):
+        eq.monitor(net, quantities=["stepz"])
+
+
+def test_a_manual_monitor_logs_all_solves_of_a_training_step_in_one_row() -> None:
+    net, numbers = model(), list[int]()
+    monitor: eq.monitoring.Monitor = eq.monitor(net, to=lambda row: numbers.append(monitor.step), manual=True, first_step=7)
+    with monitor:
+        steps(net, 2)
+        assert numbers == []
+        monitor.flush()
+        steps(net, 1)
+        monitor.discard()
+        monitor.flush()
+    assert numbers == [7] and monitor.passes == 8
+    with eq.monitor(net, manual=True, quantities=["converged", "steps_max"]) as monitor:
+        steps(net, 2)
+    (row,) = monitor.rows
+    names = {
+        f"deq/{layer}/{key}" for layer in ("1", "1/adjoint", "1.2", "1.2/adjoint") for key in ("converged", "steps_max")
+    }
+    assert set(row) == names
 
 
 def test_a_layer_that_is_solved_twice_in_a_pass_has_two_names() -> None:

@@ -1,11 +1,14 @@
-"""Atomic file writes: after a crash a file is either complete or absent."""
+"""Files of a run: writes that survive a crash, and JSON without nan."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
+
+from equilibria._core.plain import to_plain
 
 
 def write_new(path: Path, data: bytes) -> None:
@@ -33,3 +36,17 @@ def read_object(path: Path, advice: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{path} must be a JSON object, got {found!s:.80}. {advice}")
     return found
+
+
+def as_json(value: Any) -> bytes:
+    """A JSON file; nan and inf, which JSON does not have, become null."""
+    return (json.dumps(to_plain(value, _finite), indent=1, allow_nan=False) + "\n").encode()
+
+
+def as_line(record: Any) -> bytes:
+    """A line of a file of JSON lines; nan and inf become null."""
+    return (json.dumps(to_plain(record, _finite), allow_nan=False) + "\n").encode()
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

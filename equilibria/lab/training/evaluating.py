@@ -10,13 +10,12 @@ from lightning_fabric import Fabric
 from torch import nn
 
 from equilibria._core.compaction import set_verdicts, verdicts
-from equilibria._core.recording import record
 from equilibria.lab.training.processes import gather, gathered, other_rng
 from equilibria.lab.training.run_state import State
 from equilibria.lab.training.settings import Training
 from equilibria.lab.training.statistics import Meter, observe, radius
 from equilibria.lab.training.task import Loader, Task
-from equilibria.solution import Solution
+from equilibria.solution import Solution, record
 
 
 class Evaluator:

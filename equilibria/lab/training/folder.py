@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import importlib.metadata
 import json
-import math
 import platform
 import warnings
 from collections.abc import Collection, Iterator, Mapping
@@ -21,7 +20,7 @@ from torch import nn
 from equilibria._core.files import replace_file
 from equilibria._core.plain import to_plain
 from equilibria.lab.training.checkpoints import Checkpoints, CorruptCheckpointError, Found
-from equilibria.lab.training.durable import append_to, read_object
+from equilibria.lab.training.durable import append_to, as_json, as_line, read_object
 from equilibria.lab.training.settings import Training, from_plain, one_of
 from equilibria.lab.training.task import Task
 from equilibria.models.states import take_dtypes
@@ -80,7 +79,7 @@ class Folder:
         file = self.path / CONFIG
         if self.checkpoints.empty and not (self.path / SUMMARY).exists():
             self._check_new()
-            replace_file(file, _json(config))
+            replace_file(file, as_json(config))
             return []
         if not file.exists():
             raise ValueError(f"{file} is missing beside the checkpoints of a run. Restore it, or take another folder.")
@@ -103,17 +102,17 @@ class Folder:
                 f"{self.path / METRICS} has {len(kept)} epochs, but the checkpoint was written after {epochs}. Restore the "
                 "file, or start the run anew in another folder."
             )
-        replace_file(self.path / METRICS, b"".join(map(_line, kept)))
+        replace_file(self.path / METRICS, b"".join(map(as_line, kept)))
         return kept
 
     def add_metrics(self, record: Mapping[str, Any]) -> None:
         try:
-            append_to(self.path / METRICS, _line(record))
+            append_to(self.path / METRICS, as_line(record))
         except OSError as error:
             raise OSError(error.errno, f"cannot write {self.path / METRICS}: {error.strerror or error}") from error
 
     def finish(self, summary: RunSummary) -> None:
-        replace_file(self.path / SUMMARY, _json(summary))
+        replace_file(self.path / SUMMARY, as_json(summary))
 
     def summary(self) -> RunSummary | None:
         found = read_summary(self.path)
@@ -192,7 +191,7 @@ class Run:
 
 def check_settings(folder: Path, config: Mapping[str, Any]) -> list[str]:
     """Refuse a config that is not that of the run in `folder`; returns versions that have changed since."""
-    changed = _differences(read_object(folder / CONFIG, RESTORE), json.loads(_json(config)))
+    changed = _differences(read_object(folder / CONFIG, RESTORE), json.loads(as_json(config)))
     refused = [line for key, line in changed.items() if not key.startswith("versions.") and key not in FREE]
     if refused:
         raise ValueError(
@@ -286,16 +285,3 @@ def _differences(before: Any, now: Any, key: str = "") -> dict[str, str]:
 def _not_as_written(path: Path, error: Exception) -> ValueError:
     reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
     return ValueError(f"{path} was changed or written by another version: {reason} {RESTORE}")
-
-
-def _json(value: Any) -> bytes:
-    return (json.dumps(to_plain(value, _finite), indent=1, allow_nan=False) + "\n").encode()
-
-
-def _line(record: Mapping[str, Any]) -> bytes:
-    return (json.dumps(to_plain(record, _finite), allow_nan=False) + "\n").encode()
-
-
-def _finite(value: Any) -> Any:
-    """None for nan and inf, which JSON does not have."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -23,8 +23,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
-from equilibria._core.loop import Stop
 from equilibria.deq import DEQ
+from equilibria.stop import Stop
 
 T = TypeVar("T")
 

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from equilibria._core.recording import record
 from equilibria.lab.training.optimisers import lr_factor, momentum_at, set_lr, set_momentum
 from equilibria.lab.training.processes import agree, step_clock
 from equilibria.lab.training.run_state import State
 from equilibria.lab.training.settings import Training
-from equilibria.lab.training.statistics import Observed, observe
+from equilibria.lab.training.statistics import BatchSolves, Observed, observe
+from equilibria.solution import record
 
 
 class TrainingError(RuntimeError):
@@ -29,6 +29,7 @@ class Stepped:
     """The outcome of a step; `skipped` is the reason why the weights were not updated, or None.
 
     backward  seconds of the backward pass alone
+    solves    the convergence of its solves; None without equilibria
     """
 
     loss: float
@@ -36,6 +37,7 @@ class Stepped:
     skipped: str | None
     asked: bool  # for whatever the flags of `Stepper.step` were, by any process
     due: bool
+    solves: BatchSolves | None = None
 
 
 class Stepper:
@@ -65,7 +67,7 @@ class Stepper:
             self._undo(before)
         self.optimizer.zero_grad()
         state.meter.add_batch(seen, skipped=reason is not None)
-        return Stepped(seen.loss, backward, reason, asked, due)
+        return Stepped(seen.loss, backward, reason, asked, due, seen.solves)
 
     def _backward(self, loss: Tensor) -> float:
         """Run the backward pass; returns its seconds, by the clock of training steps."""

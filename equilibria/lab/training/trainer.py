@@ -31,13 +31,14 @@ from equilibria.lab.training.processes import (
 from equilibria.lab.training.run_state import State, whole
 from equilibria.lab.training.settings import Training
 from equilibria.lab.training.statistics import Meter
+from equilibria.lab.training.step_log import StepLog
 from equilibria.lab.training.stepping import Stepped, Stepper, TrainingError
 from equilibria.lab.training.task import Task
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-EVENTS_EVERY = 20  # steps between two points of the loss curve in TensorBoard
+FLUSH_SECONDS = 10  # of TensorBoard's events, so that a run can be watched
 
 
 class Interrupted(KeyboardInterrupt):
@@ -154,6 +155,8 @@ class Trainer:
             self._tell_processes(len(parts["processes"]))
         if self.fabric.is_global_zero:
             self.folder.cut_metrics(self._state.progress.epoch - 1)
+            self._step_log = StepLog(self.folder.path, self.training.epochs * len(self._state.loaders.train))
+            self._step_log.cut(self._state.progress.step)
         self._written = time.monotonic()
 
     def _tell_processes(self, before: int) -> None:
@@ -171,7 +174,8 @@ class Trainer:
             return
         from torch.utils.tensorboard import SummaryWriter  # slow to import
 
-        with SummaryWriter(str(self.folder.path / "tensorboard"), purge_step=self._state.progress.step + 1) as writer:
+        purge = self._state.progress.step + 1
+        with SummaryWriter(str(self.folder.path / "tensorboard"), purge_step=purge, flush_secs=FLUSH_SECONDS) as writer:
             yield writer
 
     # an epoch
@@ -210,8 +214,7 @@ class Trainer:
         progress.seconds_train += seconds
         if self.fabric.is_global_zero:
             self.listener.step_done(progress.step, stepped.loss, seconds)
-        if self._events is not None and progress.step % EVENTS_EVERY == 0:
-            self._events.add_scalar("step/loss", stepped.loss, progress.step)
+            self._step_log.add(progress.step, progress.epoch, stepped, self._events)
         if stepped.skipped is None:
             progress.bad_in_a_row = 0
         else:

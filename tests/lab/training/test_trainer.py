@@ -15,6 +15,9 @@ from torch import nn
 import equilibria as eq
 from equilibria.lab.training import Loaders, Optimizer, Outcome, Run, RunSummary, Schedule, Trainer, Training, TrainingError
 from equilibria.lab.training.processes import step_clock
+from equilibria.lab.training.statistics import BatchSolves
+from equilibria.lab.training.step_log import POINTS, StepLog, read_steps
+from equilibria.lab.training.stepping import Stepped
 from tests.lab.training.tasks import Classifying, Noted, Pair, timeless, weights
 
 TRAINING = Training(epochs=2, batch_size=8, optimizer=Optimizer(lr=0.05))
@@ -84,7 +87,28 @@ def test_the_curves_are_in_tensorboard(tmp_path: Path) -> None:
     events = module.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     seen = [event.value for event in events.Scalars("valid/accuracy")]
     assert seen == pytest.approx([line["split"]["valid"]["accuracy"] for line in Run.open(tmp_path).metrics])
-    assert [event.step for event in events.Scalars("step/loss")] == [20]
+    steps = read_steps(tmp_path)
+    assert [line["step"] for line in steps] == list(range(1, 21)) and steps[-1]["epoch"] == 4
+    for name in ("loss", "evaluations", "depth", "residual_max", "failed"):
+        curve = [(event.step, event.value) for event in events.Scalars(f"step/{name}")]
+        assert curve == [(line["step"], pytest.approx(line[name])) for line in steps]
+    assert len(events.Scalars("step/adjoint_failed")) == 16  # after four steps of JFB, which solves no adjoint
+
+
+def test_long_runs_log_every_nth_step_and_resumed_ones_cut_what_is_ahead(tmp_path: Path) -> None:
+    solves = BatchSolves(7, None, 4, 12.0, 3, 0.3, 0.2, 1, 0)
+    log = StepLog(tmp_path, 2 * POINTS + 1)
+    for step in range(1, 8):
+        log.add(step, 1, Stepped(math.nan, 0.0, "the loss is nan", False, False, solves), None)
+    assert [line["step"] for line in read_steps(tmp_path)] == [3, 6]
+    assert read_steps(tmp_path)[0] == {
+        "step": 3, "epoch": 1, "loss": None, "skipped": 1.0, "evaluations": 7.0, "depth": 3.0, "failed": 0.25,
+        "residual": pytest.approx(0.1), "residual_max": 0.2,
+    }  # fmt: skip
+    with open(tmp_path / "steps.jsonl", "ab") as file:
+        file.write(b'[1]\nnot JSON\n{"step": 9, "lo')
+    log.cut(5)
+    assert [line["step"] for line in read_steps(tmp_path)] == [3]
 
 
 def test_the_seed_decides_everything(tmp_path: Path) -> None:
