@@ -8,8 +8,14 @@ model = models.create("skip-mlp-v2", classes=10)
 from equilibria.analysis.summary import summary
 from equilibria.analysis.summary_table import Summary
 from equilibria.models import pretrained
+from equilibria.models.diffusion.chain import ChainCell, ParallelSampler
+from equilibria.models.diffusion.denoiser import Denoiser, DenoiserConfig, diffusion_loss
 from equilibria.models.entries import ModelInfo, parameters
+from equilibria.models.fields.field import EquilibriumField, ExplicitField, FieldConfig
+from equilibria.models.fields.filters import coordinate_grid
 from equilibria.models.files import ModelFileError, SavedModel, load, read_info, save
+from equilibria.models.flow.configs import FLOW_CONFIGS, FlowConfig
+from equilibria.models.flow.deq_flow import DEQFlow
 from equilibria.models.graphs.gcn import GCNLayer, GraphGCN, GraphGCNConfig, NodeGCN, NodeGCNConfig
 from equilibria.models.graphs.graph_nets import (
     ChainNet,
@@ -56,6 +62,7 @@ from equilibria.models.reasoning.reasoner import Reasoner, Thought
 from equilibria.models.registry import create, info, names
 
 __all__ = [
+    "FLOW_CONFIGS",
     "MDEQ",
     "MDEQ_CONFIGS",
     "REASONER_CONFIGS",
@@ -69,10 +76,18 @@ __all__ = [
     "AttractorModel",
     "CIFARResNet",
     "CausalBackbone",
+    "ChainCell",
     "ChainNet",
     "ChainNetConfig",
+    "DEQFlow",
     "DEQTransformer",
+    "Denoiser",
+    "DenoiserConfig",
+    "EquilibriumField",
+    "ExplicitField",
+    "FieldConfig",
     "FixedSteps",
+    "FlowConfig",
     "GCNLayer",
     "GRUModel",
     "GraphClassifier",
@@ -99,6 +114,7 @@ __all__ = [
     "NodeGCNConfig",
     "PPINet",
     "PPINetConfig",
+    "ParallelSampler",
     "PlanetoidNet",
     "PlanetoidNetConfig",
     "Pruning",
@@ -127,7 +143,9 @@ __all__ = [
     "UntiedStack",
     "VocabularyConfig",
     "activation_penalty",
+    "coordinate_grid",
     "create",
+    "diffusion_loss",
     "generate",
     "info",
     "load",

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from equilibria.models.diffusion.denoiser import DIGITS, Denoiser
+from equilibria.models.fields.field import EquilibriumField, ExplicitField, FieldConfig
+from equilibria.models.flow.configs import FLOW_CONFIGS
+from equilibria.models.flow.deq_flow import DEQFlow
 from equilibria.models.graphs.gcn import GraphGCN, GraphGCNConfig, NodeGCN, NodeGCNConfig
 from equilibria.models.graphs.graph_nets import (
     ChainNet,
@@ -41,7 +45,7 @@ class ModelInfo:
     """The description of a model: its name, class and default options.
 
     build    its class, or a function that returns it
-    options  what `build` is given unless the caller says otherwise
+    options  default arguments of `build`
     """
 
     name: str
@@ -65,6 +69,7 @@ _STARTS = {"vanilla": "starts at zero", "skip": "starts at a prediction", "v2": 
 
 
 def _mdeq_models() -> list[ModelInfo]:
+    """Return the multiscale DEQs; Skip DEQ configurations appear once per variant."""
     tiny = MDEQ_CONFIGS["cifar-tiny"]
     found = [ModelInfo("mdeq-tiny", "short for mdeq-cifar-tiny", MDEQ, (("config", tiny),))]
     for name, config in MDEQ_CONFIGS.items():
@@ -79,6 +84,7 @@ def _mdeq_models() -> list[ModelInfo]:
 
 
 def _skip_models() -> list[ModelInfo]:
+    """Return the dense Skip DEQs, one classifier and one regressor per variant."""
     found = []
     for variant, start in _STARTS.items():
         option = (("variant", variant),)
@@ -90,6 +96,7 @@ def _skip_models() -> list[ModelInfo]:
 
 
 def _vision_models() -> list[ModelInfo]:
+    """Return the residual network and the implicit ones of JFB, each with its exact and explicit twins."""
     found = [ModelInfo("resnet-56", "residual network, explicit", ResNet)]
     for name, kind in (("mnist", MNISTResNet), ("svhn", SVHNResNet), ("cifar10", CIFARResNet)):
         plain, bare = ("config", kind()), ("config", kind(latent_norm=False))
@@ -103,6 +110,7 @@ def _vision_models() -> list[ModelInfo]:
 
 
 def _monotone_models() -> list[ModelInfo]:
+    """Return the monotone operator networks."""
     colour = (3, 32, 32)
     configs = {
         "mlp-mnist": MonotoneMLPConfig(),
@@ -117,6 +125,7 @@ def _monotone_models() -> list[ModelInfo]:
 
 
 def _flows() -> list[ModelInfo]:
+    """Return the neural ODEs."""
     configs = {
         "node-mnist": NODE_MNIST,
         "anode-mnist": ANODE_MNIST,
@@ -127,6 +136,7 @@ def _flows() -> list[ModelInfo]:
 
 
 def _sequence_models() -> list[ModelInfo]:
+    """Return the sequence models: GRU, DEQ transformers, Transformer-XL and TrellisNets."""
     found = [ModelInfo("gru-copy", "GRU, copy memory", GRUModel)]
     for name, config in TRANSFORMER_CONFIGS.items():
         summary = f"DEQ transformer, {config.summary}"
@@ -145,6 +155,7 @@ def _sequence_models() -> list[ModelInfo]:
 
 
 def _graph_models() -> list[ModelInfo]:
+    """Return the implicit graph networks and the graph convolutions."""
     kinds: dict[str, tuple[str, Callable[..., nn.Module], Any]] = {
         "ignn-cox2": ("implicit graph network, a class per graph", GraphClassifier, GraphClassifierConfig(features=35)),
         "ignn-proteins": ("implicit graph network, a class per graph", GraphClassifier, GraphClassifierConfig(features=3)),
@@ -176,7 +187,38 @@ def _reasoners() -> list[ModelInfo]:
     ]
 
 
+def _fields() -> list[ModelInfo]:
+    kinds: dict[str, tuple[str, FieldConfig]] = {
+        "siren": ("sinusoids", FieldConfig()),
+        "fourier": ("multiplicative Fourier filters", FieldConfig(kind="fourier")),
+        "gabor": ("multiplicative Gabor filters", FieldConfig(kind="gabor")),
+    }
+    found = []
+    for name, (what, config) in kinds.items():
+        option = ("config", config)
+        found.append(ModelInfo(f"field-{name}", f"equilibrium field, {what}", EquilibriumField, (option,)))
+        explicit = f"explicit field of 4 layers, {what}"
+        found.append(ModelInfo(f"field-{name}-explicit", explicit, ExplicitField, (option, ("layers", 4))))
+    return found
+
+
+def _diffusion_models() -> list[ModelInfo]:
+    return [ModelInfo("denoiser-digits", "diffusion model of 8x8 digits", Denoiser, (("config", DIGITS),))]
+
+
+def _flow_models() -> list[ModelInfo]:
+    found = []
+    for name, config in FLOW_CONFIGS.items():
+        summary, unrolled = config.summary, (("config", replace(config, detached=True)), ("depth", 12))
+        found.append(
+            ModelInfo(f"deq-flow-{name}", f"optical flow as an equilibrium, {summary}", DEQFlow, (("config", config),))
+        )
+        found.append(ModelInfo(f"raft-{name}", f"optical flow, 12 updates, {summary}", DEQFlow, unrolled))
+    return found
+
+
 def entries() -> list[ModelInfo]:
-    """All models by name."""
+    """Return all models by name."""
     vision = [*_mdeq_models(), *_skip_models(), *_vision_models(), *_monotone_models(), *_flows()]
-    return sorted([*vision, *_sequence_models(), *_graph_models(), *_reasoners()], key=lambda entry: entry.name)
+    others = [*_sequence_models(), *_graph_models(), *_reasoners(), *_flow_models(), *_fields(), *_diffusion_models()]
+    return sorted([*vision, *others], key=lambda entry: entry.name)

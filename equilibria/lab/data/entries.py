@@ -13,6 +13,7 @@ from equilibria.lab.data.files import File
 from equilibria.lab.data.graphs import ppi, tu
 from equilibria.lab.data.images import cifar10, digits, fashion_mnist, mnist, svhn
 from equilibria.lab.data.mazes import mazes, prefix_sums
+from equilibria.lab.data.moving_layers import moving_layers
 from equilibria.lab.data.planetoid import planetoid
 from equilibria.lab.data.sets import Dataset
 from equilibria.lab.data.sources import (
@@ -33,7 +34,7 @@ from equilibria.lab.data.sudoku import sudoku
 from equilibria.lab.data.synthetic import chains, copy_memory, polynomial, shapes
 from equilibria.lab.data.text import corpus
 
-Kind = Literal["images", "segmentation", "text", "graphs", "nodes", "regression", "sequences", "puzzles"]
+Kind = Literal["images", "segmentation", "text", "graphs", "nodes", "regression", "sequences", "puzzles", "flow"]
 
 
 @dataclass(frozen=True)
@@ -301,6 +302,15 @@ def _synthetic() -> list[Info]:
             shape="3x32x32 colour",
             classes=4,
             read=shapes,
+        ),
+        Info(
+            "moving-layers",
+            "flow",
+            "textured layers under affine motions, with their flow and what is occluded",
+            counts=(1_000, 0, 32),
+            shape="3x48x64 colour, 2 or 8 frames",
+            classes=0,
+            read=moving_layers,
         ),
         *_puzzles(),
     ]

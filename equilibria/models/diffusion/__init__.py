@@ -1,0 +1,1 @@
+"""A small diffusion model, and its sampling chain as an equilibrium."""

@@ -1,0 +1,146 @@
+"""The deterministic sampling chain of a diffusion model as one fixed point (Pokle, Geng and Kolter 2022)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from equilibria._core.checks import require
+from equilibria.deq import DEQ
+from equilibria.gradients.base import Gradient
+from equilibria.gradients.implicit import Implicit
+from equilibria.models.diffusion.denoiser import LARGEST_ANGLE, Denoiser
+from equilibria.solution import Solution
+from equilibria.solvers.fallback import AnySolver
+from equilibria.solvers.picard import Picard
+from equilibria.stop import Stop
+
+Form = Literal["velocity", "noise", "step"]
+
+
+class ChainCell(nn.Module):
+    """One round on all states (x_1, ..., x_S) of a DDIM chain from the noise x_0, the denoiser called once for all of them.
+
+    A step of DDIM from angle φ_k to φ_{k+1} = φ_k - δ is x_{k+1} = cos δ x_k - sin δ v(x_k, φ_k). The forms differ in what a
+    round holds constant. Their fixed point is the same, the chain itself:
+
+    step      x_{k+1} <- cos δ x_k - sin δ v_k: a state learns of the one before it, and state k is exact after k rounds
+    velocity  all steps before it inserted, x_{k+1} <- cos(δ)^{k+1} x_0 - sin δ sum_{j <= k} cos(δ)^{k-j} v_j: every round
+              carries what the first states know to the last one
+    noise     the same in terms of the predicted noise ε_j = sin φ_j x_j + cos φ_j v_j, as published: x_{k+1} <-
+              cos φ_{k+1} (x_0 / cos φ_0 + sum_{j <= k} (tan φ_{j+1} - tan φ_j) ε_j)
+
+    All are triangular: the Jacobian is nilpotent, and plain iteration ends after S rounds at the latest.
+    """
+
+    def __init__(self, denoiser: Denoiser, steps: int, form: Form = "velocity") -> None:
+        super().__init__()
+        require(steps >= 1, f"steps must be at least 1, got {steps}.")
+        require(form in get_args(Form), f"form must be one of {get_args(Form)}, got {form!r}.")
+        self.denoiser, self.steps, self.form = denoiser, steps, form
+        self.delta = LARGEST_ANGLE / steps
+
+    def prepare(self, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """The noise, and its velocity, which does not change from round to round."""
+        return noise, self.denoiser(noise, self.angles(noise)[:1].expand(len(noise)))
+
+    def forward(self, z: Tensor, noise: Tensor, velocity: Tensor) -> Tensor:
+        """(batch, S, *image) -> the same."""
+        angles, later = self.angles(z), z[:, :-1]
+        rest = self.denoiser(later.flatten(0, 1), angles[1:].repeat(len(z))).view_as(later)
+        x, v = torch.cat([noise.unsqueeze(1), later], dim=1), torch.cat([velocity.unsqueeze(1), rest], dim=1)
+        match self.form:
+            case "step":
+                return self.step(x, v)
+            case "velocity":
+                return self._sum_of_velocities(noise, v)
+            case _:
+                wide = _aligned(angles, x)
+                return self._sum_of_noises(noise, wide.sin() * x + wide.cos() * v, wide)
+
+    def _sum_of_velocities(self, noise: Tensor, v: Tensor) -> Tensor:
+        place = torch.arange(self.steps, dtype=v.dtype, device=v.device)
+        gaps = place.unsqueeze(1) - place
+        weights = torch.where(gaps >= 0, -math.sin(self.delta) * math.cos(self.delta) ** gaps.clamp_min(0), 0.0)
+        share = _aligned(math.cos(self.delta) ** (place + 1), v)
+        return share * noise.unsqueeze(1) + torch.einsum("kj,bj...->bk...", weights, v)
+
+    def _sum_of_noises(self, noise: Tensor, predicted: Tensor, angle: Tensor) -> Tensor:
+        after = angle - self.delta
+        moved = ((after.tan() - angle.tan()) * predicted).cumsum(dim=1)
+        return after.cos() * (noise.unsqueeze(1) / math.cos(LARGEST_ANGLE) + moved)
+
+    def step(self, x: Tensor, velocity: Tensor) -> Tensor:
+        """One step of DDIM."""
+        return math.cos(self.delta) * x - math.sin(self.delta) * velocity
+
+    def angles(self, like: Tensor) -> Tensor:
+        """Angles of x_0 ... x_{S-1}, (S,), falling; computed in the dtype of the state, so that no precision is lost."""
+        return LARGEST_ANGLE - self.delta * torch.arange(self.steps, dtype=like.dtype, device=like.device)
+
+
+def _aligned(values: Tensor, like: Tensor) -> Tensor:
+    """(S,) as (1, S, 1, ...), for tensors (batch, S, *image)."""
+    return values.view(1, -1, *[1] * (like.dim() - 2))
+
+
+@dataclass(frozen=True)
+class NoiseEverywhere:
+    """The start of a chain: the noise in each of its `steps` states."""
+
+    steps: int
+
+    def __call__(self, noise: Tensor) -> Tensor:
+        return noise.unsqueeze(1).expand(-1, self.steps, *noise.shape[1:])
+
+
+class ParallelSampler(nn.Module):
+    """Samples of a diffusion model by DDIM, all states of the chain solved for together.
+
+        sampler = eq.models.ParallelSampler(denoiser, steps=50)
+        images = sampler(torch.randn(16, 1, 8, 8))  # differentiable in the noise and the weights
+        s = sampler.solve(noise)  # s.z is (batch, steps, *image), the last state the sample
+        rounds = 1 + s.stats.evaluations  # calls of the denoiser one after another; the plain chain takes `steps`
+
+    A row of the solve is a sample with its whole chain: it stops by its own residual. The start is the noise in every state.
+
+    steps     of the chain
+    form      of the fixed point, see `ChainCell`
+    solver, stop, gradient  as of `DEQ`
+    """
+
+    def __init__(
+        self,
+        denoiser: Denoiser,
+        steps: int = 50,
+        form: Form = "velocity",
+        *,
+        solver: AnySolver = Picard(),
+        stop: Stop = Stop(rtol=1e-4),
+        gradient: Gradient = Implicit(),
+    ) -> None:
+        super().__init__()
+        self.steps = steps
+        self.layer = DEQ(ChainCell(denoiser, steps, form), NoiseEverywhere(steps), solver, stop, gradient)
+
+    def forward(self, noise: Tensor) -> Tensor:
+        """Samples (batch, *image) from noise of the same shape."""
+        return torch.as_tensor(self.solve(noise).z)[:, -1]
+
+    def solve(self, noise: Tensor, *, init: Solution | Tensor | None = None) -> Solution:
+        """The whole chain with its statistics; `init` is a chain to start from, such as that of nearby noise."""
+        return self.layer.solve(noise, init=init)
+
+    def sequential(self, noise: Tensor) -> Tensor:
+        """The chain (batch, steps, *image) one state after another: the reference, `steps` calls of the denoiser."""
+        cell = self.layer.cell
+        assert isinstance(cell, ChainCell)
+        x, states = noise, []
+        for angle in cell.angles(noise):
+            x = cell.step(x, cell.denoiser(x, angle.expand(len(x))))
+            states.append(x)
+        return torch.stack(states, dim=1)

@@ -1,0 +1,69 @@
+"""The cells of equilibrium fields (Huang, Bai and Kolter 2021)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from equilibria.constraints import spectral_norm
+from equilibria.models.fields.filters import Kind, Waves, make_filter
+
+
+class SirenCell(nn.Module):
+    """f(z, x) = sin(W (z + g(x)) + U x + c) with g(x) = sin(V x + d): a SIREN layer whose output is its own input.
+
+    |sin'| <= 1, so that f contracts in the Euclidean norm if |W| < 1.
+    """
+
+    def __init__(self, inputs: int, width: int, scale: float, bound: float | None) -> None:
+        super().__init__()
+        self.state = _state_map(width, bound, bias=False)
+        self.waves = Waves(inputs, width, scale)
+        self.first = make_filter("siren", inputs, width, scale)
+
+    def prepare(self, x: Tensor) -> Tensor:
+        """W g(x) + U x + c."""
+        injected: Tensor = self.state(self.first(x)) + self.waves(x)
+        return injected
+
+    def forward(self, z: Tensor, injected: Tensor) -> Tensor:
+        return torch.sin(self.state(z) + injected)
+
+
+class FilterCell(nn.Module):
+    """f(z, x) = h(x) * (W (z + g(x)) + b) with filters g and h: a multiplicative filter layer as an equilibrium.
+
+    It is affine in z. |h| <= 1, so that f contracts in the Euclidean norm if |W| < 1.
+    """
+
+    def __init__(self, kind: Kind, inputs: int, width: int, scale: float, bound: float | None) -> None:
+        super().__init__()
+        self.state = _state_map(width, bound, bias=True)
+        self.first = make_filter(kind, inputs, width, scale)
+        self.second = make_filter(kind, inputs, width, scale)
+
+    def prepare(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """h(x), and h(x) * (W g(x) + b)."""
+        filters: Tensor = self.second(x)
+        return filters, filters * self.state(self.first(x))
+
+    def forward(self, z: Tensor, filters: Tensor, injected: Tensor) -> Tensor:
+        return torch.addcmul(injected, filters, nn.functional.linear(z, self.state.weight))
+
+
+def make_cell(kind: Kind, inputs: int, width: int, scale: float, bound: float | None) -> nn.Module:
+    """The cell of a kind of field; its two functions of the coordinates share the frequencies of `scale`."""
+    each = scale / math.sqrt(2)
+    if kind == "siren":
+        return SirenCell(inputs, width, each, bound)
+    return FilterCell(kind, inputs, width, each, bound)
+
+
+def _state_map(width: int, bound: float | None, bias: bool) -> nn.Linear:
+    """W z, entries uniform in ±1 / sqrt(width) at the beginning; with a bound, its spectral norm never passes that."""
+    linear = nn.Linear(width, width, bias=bias)
+    limit = 1 / math.sqrt(width)
+    nn.init.uniform_(linear.weight, -limit, limit)
+    return linear if bound is None else spectral_norm(linear, bound=bound, clip=True)

@@ -1,0 +1,1 @@
+"""Optical flow by the equilibrium of a recurrent update."""

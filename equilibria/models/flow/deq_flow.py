@@ -1,0 +1,106 @@
+"""DEQ-Flow: optical flow as the equilibrium of a recurrent update, and the same update unrolled."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from equilibria.deq import DEQ, sample_keys
+from equilibria.explicit import WeightTied
+from equilibria.gradients.base import Gradient
+from equilibria.gradients.phantom import JFB
+from equilibria.models.flow.cell import Encoder, FlowCell, FlowStart, FlowState, Upsample
+from equilibria.models.flow.configs import FlowConfig
+from equilibria.penalties import correction_states
+from equilibria.remember import Keys, Remember
+from equilibria.solvers.anderson import Anderson
+from equilibria.solvers.fallback import AnySolver
+from equilibria.stop import Stop
+
+TRAINING = Stop(rtol=1e-2, max_steps=24, keep_every=3, on_failure="ignore")
+
+
+class DEQFlow(nn.Module):
+    """Optical flow between frames as the equilibrium (hidden state, flow) of RAFT's update (Bai and others 2022).
+
+        model = eq.models.create("deq-flow-nano")
+        flow = model(frames)  # (batch, 2, height, width) from frames (batch, 2, 3, height, width)
+        flows = model.video(frames)  # from frames (batch, n, 3, height, width), each solve started at the last equilibrium
+
+    Frames are normalised to mean 0 and deviation 1. A flow (x, y) is in pixels: the point (x, y) of the first frame is at
+    (x, y) + flow in the second.
+
+    depth        None for the equilibrium; otherwise the update is unrolled so many times and back-propagated through
+    solver       of the equilibrium
+    stop         of the solve in training; `keep_every` makes iterates available for corrections
+    gradient     of the equilibrium
+    eval_stop    in eval mode; None: as `stop`
+    corrections  iterates on the way that training supervises as well, by their one-step gradient
+    """
+
+    def __init__(
+        self,
+        config: FlowConfig,
+        *,
+        depth: int | None = None,
+        solver: AnySolver = Anderson(),
+        stop: Stop = TRAINING,
+        gradient: Gradient = JFB(),
+        eval_stop: Stop | None = None,
+        corrections: int = 2,
+    ) -> None:
+        super().__init__()
+        self.config, self.corrections = config, corrections
+        self.features = Encoder(config.features, config.factor)
+        self.context = Encoder(config.context, config.factor)
+        cell, start = FlowCell(config), FlowStart(config.hidden)
+        self.layer: DEQ | WeightTied
+        if depth is None:
+            self.layer = DEQ(cell, Remember(start), solver, stop, gradient, eval_stop)
+        else:
+            self.layer = WeightTied(cell, depth, start)
+        self.upsample = Upsample(config)
+
+    def forward(self, frames: Tensor, *, on_the_way: bool = False) -> Tensor | list[Tensor]:
+        """The flow from the first of two frames to the second.
+
+        `on_the_way` gives a list with the flows of iterates on the way, with gradients of their own, for
+        `eq.correction_penalty`; the last one is the flow itself.
+        """
+        inputs = self.inputs(self._checked(frames, 2))
+        if not on_the_way:
+            return self.upsample(self.layer(*inputs))
+        return [self.upsample(state) for state in self._states(inputs)]
+
+    def video(self, frames: Tensor, *, keys: Keys | None = None) -> Tensor:
+        """Flows (batch, n - 1, 2, height, width) between the frames (batch, n, 3, height, width) of videos.
+
+        Every solve starts from the equilibrium of the last pair of frames of the same video, if that one converged. `keys`
+        name the videos, one per row: with them a video goes on where an earlier call ended, until
+        `model.layer.init.forget(keys)`; without them it begins anew. An unrolled network always starts from zeros.
+        """
+        names = [object() for _ in range(len(frames))] if keys is None else keys
+        with sample_keys(self, names):
+            flows = [self(frames[:, i : i + 2]) for i in range(frames.shape[1] - 1)]
+        if keys is None and isinstance(self.layer.init, Remember):
+            self.layer.init.forget(names)
+        return torch.stack(flows, dim=1)
+
+    def inputs(self, frames: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Features of both frames and the context, the inputs of the layer."""
+        first, second = self.features(frames.flatten(0, 1)).unflatten(0, frames.shape[:2]).unbind(dim=1)
+        return first, second, torch.relu(self.context(frames[:, 0]))
+
+    def _states(self, inputs: tuple[Tensor, ...]) -> list[FlowState]:
+        if isinstance(self.layer, WeightTied):
+            return list(self.layer.trajectory(*inputs).states[1:])
+        return correction_states(self.layer.solve(*inputs), most=self.corrections)
+
+    def _checked(self, frames: Tensor, count: int) -> Tensor:
+        factor = self.config.factor
+        if frames.dim() != 5 or frames.shape[1:3] != (count, 3) or any(size % factor for size in frames.shape[3:]):
+            raise ValueError(
+                f"Frames must have the shape (batch, {count}, 3, height, width), height and width multiples of {factor}, "
+                f"got {tuple(frames.shape)}. Stack two frames in dimension 1; pad or crop them to a multiple."
+            )
+        return frames

@@ -1,0 +1,76 @@
+"""Optical flow: end-point errors, evaluation along videos, tables at debug scale."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("lightning_fabric")
+import equilibria as eq
+from equilibria.lab.experiments import experiment
+from equilibria.lab.experiments.flow import memory_table, table
+from equilibria.lab.experiments.flow.task import FlowSettings, OpticalFlow, SceneData, end_point_error
+from equilibria.lab.training import Trainer
+from tests.lab.training.tasks import Noted
+
+SMALL = FlowSettings(data=SceneData(height=16, width=24, train=8, test=2, frames=4, motion=2.0), rtol=0.05, eval_steps=60)
+
+
+def test_the_end_point_error_is_the_mean_distance() -> None:
+    truth = torch.zeros(2, 3, 2, 4, 5)
+    flow = truth.clone()
+    flow[0, :, 0], flow[0, :, 1] = 3.0, 4.0
+    assert float(end_point_error(flow, truth)) == pytest.approx(2.5)
+
+
+@pytest.mark.parametrize("row", table.TITLES)
+def test_every_row_trains(row: str, tmp_path: Path) -> None:
+    e = table.experiment(row, "debug")
+    test = Trainer(e.task(), e.training, tmp_path, accelerator="cpu", listener=Noted()).fit().final["split"]["test"]
+    assert 0 < test["epe"] < 100 and 0 < test["epe_zero"] < 2
+    assert ("nfe_warm" in test) == (row in ("deq", "deq-exact")) and ("epe_48" in test) == (row in ("unrolled", "raft"))
+
+
+def test_evaluation_is_along_videos() -> None:
+    torch.manual_seed(0)
+    task = OpticalFlow(SMALL)
+    model, loaders = task.model().eval(), task.batches(None, table.experiment("deq", "debug").training, 0, 1)
+    assert loaders.test is not None
+    frames, y = next(iter(loaders.test))
+    found = task.evaluate(model, (frames, y)).metrics
+    with torch.no_grad(), eq.record(model) as solutions:
+        flows = [model(frames[:, i : i + 2]) for i in range(3)]
+    assert float(found["epe"]) == pytest.approx(float(end_point_error(torch.stack(flows, dim=1), y[:, :, :2])))
+    assert found["nfe_cold_2"] == solutions[1].stats.sample_evaluations / 2
+    assert found["nfe_cold"] == pytest.approx((float(found["nfe_cold_2"]) + float(found["nfe_cold_3"])) / 2)
+    zeros = y[:, :, :2].norm(dim=2).mean()
+    assert float(found["epe_zero"]) == pytest.approx(float(zeros))
+    assert found["nfe_warm_1"] == found["nfe_cold_1"]
+
+
+def test_an_unrolled_network_is_evaluated_at_other_depths() -> None:
+    torch.manual_seed(0)
+    task = OpticalFlow(dataclasses.replace(SMALL, kind="unrolled", depth=2, depths=(1, 2)))
+    model, loaders = task.model().eval(), task.batches(None, table.experiment("deq", "debug").training, 0, 1)
+    assert loaders.test is not None
+    frames, y = next(iter(loaders.test))
+    found = task.evaluate(model, (frames, y)).metrics
+    with torch.no_grad():
+        assert float(found["epe_2"]) == pytest.approx(float(end_point_error(model(frames[:, :2]), y[:, 0, :2])))
+
+
+@pytest.mark.parametrize("row", memory_table.ROWS)
+def test_memory_over_steps(row: str, tmp_path: Path) -> None:
+    """Flat for the equilibrium; of an unrolled network each step adds its own."""
+    e = memory_table.experiment(row, "debug")
+    train = Trainer(e.task(), e.training, tmp_path, accelerator="cpu", listener=Noted()).fit().final["split"]["train"]
+    ratio = train["bytes_12"] / train["bytes_6"]
+    assert ratio < 1.1 if row == "deq" else ratio > 1.5
+
+
+def test_all_rows_have_equal_parameters() -> None:
+    counts = {sum(w.numel() for w in table.experiment(row).task().model().parameters()) for row in table.TITLES}
+    assert len(counts) == 1 and experiment("flow-scenes-deq", "debug").scale == "debug"
