@@ -1,4 +1,4 @@
-"""When requests may enter: whenever a row is free, or in groups."""
+"""The choice when requests enter a pool: whenever a row is free, or in groups."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import Literal
 
 Admission = Literal["auto", "continuous", "grouped"]
 
-SETTLING = 2  # pools full of answers until a new mode shows what it costs: rows begin in step with each other
-MEASURED = 4  # pools full of answers that are timed
-CHOSEN = 100  # pools full of answers for which the quicker mode stays
+SETTLING = 2  # answers, in pools, before a new mode is timed: at first all rows start together, which is not typical
+MEASURED = 4  # answers, in pools, that are timed
+CHOSEN = 100  # answers, in pools, for which the faster mode is kept before both are timed again
 
 
 class Admitting:
-    """Chooses, under saturation, between two modes by the measured seconds per answer.
+    """Chooses between two modes of a saturated pool by the measured seconds per answer.
 
-    continuous  requests enter whenever rows are free, beside rows that are further on
-    grouped     requests enter when the pool is empty, and rows that are done are dropped: static batching. It wins where all
-                requests take about as many steps, as then no row waits long for the others and histories stay short
+    continuous  requests enter whenever rows are free, beside rows that are further advanced
+    grouped     requests enter when the pool is empty, and finished rows are dropped: static batching. It is faster where
+                all requests take about the same number of steps, because no row waits long and histories stay short
 
-    A pool that is not saturated is always continuous, for the sake of latency.
+    A pool that is not saturated is always continuous, which keeps latency low.
     """
 
     def __init__(self, mode: Admission, capacity: int) -> None:
@@ -29,7 +29,7 @@ class Admitting:
         self._chosen = False
 
     def turned(self, seconds: float, answers: int, *, saturated: bool, empty: bool) -> None:
-        """A turn of the pool took so long and finished so many rows."""
+        """Record one turn of the pool: the seconds it took and the number of rows it finished. May switch the mode."""
         if self.mode != "auto":
             return
         if not saturated:
@@ -45,10 +45,11 @@ class Admitting:
             self._decide()
 
     def _decide(self) -> None:
+        """Store the seconds per answer of the current mode, then time the other mode or switch to the faster one."""
         self.seconds[self.grouped] = self._spent / self._answers
         other = not self.grouped
         if self._chosen or other not in self.seconds:
-            self._restart(grouped=other, chosen=False)  # look at the other one, again
+            self._restart(grouped=other, chosen=False)  # time the other mode, again after CHOSEN pools
         else:
             self._restart(grouped=self.seconds[True] < self.seconds[False], chosen=True)
 

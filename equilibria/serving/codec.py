@@ -1,4 +1,4 @@
-"""Requests and answers on the wire: JSON, and tensors in safetensors. Nothing that is read can run code."""
+"""The wire format of requests and answers: JSON, or tensors in safetensors. Reading them never runs code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIONS = {"rtol": float, "max_steps": int, "deadline": float}
 
 @dataclass(frozen=True)
 class Call:
-    """A request as it came: what `Engine.submit` takes."""
+    """A decoded request: the arguments of `Engine.submit`."""
 
     inputs: Any
     rtol: float | None = None
@@ -35,7 +35,7 @@ class Call:
 
 
 def read_json(body: bytes, dtype: torch.dtype) -> Call:
-    """An object with "inputs", numbers in nested lists or an object of such, and perhaps "dtype" and options."""
+    """Decode an object with "inputs" (nested lists of numbers, or an object of such) and optionally "dtype" and options."""
     try:
         data = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -44,7 +44,7 @@ def read_json(body: bytes, dtype: torch.dtype) -> Call:
         raise InvalidRequestError('The body must be a JSON object with "inputs".')
     unknown = sorted(data.keys() - {"inputs", "dtype", *OPTIONS})
     if unknown:
-        raise InvalidRequestError(f"Unknown fields {unknown}; there are inputs, dtype, {', '.join(OPTIONS)}.")
+        raise InvalidRequestError(f"Unknown fields {unknown}; expected inputs, dtype, {', '.join(OPTIONS)}.")
     name = data.get("dtype")
     if name is not None and name not in DTYPES:
         raise InvalidRequestError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}.")
@@ -55,7 +55,7 @@ def read_json(body: bytes, dtype: torch.dtype) -> Call:
 
 
 def read_safetensors(body: bytes, query: Mapping[str, str]) -> Call:
-    """A tensor named "inputs", or tensors named as the model's arguments; options are in the query string."""
+    """Decode a tensor named "inputs", or tensors named after the model's arguments; options come from the query string."""
     loader = optional("safetensors.torch", "serve")
     try:
         tensors: dict[str, Tensor] = loader.load(body)
@@ -65,12 +65,13 @@ def read_safetensors(body: bytes, query: Mapping[str, str]) -> Call:
         raise InvalidRequestError("The safetensors file holds no tensor.")
     unknown = sorted(query.keys() - OPTIONS.keys())
     if unknown:
-        raise InvalidRequestError(f"Unknown options {unknown}; there are {', '.join(OPTIONS)}.")
+        raise InvalidRequestError(f"Unknown options {unknown}; expected {', '.join(OPTIONS)}.")
     given = {name: _number(name, value) for name, value in query.items()}
     return Call(tensors["inputs"] if list(tensors) == ["inputs"] else tensors, **_options(given))
 
 
 def _number(name: str, text: str) -> float:
+    """Parse an option of the query string; whole numbers become int where the option is an int."""
     try:
         value = float(text)
     except ValueError as error:
@@ -86,6 +87,7 @@ def _tensor(value: Any, dtype: torch.dtype) -> Tensor:
 
 
 def _options(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that are set; raises InvalidRequestError for a value of the wrong type."""
     found: dict[str, Any] = {}
     for name, kind in OPTIONS.items():
         value = data.get(name)
@@ -99,7 +101,7 @@ def _options(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe_answer(answer: Answer) -> dict[str, Any]:
-    """All but the output, as JSON has it."""
+    """Return everything but the output as a JSON-compatible dict."""
     residual = answer.residual if math.isfinite(answer.residual) else None
     return {
         "status": answer.status.name,
@@ -112,7 +114,7 @@ def describe_answer(answer: Answer) -> dict[str, Any]:
 
 
 def write_json(answer: Answer) -> bytes:
-    """JSON has no nan and no inf: they are written as null."""
+    """Encode an answer as JSON; nan and inf, which JSON lacks, become null."""
     output = pytree.tree_map(lambda x: _plain(x.tolist()) if isinstance(x, Tensor) else x, answer.output)
     return json.dumps({"output": output, **describe_answer(answer)}, allow_nan=False).encode()
 
@@ -124,7 +126,7 @@ def _plain(value: Any) -> Any:
 
 
 def write_safetensors(answer: Answer) -> bytes:
-    """Tensors named "output", or "output.0", ...; the rest is in the metadata, as text."""
+    """Encode the output as tensors named "output", or "output.0", ...; all other fields are text in the metadata."""
     leaves = [leaf for leaf in pytree.tree_leaves(answer.output) if isinstance(leaf, Tensor)]
     names = ["output"] if len(leaves) == 1 else [f"output.{i}" for i in range(len(leaves))]
     tensors = {name: leaf.cpu().contiguous().clone() for name, leaf in zip(names, leaves, strict=True)}

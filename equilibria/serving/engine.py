@@ -10,9 +10,9 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from equilibria._core.loop import Stop
 from equilibria.serving.admission import Admission
-from equilibria.serving.pool import Counts, Pool
+from equilibria.serving.answering import Counts
+from equilibria.serving.pool import Pool
 from equilibria.serving.split import Arguments, Split
 from equilibria.serving.template import Padding, Template
 from equilibria.serving.tickets import (
@@ -23,12 +23,14 @@ from equilibria.serving.tickets import (
     Ticket,
     UnservableModelError,
 )
+from equilibria.stop import Stop
 
 INF = float("inf")
 
 
 class Engine:
-    """Serve a model with one equilibrium layer: requests enter its solve mid-way, converged ones leave it.
+    """Serve a model with one equilibrium layer by continuous batching: requests enter a running solve, converged ones leave
+    it.
 
         with eq.serving.Engine(model, rows=64) as engine:
             ticket = engine.submit(x)                 # one sample, without a batch dimension
@@ -36,19 +38,19 @@ class Engine:
 
     Inside `with`, a thread of the engine runs the steps. Without it, call `step()` yourself.
 
-    model    any module with one DEQ on its path, found by running it once; the engine serves a copy in eval mode that
-             shares its weights
-    rows     requests in one solve at most, per shape of the inputs
-    solver   in place of the layer's: Picard, Anderson or Broyden
-    stop     in place of the layer's `eval_stop` or `stop`
-    queue    requests that may wait; `submit` raises QueueFullError beyond
-    pools    shapes of inputs that may be served at the same time; others wait, and idle pools make place
-    padding  let requests of different lengths share a solve, see `Padding`
-    output   what to make of the model's output, a function of a batch of it: `lambda out: out[0]`
+    model    any module whose forward pass runs one DEQ, which is found by running it once; the engine serves a copy in eval
+             mode that shares its weights
+    rows     largest number of requests in one solve, per shape of the inputs
+    solver   replaces the layer's solver: Picard, Anderson or Broyden
+    stop     replaces the layer's `eval_stop` or `stop`
+    queue    requests that may wait; beyond it `submit` raises QueueFullError
+    pools    shapes of inputs that may be served at the same time; requests of other shapes wait until a pool is idle
+    padding  lets requests of different lengths share a solve, see `Padding`
+    output   function applied to the model's output for a batch: `lambda out: out[0]`
     admission  "continuous": requests enter whenever rows are free; "grouped": when all have left, as in static batching;
-             "auto": under saturation whichever is measured to be quicker, else continuous
-    full     evaluate all rows at every step, whether they are used or not: the answer to a request then does not depend,
-             bit for bit, on what the others do. It costs time wherever fewer rows are used
+             "auto": the faster of both by measurement under saturation, else continuous
+    full     evaluate all rows at every step, used or not: the answer to a request then does not depend on the other
+             requests, bit for bit. This costs time whenever fewer rows are in use
     """
 
     def __init__(
@@ -73,17 +75,17 @@ class Engine:
         self.padding, self.admission, self.full = padding, admission, full
         if admission not in get_args(Admission):
             raise ValueError(f"admission must be one of {', '.join(get_args(Admission))}, got {admission!r}.")
-        self.clock = time.perf_counter  # of the measured costs of steps and exchanges
+        self.clock = time.perf_counter  # clock for the measured costs of steps and exchanges
         tensors = [*model.parameters(), *model.buffers()]
         self.device = tensors[0].device if tensors else torch.device("cpu")
         self.pools: dict[Any, Pool] = {}
         self.waiting: dict[Any, deque[Ticket]] = {}
-        self.refused: dict[Any, Exception] = {}  # kinds of requests that no pool can be made for, the last ones
+        self.refused: dict[Any, Exception] = {}  # error by kind of request for which no pool can be made, most recent last
         self._queued = 0
-        self._next_overdue = INF  # the first deadline in the queue
-        self._cancelled = False  # was a request given up since the last step?
-        self._lock = threading.RLock()  # of pools: held during a step
-        self._changed = threading.Condition()  # of the queue
+        self._next_overdue = INF  # the earliest deadline in the queue
+        self._cancelled = False  # a request was cancelled since the last step
+        self._lock = threading.RLock()  # guards the pools; held during a step
+        self._changed = threading.Condition()  # guards the queue
         self._thread: threading.Thread | None = None
         self._closing = self._draining = False
 
@@ -92,17 +94,17 @@ class Engine:
     def submit(
         self, inputs: Any, rtol: float | None = None, max_steps: int | None = None, deadline: float | None = None
     ) -> Ticket:
-        """Queue one request.
+        """Queue one request and return its ticket.
 
         inputs     one sample, without a batch dimension: a tensor, a tuple of arguments or a dict of keyword arguments
         rtol       tolerance of this request; None: the layer's
-        max_steps  steps of this request at most; None: the layer's
+        max_steps  largest number of steps of this request; None: the layer's
         deadline   seconds from now after which the best iterate so far is returned, flagged `late`
         """
         ticket = self._ticket(inputs, rtol, max_steps, deadline)
         with self._changed:
             if self._closing or self._draining:
-                raise EngineClosedError("The engine is closed and takes no more requests.")
+                raise EngineClosedError("The engine is closed and accepts no more requests.")
             if self._queued >= self.queue:
                 raise QueueFullError(f"{self._queued} requests are waiting, the limit is {self.queue}. Try again later.")
             self._queued += 1
@@ -112,8 +114,9 @@ class Engine:
         return ticket
 
     def _ticket(self, inputs: Any, rtol: float | None, max_steps: int | None, deadline: float | None) -> Ticket:
+        """Check the options of a request and return its ticket, with inputs padded if the engine pads."""
         if rtol is not None and not 0 <= rtol < float("inf"):
-            raise InvalidRequestError(f"rtol must be a number that is not negative, got {rtol}.")
+            raise InvalidRequestError(f"rtol must be finite and not negative, got {rtol}.")
         if max_steps is not None and max_steps < 0:
             raise InvalidRequestError(f"max_steps must not be negative, got {max_steps}.")
         if deadline is not None and not deadline > 0:
@@ -130,6 +133,7 @@ class Engine:
         return Ticket(arguments, rtol, max_steps, deadline, length, self._notice_cancel)
 
     def _length(self, arguments: Arguments) -> int:
+        """Return the common length of the inputs along the padded dimension; raises InvalidRequestError if there is none."""
         assert self.padding is not None
         dim = self.padding.dim
         if any(t.dim() <= dim for t in arguments.tensors) or len({t.shape[dim] for t in arguments.tensors}) > 1:
@@ -145,7 +149,9 @@ class Engine:
     # stepping
 
     def step(self) -> bool:
-        """Admit, one solver step for all rows, retire; False if nothing is left to do."""
+        """Admit waiting requests, take one solver step for all rows and retire finished ones; False if nothing is left to
+        do.
+        """
         with self._lock, torch.no_grad():
             self._drop_cancelled()
             self._fail_overdue()
@@ -164,6 +170,7 @@ class Engine:
         return list(dict.fromkeys([*(key for key, pool in self.pools.items() if not pool.idle), *waiting]))
 
     def _step_pool(self, key: Any) -> None:
+        """Take one turn of the pool of this kind of request, opening it if there is none."""
         pool = self.pools.get(key)
         if pool is None:
             pool = self._open(key)
@@ -173,6 +180,7 @@ class Engine:
         pool.turn(len(self.waiting.get(key, ())), lambda count: self._take(key, count))
 
     def _take(self, key: Any, count: int) -> list[Ticket]:
+        """Remove up to `count` requests of one kind from the queue, without cancelled ones."""
         with self._changed:
             queue = self.waiting.get(key)
             taken: list[Ticket] = []
@@ -186,7 +194,7 @@ class Engine:
             return taken
 
     def _open(self, key: Any) -> Pool | None:
-        """A pool for this kind of request; None where there is none, or no place for one."""
+        """Return a new pool for this kind of request; None if the model cannot serve it, or all pools are busy."""
         with self._changed:
             queue = self.waiting.get(key)
             first = next((t for t in queue or () if not t.cancelled()), None)
@@ -207,6 +215,7 @@ class Engine:
         return pool
 
     def _refuse(self, key: Any, error: Exception) -> None:
+        """Fail all waiting requests of a kind that the model cannot serve."""
         shapes = [tuple(shape) for shape, _ in key[1]]
         if not isinstance(error, UnservableModelError):
             reason = InvalidRequestError(
@@ -221,15 +230,16 @@ class Engine:
         self._cancelled = True
 
     def _drop_cancelled(self) -> None:
+        """Free the rows of cancelled requests, if any were cancelled since the last step."""
         if not self._cancelled:
             return
         self._cancelled = False
-        self._next_overdue = -INF  # look through the queue too
+        self._next_overdue = -INF  # check the queue too
         for pool in self.pools.values():
             pool.drop_cancelled()
 
     def _fail_overdue(self) -> None:
-        """Requests whose deadline passes in the queue have no iterate that could be returned."""
+        """Fail requests whose deadline passed in the queue: they have no iterate to return."""
         now = time.monotonic()
         if now < self._next_overdue:
             return
@@ -243,9 +253,9 @@ class Engine:
                 if not kept:
                     del self.waiting[key]
             queued = [ticket for queue in self.waiting.values() for ticket in queue]
-            staged = [ticket for pool in self.pools.values() for ticket in pool.staged_tickets()]
+            staged = [ticket for pool in self.pools.values() for ticket in pool.staging.tickets]
             self._next_overdue = min((ticket.deadline or INF for ticket in queued + staged), default=INF)
-        overdue += [ticket for pool in self.pools.values() for ticket in pool.overdue(now)]
+        overdue += [ticket for pool in self.pools.values() for ticket in pool.staging.take_overdue(now)]
         for ticket in overdue:
             message = "The deadline passed before a row was free. Allow more time, or send fewer requests."
             ticket.fail(DeadlineExceededError(message))
@@ -253,13 +263,14 @@ class Engine:
     # the thread
 
     def start(self) -> Engine:
-        """Run the steps in a thread, which waits while there is nothing to do."""
+        """Run the steps in a thread, which sleeps while there is nothing to do."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="equilibria-engine", daemon=True)
             self._thread.start()
         return self
 
     def _loop(self) -> None:
+        """Step until the engine is closed, or drained and idle; the body of the thread."""
         while True:
             busy = self.step()
             with self._changed:
@@ -269,7 +280,7 @@ class Engine:
                     self._changed.wait_for(lambda: self._queued > 0 or self._closing or self._draining)
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Take no more requests and answer those under way; False if that took longer than `timeout` seconds."""
+        """Accept no more requests and answer those under way; False if that took longer than `timeout` seconds."""
         with self._changed:
             self._draining = True
             self._changed.notify_all()
@@ -280,7 +291,7 @@ class Engine:
         return not self._thread.is_alive()
 
     def close(self) -> None:
-        """Stop; requests that are not answered fail with EngineClosedError."""
+        """Stop the engine; unanswered requests fail with EngineClosedError."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -303,20 +314,20 @@ class Engine:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    # what it does
+    # state
 
     @property
     def queued(self) -> int:
-        """Requests that wait for a row."""
-        return self._queued + sum(pool.staged_count for pool in list(self.pools.values()))
+        """Number of requests that wait for a row."""
+        return self._queued + sum(len(pool.staging.tickets) for pool in list(self.pools.values()))
 
     @property
     def active(self) -> int:
-        """Rows in use."""
+        """Number of rows in use."""
         return sum(pool.active for pool in list(self.pools.values()))
 
     def counts(self) -> Counts:
-        """Sums over all pools there are."""
+        """Return the counts summed over all open pools."""
         total = Counts()
         for pool in list(self.pools.values()):
             for name in ("answered", "steps", "row_steps", "evaluated", "exchanges", "alone"):
@@ -326,5 +337,7 @@ class Engine:
         return total
 
     def residuals(self) -> list[tuple[int, int, float]]:
-        """(row, steps so far, residual over tolerance of the best iterate) of the rows in use; does not wait for a step."""
+        """Return (row, steps so far, residual over tolerance of the best iterate) for the rows in use, without waiting for a
+        step.
+        """
         return [entry for pool in list(self.pools.values()) for entry in pool.residuals()]

@@ -1,4 +1,4 @@
-"""Rows that have left the solve, on their way to an answer."""
+"""Rows that have left the solve and are not yet answered."""
 
 from __future__ import annotations
 
@@ -9,35 +9,39 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equilibria._core.loop import Stop
 from equilibria.serving.adapter import FALL, GROWN, Ended, judge
 from equilibria.serving.records import INF, Records, Row
 from equilibria.solution import Status
+from equilibria.stop import Stop
 
 
 @dataclass(eq=False, slots=True)
 class Left:
-    """A row that has left. Its place keeps what it carried until rows are exchanged."""
+    """A row that has left the solve. Its place keeps the tensors it carried until rows are exchanged."""
 
     row: Row
     place: int
-    z: Tensor  # (rows, n), the best iterates when it left; no later step writes over them
-    length: float  # of the residual of its best iterate
+    z: Tensor  # (rows, n), the best iterates when it left; later steps do not overwrite them
+    length: float  # norm of the residual of its best iterate
     size: float
     steps: int
     reason: str
-    ended: Ended | None  # None: it has plainly converged
+    ended: Ended | None  # None: it converged without doubt
 
     @staticmethod
     def of(row: Row, place: int, z: Tensor, r: Records, step: int, reason: str, precision: float) -> Left:
+        """Return the record of a row that leaves at pool step `step` for `reason`; it has converged if its best residual is
+        below tolerance.
+        """
         excess, length, size, steps = r.excess[place], r.length[place], r.size[place], step - row.born
-        # a state may have grown so far that any residual is small beside it
+        # a state may have grown so much that any residual is small relative to it
         grown = size > GROWN * r.first_size[place] and size * max(row.rtol, precision) > FALL * r.first_length[place]
         ended = None if excess <= 1 and not grown else _ended(row, place, r, steps, reason)
         return Left(row, place, z, length, size, steps, reason, ended)
 
 
 def _ended(row: Row, place: int, r: Records, steps: int, reason: str) -> Ended:
+    """Collect what `judge` needs to decide how the row ended."""
     excess = r.excess[place]
     finite = math.isfinite(excess)
     return Ended(
@@ -71,7 +75,7 @@ class Done:
 
     @staticmethod
     def of(left: Sequence[Left], carried: Sequence[Tensor]) -> Done:
-        """Of rows that left at different steps; `carried` is what all rows of the pool carry."""
+        """Gather rows that left at different steps; `carried` are the tensors that all rows of the pool carry."""
         place = torch.tensor([each.place for each in left], device=left[0].z.device)
         tiny = torch.finfo(left[0].z.dtype).tiny
         return Done(
@@ -85,7 +89,7 @@ class Done:
         )
 
     def judge(self, j: int, left: Left, stop: Stop, precision: float, least: float) -> bool:
-        """Set status and residual of a row; False if its answer is too small for the squares it was computed with."""
+        """Set status and residual of a row; False if its numbers are so small that their squares underflow."""
         if left.ended is not None:
             start = left.row.start.unsqueeze(0)
             answer, self.status[j], self.residual[j] = judge(stop, precision, start, self.z[j : j + 1], left.ended)
@@ -95,6 +99,7 @@ class Done:
 
     @staticmethod
     def join(parts: Sequence[Done]) -> Done:
+        """Concatenate several groups of rows into one."""
         if len(parts) == 1:
             return parts[0]
         names = ("rows", "status", "steps", "residual", "late")
@@ -103,6 +108,7 @@ class Done:
         return Done(rows, torch.cat([part.z for part in parts]), carried, status, steps, residual, late)
 
     def select(self, rows: Sequence[int]) -> Done:
+        """Return the rows at these positions."""
         if len(rows) == len(self.rows):
             return self
         index = torch.tensor(rows, device=self.z.device)
@@ -113,7 +119,7 @@ class Done:
 
 
 def _answers(left: Sequence[Left]) -> Tensor:
-    """(rows, n), the iterates of rows that left at different steps."""
+    """Return the iterates of rows that left at different steps, (rows, n)."""
     parts, begin = [], 0
     for end in range(1, len(left) + 1):
         if end == len(left) or left[end].z is not left[begin].z:

@@ -1,4 +1,4 @@
-"""A load generator: Poisson arrivals against a server, bounded in count and time."""
+"""A load generator: Poisson arrivals against a server, bounded in number and time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from equilibria.serving.monitor import percentile
 
 @dataclass(frozen=True)
 class Outcome:
-    """One request: when it was due, how long the answer took from then, and its code; 0: no answer."""
+    """One request: when it was due, the seconds from then to the answer, and the HTTP code; 0 means no answer."""
 
     due: float
     seconds: float
@@ -27,7 +27,9 @@ class Outcome:
 
 @dataclass
 class LoadReport:
-    """What a load test found. Latencies count from the moment a request was due, so that a slow server is not spared."""
+    """The result of a load test. Latencies count from the time a request was due, so that queueing in the client is
+    included.
+    """
 
     outcomes: list[Outcome] = field(default_factory=list)
     seconds: float = 0.0
@@ -42,10 +44,11 @@ class LoadReport:
         return self.codes.get(200, 0) / self.seconds if self.seconds else 0.0
 
     def latency(self, share: float) -> float | None:
-        """A percentile of the latencies of answers with code 200, in seconds."""
+        """Return a percentile of the latencies of answers with code 200, in seconds; None without such answers."""
         return percentile(sorted(outcome.seconds for outcome in self.outcomes if outcome.code == 200), share)
 
     def summary(self) -> dict[str, Any]:
+        """Return counts by code, duration and throughput, and the latency percentiles in seconds, as a dict for JSON."""
         shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
         return {
             "requests": len(self.outcomes),
@@ -57,7 +60,7 @@ class LoadReport:
 
 
 def poisson(rate: float, count: int, seconds: float, seed: int = 0) -> list[float]:
-    """Arrival times of a Poisson process: `count` of them at most, none after `seconds`."""
+    """Return the arrival times of a Poisson process in seconds: at most `count`, none after `seconds`."""
     if rate <= 0 or count < 1 or seconds <= 0:
         raise ValueError(f"rate, count and seconds must be positive, got {rate}, {count} and {seconds}.")
     chance, now = random.Random(seed), 0.0
@@ -80,7 +83,9 @@ def run_load(
     timeout: float = 60.0,
     on_outcome: Callable[[int, Outcome], None] | None = None,
 ) -> LoadReport:
-    """Send request i with bodies[i % len(bodies)] when arrivals[i] seconds have passed, over `clients` connections."""
+    """Send request i with bodies[i % len(bodies)] at arrivals[i] seconds, over `clients` connections, and return the
+    report.
+    """
     address = urlsplit(url)
     if address.scheme != "http" or not address.hostname:
         raise ValueError(f"Expected an address such as http://127.0.0.1:8000, got {url!r}.")
@@ -112,6 +117,7 @@ def run_load(
 
 
 def _send(connection: http.client.HTTPConnection, body: bytes, due: float, begin: float, headers: dict[str, str]) -> Outcome:
+    """Send one request and return its outcome; a failed connection gives code 0."""
     try:
         connection.request("POST", "/predict", body, {"Content-Type": "application/json", **headers})
         response = connection.getresponse()

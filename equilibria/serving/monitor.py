@@ -1,4 +1,4 @@
-"""Numbers of a running server: for Prometheus and for the page to watch."""
+"""Metrics of a running server, for Prometheus and for the status page."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from equilibria.serving.engine import Engine
 from equilibria.serving.tickets import Answer
 
-RECENT = 60.0  # seconds that throughput and percentiles look back
-KEPT = 4096  # answers that percentiles look at, at most
+RECENT = 60.0  # seconds over which throughput and percentiles are computed
+KEPT = 4096  # largest number of answers used for percentiles
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 class Histogram:
-    """Counts in cumulative buckets, as Prometheus has them."""
+    """Counts in cumulative buckets, in the form Prometheus expects."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds, self.counts = bounds, [0] * (len(bounds) + 1)
@@ -37,7 +37,7 @@ class Histogram:
 
 
 class Monitor:
-    """Counts answers and responses; any thread may call it."""
+    """Counts answers and responses; thread-safe."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.begin = engine, time.monotonic()
@@ -46,10 +46,11 @@ class Monitor:
         self.steps: Counter[int] = Counter()
         self.late = self.cancelled = 0
         self.latency, self.solver_steps = Histogram(SECONDS), Histogram(STEPS)
-        self.recent: deque[tuple[float, float]] = deque(maxlen=KEPT)  # when, and seconds it took
+        self.recent: deque[tuple[float, float]] = deque(maxlen=KEPT)  # time of the answer, and its latency in seconds
         self._lock = threading.Lock()
 
     def answered(self, answer: Answer) -> None:
+        """Record an answer: its status, steps and latency."""
         with self._lock:
             self.statuses[answer.status.name] += 1
             self.steps[answer.steps] += 1
@@ -67,7 +68,7 @@ class Monitor:
             self.cancelled += 1
 
     def status(self) -> dict[str, Any]:
-        """What the page shows."""
+        """Return the numbers of the status page as a dict for JSON."""
         now = time.monotonic()
         with self._lock:
             recent = [(when, seconds) for when, seconds in self.recent if now - when <= RECENT]
@@ -90,7 +91,7 @@ class Monitor:
         }
 
     def prometheus(self) -> str:
-        """The text format of Prometheus, version 0.0.4."""
+        """Return the metrics in the text format of Prometheus, version 0.0.4."""
         counts = self.engine.counts()
         with self._lock:
             lines = [

@@ -1,4 +1,4 @@
-"""The OpenAPI description of the server, and a page of it without external resources."""
+"""The OpenAPI description of the server, and an HTML page of it without external resources."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ _ANSWER = {
         "output": {"description": "What the model returns for this sample; nan and inf are null."},
         "status": {"type": "string", "enum": ["CONVERGED", "MAX_STEPS", "NONFINITE", "STALLED", "DIVERGED"]},
         "steps": {"type": "integer", "description": "Solver steps of this request."},
-        "residual": {"type": ["number", "null"], "description": "Relative, of the iterate behind the output."},
-        "late": {"type": "boolean", "description": "The deadline passed first; the output is of the best iterate."},
+        "residual": {"type": ["number", "null"], "description": "Relative residual of the iterate behind the output."},
+        "late": {
+            "type": "boolean",
+            "description": "The deadline passed before convergence; the output belongs to the best iterate.",
+        },
         "waited": {"type": "number", "description": "Seconds until the request got a row."},
         "seconds": {"type": "number", "description": "Seconds from arrival to answer."},
     },
@@ -35,25 +38,25 @@ _REQUEST = {
     },
 }
 _ERRORS = {
-    "400": "The body or an option is malformed; the text says what.",
+    "400": "The body or an option is malformed; the error names it.",
     "401": "The API key is missing or wrong.",
     "408": "The body did not arrive in time.",
     "413": "The body is larger than the limit.",
     "415": "The content type is neither JSON nor safetensors.",
     "422": "The inputs do not fit the model.",
-    "429": "The queue is full; Retry-After says when to try again.",
-    "503": "Shutting down, or the deadline passed in the queue; Retry-After says when to try again.",
+    "429": "The queue is full; try again after Retry-After seconds.",
+    "503": "Shutting down, or the deadline passed in the queue; try again after Retry-After seconds.",
 }
 
 
 def document(body_limit: int) -> dict[str, Any]:
-    """OpenAPI 3.1."""
+    """Return the OpenAPI 3.1 document."""
     error = {"application/json": {"schema": {"type": "object", "properties": {"error": {"type": "string"}}}}}
     failures = {code: {"description": text, "content": error} for code, text in _ERRORS.items()}
     answer = {JSON: {"schema": _ANSWER}, SAFETENSORS: {"schema": {"type": "string", "format": "binary"}}}
     predict = {
         "summary": "Solve one sample.",
-        "description": f"Bodies have {body_limit} bytes at most. With safetensors, options are query parameters.",
+        "description": f"The body may have at most {body_limit} bytes. With safetensors, options are query parameters.",
         "requestBody": {
             "required": True,
             "content": {JSON: {"schema": _REQUEST}, SAFETENSORS: {"schema": {"type": "string", "format": "binary"}}},
@@ -66,8 +69,8 @@ def document(body_limit: int) -> dict[str, Any]:
         "paths": {
             "/predict": {"post": predict},
             "/health": {"get": _get("ok, or 503 while draining.")},
-            "/metrics": {"get": _get("Numbers in the text format of Prometheus.")},
-            "/status": {"get": _get("What the page at / shows, as JSON.")},
+            "/metrics": {"get": _get("Metrics in the text format of Prometheus.")},
+            "/status": {"get": _get("The numbers of the page at /, as JSON.")},
         },
     }
 
@@ -77,7 +80,7 @@ def _get(text: str) -> dict[str, Any]:
 
 
 def page(description: dict[str, Any]) -> str:
-    """The description as HTML."""
+    """Return the document as HTML."""
     parts = []
     for path, methods in description["paths"].items():
         for method, operation in methods.items():

@@ -1,4 +1,4 @@
-"""How often rows enter and are answered: by the measured costs of that and of a step."""
+"""How often rows enter and are answered, derived from the measured costs of doing so and of a step."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 from collections import deque
 from statistics import median
 
-KEPT = 15  # measurements; medians of them do not mind a machine that does something else now and then
-FIRST = 3  # steps between two exchanges while nothing is measured
-FORGET = 0.9  # share of earlier rows in the mean of their steps
+KEPT = 15  # measurements; their median is robust against an occasional slow one
+FIRST = 3  # steps between two exchanges before anything is measured
+FORGET = 0.9  # weight of earlier rows in the running mean of steps per row
 
 
 class Cost:
-    """Measured seconds of something that is done for several rows at once."""
+    """Measured seconds of an operation that handles several rows at once."""
 
     def __init__(self) -> None:
         self.found: deque[tuple[int, float]] = deque(maxlen=KEPT)
@@ -22,7 +22,7 @@ class Cost:
 
     @property
     def fixed(self) -> float:
-        """Seconds that do not depend on the rows: the intercept of a line through the measurements."""
+        """Seconds that do not depend on the number of rows: the intercept of a line through the measurements."""
         found = list(self.found)
         if not found:
             return 0.0
@@ -35,16 +35,15 @@ class Cost:
 
 
 class Pacing:
-    """Measured costs of a pool, and after how many steps rows should enter and be answered.
+    """Measured costs of a pool, and the number of steps between two admissions or two answers.
 
-    To let rows enter costs a + b per row. With a period of T steps that is a / T a step, while rows that finished in between
-    stand idle, T / 2 steps each on average: a pool whose rows take m steps loses T / 2m of every step to that. The sum is
-    least at T = sqrt(2 a m / step). Answers wait for the same period with the cost of the model's last part: a longer one
-    would save less than it adds to the latency.
+    Admitting r rows costs a + b r. With a period of T steps the fixed part costs a / T per step, while rows that finished in
+    between stay idle for T / 2 steps on average: a pool whose rows take m steps loses T / 2m of every step to that. The sum
+    is smallest at T = sqrt(2 a m / step). Answers use the same formula with the cost of the model's last part.
     """
 
     def __init__(self) -> None:
-        self.steps = 0.0  # of a row until it is done
+        self.steps = 0.0  # mean number of steps of a row
         self.enter_period = self.answer_period = FIRST
         self._enter, self._answer = Cost(), Cost()
         self._seconds: deque[float] = deque(maxlen=KEPT)
@@ -61,7 +60,7 @@ class Pacing:
         self.steps = steps if self.steps == 0 else FORGET * self.steps + (1 - FORGET) * steps
 
     def entered(self, rows: int, seconds: float) -> None:
-        """So many rows entered; it took so long, without the step in it."""
+        """Record that `rows` rows entered in `seconds`, not counting the step itself."""
         self._enter.add(rows, seconds)
         self.enter_period = self._period(self._enter)
 
@@ -70,6 +69,7 @@ class Pacing:
         self.answer_period = self._period(self._answer)
 
     def _period(self, cost: Cost) -> int:
+        """Return the period in steps that minimises the cost per step; FIRST before anything is measured."""
         if not self._seconds or self.steps == 0:
             return FIRST
         best = math.sqrt(2 * cost.fixed * max(self.steps, 1.0) / self.step)

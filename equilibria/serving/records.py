@@ -1,7 +1,7 @@
-"""What is known of the iterates of each row, and which rows are done.
+"""The history of every row's residuals, and the decision which rows are done.
 
-The numbers of a step come in one read-back, as lists of floats. While every row improves and none is done, which most steps
-are, nothing is computed per row.
+The numbers of a step arrive in one read-back, as lists of floats. In most steps every row improves and none is done; then
+nothing is computed per row.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ from equilibria.serving.adapter import DIVERGENCE, DIVERGENCE_EVERY, FLOOR_PATIE
 from equilibria.serving.tickets import Ticket
 
 INF = float("inf")
-FOLD = 64  # steps whose lengths are kept until they are folded into their largest
+FOLD = 64  # steps whose norms are kept before they are reduced to their maximum
 
 
 @dataclass(eq=False, slots=True)
 class Row:
-    """A request in its row."""
+    """A request and its row."""
 
     ticket: Ticket
-    born: int  # step of the pool at which its start was evaluated
-    end: int  # step of the pool at which its steps run out
+    born: int  # pool step at which its start was evaluated
+    end: int  # pool step at which its steps run out
     rtol: float
-    root: float  # norm of a state whose numbers are 1
+    root: float  # norm of a state of ones
     start: Tensor  # (n,)
-    watched: bool = False  # is its progress to be followed?
+    watched: bool = False  # its progress is checked at every step
     milestone: float = INF
     waiting: int = 0
 
 
 class Records:
-    """Lists with an entry per row that is evaluated. Lengths are of residuals, sizes are of f(z)."""
+    """Lists with one entry per evaluated row. Lengths are norms of residuals, sizes are norms of f(z)."""
 
     NAMES = ("excess", "length", "size", "first_length", "first_size", "peak", "last")
 
     def __init__(self, floor: float, patience: int | None) -> None:
         self.floor, self.patience = floor, patience  # relative residuals below the floor are rounding
         self.excess: list[float] = []  # residual over tolerance of the best iterate
-        self.length: list[float] = []  # of the best iterate, as is `size`
+        self.length: list[float] = []  # of the best iterate, like `size`
         self.size: list[float] = []
         self.first_length: list[float] = []
         self.first_size: list[float] = []
-        self.peak: list[float] = []  # the largest length, without those of the trail
+        self.peak: list[float] = []  # largest length, without those in the trail
         self.last: list[float] = []
         self.trail: list[list[float]] = []
         self.next_end = 0  # no row runs out of steps before this step of the pool
-        self.watching = False  # may a row have its progress followed?
+        self.watching = False  # some row may have its progress checked
 
     def extend(self, rows: int) -> None:
         self.fold()
@@ -62,6 +62,7 @@ class Records:
         self.trail = [lengths[:rows] for lengths in self.trail]
 
     def move(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy the records of rows at `source` to the places `target`."""
         self.fold()
         for name in self.NAMES:
             values = getattr(self, name) if name != "last" else self.last
@@ -70,13 +71,14 @@ class Records:
                 values[b] = values[a]
 
     def fold(self) -> None:
-        """Take the lengths of the last steps into their largest."""
+        """Reduce the lengths of the last steps to their maximum."""
         for lengths in self.trail:
-            self.peak = [new if new > old else old for old, new in zip(self.peak, lengths, strict=True)]  # not nan
+            # a nan is not a maximum
+            self.peak = [new if new > old else old for old, new in zip(self.peak, lengths, strict=True)]
         self.trail = []
 
     def begin(self, places: Sequence[int], rows: Sequence[Row]) -> None:
-        """These rows are at their start."""
+        """Reset the records of rows that are at their start."""
         self.fold()
         self.excess, self.peak = list(self.excess), list(self.peak)
         for place in places:
@@ -87,7 +89,7 @@ class Records:
     def look(
         self, excess: list[float], length: list[float], size: list[float], rows: Sequence[Row | None], new: Sequence[int]
     ) -> tuple[list[int], list[int]]:
-        """Enter an iterate. Returns rows that have arrived or are not finite, and those whose iterate was not their best."""
+        """Record an iterate. Returns rows that converged or are not finite, and rows whose iterate was not their best."""
         if new:
             self.first_length, self.first_size = list(self.first_length), list(self.first_size)
             for i in new:
@@ -104,6 +106,7 @@ class Records:
         return stopped, worse
 
     def _keep(self, excess: list[float], length: list[float], size: list[float], worse: list[int]) -> None:
+        """Store the new numbers; rows in `worse` keep those of their best iterate."""
         self.last = length
         self.trail.append(length)
         if len(self.trail) >= FOLD:
@@ -115,7 +118,7 @@ class Records:
         self.excess, self.length, self.size = excess, length, size
 
     def given_up(self, step: int, rows: Sequence[Row | None]) -> dict[int, str]:
-        """Rows that diverge, stall or run out of steps, with the reason."""
+        """Return the rows that diverge, stall or run out of steps, with the reason."""
         found: dict[int, str] = {}
         if any(length > DIVERGENCE for length in self.last):
             found = {i: "diverged" for i, row in enumerate(rows) if row is not None and self._diverged(i, row, step)}
@@ -134,7 +137,7 @@ class Records:
         return taken > 0 and taken % DIVERGENCE_EVERY == 0 and self.last[i] > far
 
     def _stalled(self, i: int, row: Row) -> bool:
-        """Out of patience, or down where only rounding moves the residual."""
+        """True if the row is out of patience, or its residual is at the level of rounding."""
         if self.excess[i] < PROGRESS * row.milestone:
             row.milestone, row.waiting = self.excess[i], 0
         else:

@@ -1,8 +1,8 @@
-"""Picard, Anderson and Broyden over rows that begin at different times.
+"""Picard, Anderson and Broyden for rows that start at different times.
 
-The updates are those of `eq.Picard`, `eq.Anderson` and `eq.Broyden`. What differs is the bookkeeping: every row has a slot
-counter of its own, so that a row may begin with an empty history beside others that go on, and histories lie in buffers
-that rows enter and leave without a copy of the others.
+The updates are those of `eq.Picard`, `eq.Anderson` and `eq.Broyden`. The bookkeeping differs: every row has its own slot
+counter, so a row may start with an empty history beside rows that continue. Histories are stored in buffers, so rows enter
+and leave without copying the others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equilibria.serving.adapter import GROWTH, PATIENCE, history_limit, products, solve_small, without
+from equilibria.serving.adapter import GROWTH, PATIENCE, history_limit, products, solve_small, subtract_combination
 from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.broyden import Broyden
 from equilibria.solvers.picard import Picard
@@ -28,47 +28,47 @@ class RowSolver:
     """
 
     def residual(self, z: Tensor, fz: Tensor) -> Tensor:
-        """(rows, n), f(z) - z."""
+        """Return f(z) - z, (rows, n)."""
         return fz - z
 
     def propose(
         self, z: Tensor, fz: Tensor, residual: Tensor, length: Tensor, depth: int, improved: Tensor | None
     ) -> Tensor:
-        """The next iterate.
+        """Return the next iterate, (rows, n).
 
-        length    (rows,), of the residual
+        length    (rows,) norms of the residuals
         depth     steps taken by the oldest row
         improved  (rows,) bool, rows whose last iterate was their best; None: all
         """
         raise NotImplementedError
 
     def absorb(self, z: Tensor, fz: Tensor) -> None:
-        """Take in the values at what `propose` returned."""
+        """Record the values at the iterate that `propose` returned."""
 
     def begin(self, rows: Tensor, length: Tensor, numbers: Sequence[int] | None = None) -> None:
-        """Forget what is known of these rows; their residuals at the start are of this length, (rows,).
+        """Clear the history of these rows; `length`, (rows,), are the norms of their residuals at the start.
 
-        numbers  of each row's state, without those that were filled up; None: all
+        numbers  size of each row's state without padding; None: the full size
         """
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Rows change their places."""
+        """Copy the state of rows at `source` to the places `target`."""
 
     def reserve(self, capacity: int) -> None:
-        """Make room for so many rows."""
+        """Allocate memory for `capacity` rows."""
 
 
 def row_solver(solver: Any, like: Tensor, n: int) -> RowSolver:
-    """The rule of `solver` for rows of `n` numbers, of the dtype and on the device of `like`."""
+    """Return the update rule of `solver` for rows of `n` numbers, in the dtype and on the device of `like`."""
     if isinstance(solver, Anderson):
         return RowAnderson(solver, like, n)
     return RowBroyden(solver, like, n) if isinstance(solver, Broyden) else RowPicard(solver)
 
 
 def unsupported(solver: Any) -> str | None:
-    """Why rows of this solver cannot enter at different times; None: they can."""
+    """Return why rows of this solver cannot start at different times; None if they can."""
     if isinstance(solver, Broyden) and solver.line_search:
-        return "Broyden's line search takes a different number of evaluations for every row; use Broyden(line_search=False)"
+        return "Broyden's line search takes a different number of evaluations per row; use Broyden(line_search=False)"
     if isinstance(solver, (Picard, Anderson, Broyden)):
         return None
     return (
@@ -93,13 +93,14 @@ class _Histories(RowSolver):
 
     def __init__(self, solver: Any, like: Tensor, n: int) -> None:
         self.rule, self.like, self.n, self.capacity, self.slots = solver, like, n, 0, 0
-        self.limit = self.usual = history_limit(solver, n, like)  # slots at most, of any row and of a whole row
+        self.limit = self.usual = history_limit(solver, n, like)  # slots at most: of any row, and of a row without padding
         self.limits = torch.zeros(0, dtype=torch.int64, device=like.device)  # (capacity,)
         self.slot = torch.zeros(0, dtype=torch.int64, device=like.device)
-        self.base = torch.zeros(0, dtype=torch.int64, device=like.device)  # slots before those of a row
+        # index of a row's first slot in the flattened buffers
+        self.base = torch.zeros(0, dtype=torch.int64, device=like.device)
 
     def _buffers(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes per row of what a row keeps, `-1` standing for the number of slots."""
+        """Return name and shape per row of every buffer; -1 stands for the number of slots."""
         raise NotImplementedError
 
     def reserve(self, capacity: int) -> None:
@@ -107,11 +108,12 @@ class _Histories(RowSolver):
             self._resize(capacity, self.slots)
 
     def _room(self, slots: int) -> None:
-        """Make room for so many slots; they double, as a short solve needs no long history."""
+        """Allocate at least this many slots; they double, since short solves need no long history."""
         if slots > self.slots:
             self._resize(self.capacity, min(max(2 * self.slots, slots, FIRST_SLOTS), self.limit))
 
     def _resize(self, capacity: int, slots: int) -> None:
+        """Reallocate all buffers and copy their contents."""
         for name, shape in self._buffers().items():
             old: Tensor | None = getattr(self, name, None)
             new = self._blank(name, capacity, tuple(slots if extent < 0 else extent for extent in shape))
@@ -138,7 +140,7 @@ class _Histories(RowSolver):
             self.slot[:rows].add_(1).remainder_(self.limits[:rows])
 
     def _set_limits(self, rows: Tensor, numbers: Sequence[int] | None) -> list[int]:
-        """Short rows keep as many differences as they would alone."""
+        """Limit the history of padded rows to what they would keep on their own."""
         if numbers is None:
             return []
         own = [history_limit(self.rule, count, self.like) for count in numbers]
@@ -153,22 +155,22 @@ class _Histories(RowSolver):
 
 
 class RowAnderson(_Histories):
-    """`eq.Anderson` with a ring of differences per row."""
+    """`eq.Anderson` with a ring buffer of differences per row."""
 
-    pairs: Tensor  # (capacity, slots, 2 n), differences of residuals, made orthonormal, beside those of values
-    trusted: Tensor  # (capacity, slots), 0 for differences from before the row forgot its history, else 1
-    last: Tensor  # (capacity, 2 n), residual and value of the iterate before
-    spare: Tensor  # (capacity, 2 n), memory for those of the iterate now
-    shortest: Tensor  # (capacity, 1), residual since the row last began anew
+    pairs: Tensor  # (capacity, slots, 2 n), orthonormalised differences of residuals, beside those of values
+    trusted: Tensor  # (capacity, slots), 0 for differences from before the history was dropped, else 1
+    last: Tensor  # (capacity, 2 n), residual and value of the previous iterate
+    spare: Tensor  # (capacity, 2 n), memory for those of the current iterate
+    shortest: Tensor  # (capacity, 1), smallest residual since the row last restarted
     waited: Tensor  # (capacity, 1), steps since then
-    patience: Tensor  # (capacity, 1), how many of those a row may take
+    patience: Tensor  # (capacity, 1), steps a row may take without a smaller residual
 
     def __init__(self, solver: Anderson, like: Tensor, n: int) -> None:
         super().__init__(solver, like, n)
         self.damping = solver.damping
         self.threshold = torch.finfo(like.dtype).eps ** 0.5 if solver.ridge is None else solver.ridge
-        self.doubted = False  # is there a zero in `trusted`?
-        self.fresh: Tensor | None = None  # rows that began since the last step: they have no iterate before
+        self.doubted = False  # `trusted` contains a zero
+        self.fresh: Tensor | None = None  # rows that started since the last step: they have no previous iterate
 
     def _buffers(self) -> dict[str, tuple[int, ...]]:
         wide = (2 * self.n,)
@@ -189,7 +191,7 @@ class RowAnderson(_Histories):
 
     @staticmethod
     def _patience(limit: int, n: int) -> int:
-        # all that an affine map can tell lies in n differences, and it may take as many until the residual falls
+        # n differences determine an affine map, and the residual may not shrink before they are collected
         return PATIENCE if limit < n else limit + PATIENCE
 
     def _first_slot(self) -> int:
@@ -204,6 +206,7 @@ class RowAnderson(_Histories):
     def propose(
         self, z: Tensor, fz: Tensor, residual: Tensor, length: Tensor, depth: int, improved: Tensor | None
     ) -> Tensor:
+        """Insert the latest difference, then return f(z) minus the least-squares combination of value differences."""
         rows = len(z)
         self._judge(rows, length.unsqueeze(1), improved)
         if depth == 0:  # every row is at its start
@@ -216,11 +219,11 @@ class RowAnderson(_Histories):
         k = min(depth, self.limit)
         residuals, values = self.pairs[:rows, :k, : self.n], self.pairs[:rows, :k, self.n :]
         weights = self._weights(residual, residuals)
-        z = without(fz, weights, values)
-        return z if self.damping == 1 else z - (1 - self.damping) * without(residual, weights, residuals)
+        z = subtract_combination(fz, weights, values)
+        return z if self.damping == 1 else z - (1 - self.damping) * subtract_combination(residual, weights, residuals)
 
     def _judge(self, rows: int, length: Tensor, improved: Tensor | None) -> None:
-        """Rows that were led astray trust nothing of what led them there."""
+        """Drop the history of rows whose residual grew, or did not shrink for `patience` steps."""
         shortest, waited = self.shortest[:rows], self.waited[:rows]
         if improved is None:
             shortest.copy_(length)
@@ -229,7 +232,7 @@ class RowAnderson(_Histories):
             return
         better = improved.unsqueeze(1)
         waiting = (waited + 1) * ((length >= shortest) & ~better)
-        usual = better | ((length <= GROWTH * shortest) & (waiting < self.patience[:rows]))  # not where it is nan
+        usual = better | ((length <= GROWTH * shortest) & (waiting < self.patience[:rows]))  # false for nan
         least = torch.where(better, length, torch.minimum(length, shortest))
         shortest.copy_(torch.where(usual, least, length))
         waited.copy_(waiting * usual)
@@ -237,11 +240,11 @@ class RowAnderson(_Histories):
         self.doubted = True
 
     def _insert(self, rows: int, kept: int, used: int) -> None:
-        """The difference from the iterate before, in the slot of each row."""
+        """Write the difference from the previous iterate, orthonormalised, into the current slot of each row."""
         self._room(used)
         pair, last = self.spare[:rows], self.last[:rows]
-        if self.fresh is not None:  # a difference of zero, which is left out
-            fresh = self.fresh[self.fresh < rows]  # one that was done at its start may have been cut off since
+        if self.fresh is not None:  # a difference of zero has no effect
+            fresh = self.fresh[self.fresh < rows]  # a row that was done at its start may have been cut off since
             last.index_copy_(0, fresh, pair.index_select(0, fresh))
             self.fresh = None
         difference = torch.sub(pair, last, out=last)
@@ -249,12 +252,12 @@ class RowAnderson(_Histories):
         if kept:
             old = self.pairs[:rows, :kept]
             weights = self._weights(difference[:, : self.n], old[:, :, : self.n])
-            difference = without(difference, weights, old, over=True)
+            difference = subtract_combination(difference, weights, old, over=True)
         left = torch.linalg.vector_norm(difference[:, : self.n], dim=1, keepdim=True)
-        # what is left of a difference inside the space of the others is rounding, and says nothing
+        # a difference that lies in the span of the others leaves only rounding
         empty = left <= self.threshold * size
         difference.mul_(left.masked_fill_(empty, float("inf")).reciprocal_())
-        # rows that nobody uses step on, and must not write beyond the slots of those in use
+        # unused rows keep stepping and must not write beyond the slots of those in use
         place = self.slot[:rows].clamp(0, used - 1) + self.base[:rows]
         self.pairs.view(-1, 2 * self.n).index_copy_(0, place, difference)
         if self.doubted:
@@ -266,6 +269,7 @@ class RowAnderson(_Histories):
         return weights * self.trusted[: len(x), : weights.shape[1]] if self.doubted else weights
 
     def begin(self, rows: Tensor, length: Tensor, numbers: Sequence[int] | None = None) -> None:
+        """Clear the history of these rows and set their limits."""
         if self.slots:
             self.pairs.index_fill_(0, rows, 0.0)
             self.trusted.index_fill_(0, rows, 1.0)
@@ -286,9 +290,9 @@ class RowAnderson(_Histories):
 
 
 class RowBroyden(_Histories):
-    """`eq.Broyden` with a ring of pairs per row."""
+    """`eq.Broyden` with a ring buffer of pairs per row."""
 
-    steps: Tensor  # (capacity, slots, n), s, of length 1
+    steps: Tensor  # (capacity, slots, n), steps s, normalised
     sums: Tensor  # (capacity, slots, n), s + y
     core: Tensor  # (capacity, slots, slots), the identity where a row has no pair
 
@@ -308,22 +312,24 @@ class RowBroyden(_Histories):
     def propose(
         self, z: Tensor, fz: Tensor, residual: Tensor, length: Tensor, depth: int, improved: Tensor | None
     ) -> Tensor:
+        """Return z plus the Broyden direction from the pairs of every row."""
         rows, k = len(z), min(depth, self.limit)
         direction = residual
         if k:
             weights = solve_small(self.core[:rows, :k, :k], products(self.steps[:rows, :k], direction))
-            direction = without(direction, weights, self.sums[:rows, :k])
+            direction = subtract_combination(direction, weights, self.sums[:rows, :k])
         self.direction, self.fz, self.depth = direction, fz, depth
         return z + direction
 
     def absorb(self, z: Tensor, fz: Tensor) -> None:
+        """Store the last step and the change of the value as a new pair, and their products in the core matrix."""
         rows, used = len(fz), min(self.depth + 1, self.limit)
         self._room(used)
         length = torch.linalg.vector_norm(self.direction, dim=1, keepdim=True)
         still = length == 0
         scale = length.masked_fill_(still, float("inf")).reciprocal_()
-        s, sums = self.direction * scale, (fz - self.fz) * scale  # s + y: what f has changed by
-        slot = self.slot[:rows].clamp(max=used - 1)  # of rows that nobody uses: those in use have no larger one
+        s, sums = self.direction * scale, (fz - self.fz) * scale  # s + y: the change of f
+        slot = self.slot[:rows].clamp(max=used - 1)  # for unused rows only: rows in use have no larger slot
         place = slot + self.base[:rows]
         self.steps.view(-1, self.n).index_copy_(0, place, s)
         self.sums.view(-1, self.n).index_copy_(0, place, sums)
@@ -336,6 +342,7 @@ class RowBroyden(_Histories):
         self._next_slot(rows)
 
     def begin(self, rows: Tensor, length: Tensor, numbers: Sequence[int] | None = None) -> None:
+        """Clear the pairs of these rows and set their limits."""
         if self.slots:
             self.steps.index_fill_(0, rows, 0.0)
             self.sums.index_fill_(0, rows, 0.0)

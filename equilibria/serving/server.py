@@ -1,4 +1,4 @@
-"""The HTTP front of an engine: an ASGI application on Starlette, and uvicorn to run it."""
+"""The HTTP interface of an engine: an ASGI application on Starlette, run by uvicorn."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ RETRY_AFTER = "1"  # seconds
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a request may ask for.
+    """Limits of a request.
 
-    body       bytes
-    reading    seconds until the body must have arrived
-    deadline   seconds at most from arrival to answer, also for requests that name none
-    max_steps  solver steps at most
+    body       largest body in bytes
+    reading    seconds within which the body must arrive
+    deadline   largest number of seconds from arrival to answer, also for requests without a deadline
+    max_steps  largest number of solver steps
     """
 
     body: int = 8 * 2**20
@@ -54,7 +54,7 @@ class Limits:
 
 
 class HTTPError(Exception):
-    """A response that says what was wrong."""
+    """An error response with its code and message."""
 
     def __init__(self, code: int, message: str, **headers: str) -> None:
         super().__init__(message)
@@ -65,8 +65,8 @@ class HTTPError(Exception):
 class Server:
     """The routes of one engine.
 
-    dtype    of JSON numbers for which a request names none
-    api_key  clients must send it, as `Authorization: Bearer KEY` or `X-API-Key: KEY`
+    dtype    dtype of JSON numbers when a request names none
+    api_key  key that clients must send, as `Authorization: Bearer KEY` or `X-API-Key: KEY`
     verbose  log a line per request
     """
 
@@ -85,7 +85,7 @@ class Server:
         self.draining = False
 
     def application(self) -> Starlette:
-        """The ASGI application; the engine runs while it does."""
+        """Return the ASGI application; the engine starts and stops with it."""
         routes = [
             Route("/predict", self._answering(self.predict), methods=["POST"]),
             Route("/health", self.health),
@@ -99,6 +99,7 @@ class Server:
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        """Start the engine; at shutdown answer the requests under way, then close it."""
         self.engine.start()
         try:
             yield
@@ -108,7 +109,7 @@ class Server:
             await asyncio.to_thread(self.engine.close)
 
     def _answering(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """Check the key, turn errors into responses, count."""
+        """Wrap a handler: check the API key, turn errors into responses and count them."""
 
         async def handle(request: Request) -> Response:
             try:
@@ -117,16 +118,17 @@ class Server:
             except HTTPError as error:
                 response = JSONResponse({"error": error.message}, error.code, error.headers)
             except ClientDisconnect:
-                response = Response(status_code=499)  # nobody reads it
+                response = Response(status_code=499)  # the client is gone and reads no response
             except Exception:
                 log.exception("%s %s failed", request.method, request.url.path)
-                response = JSONResponse({"error": "The server failed; its log says why."}, 500)
+                response = JSONResponse({"error": "Internal error; see the log of the server."}, 500)
             self.monitor.responded(response.status_code)
             return response
 
         return handle
 
     def _check_key(self, request: Request) -> None:
+        """Raise HTTPError 401 unless the request carries the API key; does nothing without a key."""
         if self._key is None:
             return
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -137,6 +139,7 @@ class Server:
     # predicting
 
     async def predict(self, request: Request) -> Response:
+        """Decode a request, submit it, wait for its answer and encode it; POST /predict."""
         binary = _is_binary(request.headers.get("content-type", codec.JSON), "Content-Type", 415)
         body = await self._body(request)
         try:
@@ -159,6 +162,7 @@ class Server:
         return Response(codec.write_json(answer), media_type=codec.JSON)
 
     async def _body(self, request: Request) -> bytes:
+        """Read the body within the limits of size and time; raises HTTPError 413 or 408."""
         limit = self.limits.body
         declared = request.headers.get("content-length", "0")
         if declared.isdigit() and int(declared) > limit:
@@ -169,7 +173,7 @@ class Server:
                 async for part in request.stream():
                     size += len(part)
                     if size > limit:
-                        raise HTTPError(413, f"The body has more than {limit} bytes, the limit.", Connection="close")
+                        raise HTTPError(413, f"The body exceeds the limit of {limit} bytes.", Connection="close")
                     parts.append(part)
         except TimeoutError as error:
             message = f"The body did not arrive within {self.limits.reading:g} s."
@@ -177,11 +181,12 @@ class Server:
         return b"".join(parts)
 
     def _submit(self, call: codec.Call) -> Ticket:
+        """Submit a request to the engine; raises HTTPError 400, 429 or 503."""
         limits = self.limits
         if self.draining:
             raise HTTPError(503, "The server is shutting down.", Retry_After=RETRY_AFTER)
         if call.max_steps is not None and call.max_steps > limits.max_steps:
-            raise HTTPError(400, f"max_steps may be {limits.max_steps} at most, got {call.max_steps}.")
+            raise HTTPError(400, f"max_steps must be at most {limits.max_steps}, got {call.max_steps}.")
         deadline = limits.deadline if call.deadline is None else min(call.deadline, limits.deadline)
         try:
             return self.engine.submit(call.inputs, call.rtol, call.max_steps, deadline)
@@ -191,7 +196,7 @@ class Server:
             raise HTTPError(503, str(error), Retry_After=RETRY_AFTER) from error
 
     async def _wait(self, ticket: Ticket, request: Request) -> Answer:
-        """The answer; the request is given up when the client goes away."""
+        """Wait for the answer; the request is cancelled when the client disconnects."""
         future = asyncio.wrap_future(ticket.future)
         gone = asyncio.ensure_future(_disconnected(request))
         try:
@@ -214,7 +219,7 @@ class Server:
             if not future.done():
                 future.cancel()
 
-    # watching
+    # monitoring
 
     async def health(self, request: Request) -> Response:
         code = 503 if self.draining else 200
@@ -237,6 +242,7 @@ class Server:
 
 
 def _is_binary(kind: str, header: str, code: int) -> bool:
+    """True for safetensors, False for JSON; raises HTTPError with `code` for any other content type."""
     name = kind.partition(";")[0].strip().lower()
     if name in codec.BINARY:
         return True
@@ -251,7 +257,7 @@ async def _disconnected(request: Request) -> None:
 
 
 def serve(server: Server, host: str = "127.0.0.1", port: int = 8000, *, ready: Callable[[str], Any] | None = None) -> None:
-    """Run until SIGINT or SIGTERM; requests under way are answered first. `ready` is called with the address."""
+    """Run until SIGINT or SIGTERM, then answer the requests under way. `ready` is called with the address."""
     config = uvicorn.Config(
         server.application(),
         host=host,
@@ -259,7 +265,7 @@ def serve(server: Server, host: str = "127.0.0.1", port: int = 8000, *, ready: C
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=int(server.limits.deadline) + 1,
-        limit_concurrency=server.engine.queue + server.engine.rows + 64,  # connections; beyond, 503
+        limit_concurrency=server.engine.queue + server.engine.rows + 64,  # connections; beyond it uvicorn responds 503
         h11_max_incomplete_event_size=16 * 1024,
     )
     running = _Uvicorn(config, server, ready)
@@ -267,7 +273,7 @@ def serve(server: Server, host: str = "127.0.0.1", port: int = 8000, *, ready: C
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn that says when it listens, and tells the application at once when it is to stop."""
+    """uvicorn that reports when it listens, and notifies the application as soon as it is told to stop."""
 
     def __init__(self, config: Any, server: Server, ready: Callable[[str], Any] | None) -> None:
         super().__init__(config)
@@ -280,7 +286,7 @@ class _Uvicorn(uvicorn.Server):
             self._ready(f"http://{host}:{port}")
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        # not super(): it raises the signal again at the end, and a drained server has not failed
+        # super() would raise the signal again at the end, although a drained server has not failed
         self._server.draining = True
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self.should_exit = True

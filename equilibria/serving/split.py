@@ -1,7 +1,7 @@
-"""A model cut at its equilibrium layer: the part before runs at admission, the part after at retirement.
+"""A model split at its equilibrium layer: the part before it runs at admission, the part after it at retirement.
 
 Nothing is traced. Both parts run the model's own forward: the first until it reaches the DEQ, the second with the
-equilibrium in place of the solve and with the outputs of the modules before it as they were at admission.
+equilibrium instead of a solve, and with the outputs of the modules before the layer as recorded at admission.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils import _pytree as pytree
 
-from equilibria._core.loop import Stop
-from equilibria._core.recording import record
 from equilibria.deq import DEQ
 from equilibria.serving.adapter import Layout, State, advance, describe, memory_of, prepared, solution, start
 from equilibria.serving.row_solvers import unsupported
 from equilibria.serving.tickets import UnservableModelError
-from equilibria.solution import Solution, Stats, Status
+from equilibria.solution import Solution, Stats, Status, record
+from equilibria.stop import Stop
 
 
 class _Reached(BaseException):
-    """The forward pass has come to the equilibrium layer. No Exception, so that no model catches it."""
+    """Raised when the forward pass reaches the equilibrium layer; a BaseException, so that models do not catch it."""
 
     def __init__(self, layer: DEQ, inputs: tuple[Any, ...], init: Any) -> None:
         super().__init__()
@@ -35,7 +34,7 @@ class _Reached(BaseException):
 
 
 class _Frozen(nn.Module):
-    """A weight behind a parametrization, computed once."""
+    """A parametrization replaced by its value, computed once."""
 
     def __init__(self, value: Tensor) -> None:
         super().__init__()
@@ -48,14 +47,16 @@ class _Frozen(nn.Module):
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of a model for one sample or for a batch of them: tensors, and all else, which must be equal."""
+    """The arguments of a model for one sample or a batch: tensors, and other values, which must be equal across a batch."""
 
     tensors: tuple[Tensor, ...]
-    spec: Any  # the structure, with the values of leaves that are no tensors
+    spec: Any  # the structure, with the values of leaves that are not tensors
 
     @staticmethod
     def of(inputs: Any, device: torch.device) -> Arguments:
-        """A tuple holds positional arguments, a dict keyword arguments, anything else is the one argument."""
+        """Build from `inputs`: a tuple holds positional arguments, a dict keyword arguments, anything else is the only
+        argument.
+        """
         if isinstance(inputs, Tensor):
             return Arguments((inputs.detach().to(device),), ONE_TENSOR)
         args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
@@ -66,6 +67,7 @@ class Arguments:
         return Arguments(tensors, (structure, places, others))
 
     def call(self, model: Callable[..., Any]) -> Any:
+        """Call the model with these arguments."""
         if self.spec is ONE_TENSOR:
             return model(*self.tensors)
         structure, places, others = self.spec
@@ -76,7 +78,9 @@ class Arguments:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What requests of one pool have in common."""
+        """Hashable kind of the request: structure, other values, and shapes and dtypes of the tensors. A pool serves one
+        kind.
+        """
         kinds = tuple((t.shape, t.dtype) for t in self.tensors)
         if self.spec is ONE_TENSOR:
             return None, kinds
@@ -84,23 +88,23 @@ class Arguments:
         return (repr(structure), places, repr(others)), kinds
 
 
-ONE_TENSOR: Any = "one tensor"  # the usual spec, which needs no tree
+ONE_TENSOR: Any = "one tensor"  # the usual spec, which needs no pytree
 
 
 @dataclass(frozen=True)
 class Reached:
-    """What a batch of rows has when it comes to the equilibrium layer."""
+    """The values of a batch when it reaches the equilibrium layer."""
 
-    given: tuple[Any, ...]  # of the cell, in place of its inputs
+    given: tuple[Any, ...]  # arguments of the cell after `prepare`
     start: State
-    outputs: tuple[Any, ...]  # of the modules before the layer, in the order of their calls
+    outputs: tuple[Any, ...]  # outputs of the modules before the layer, in the order of their calls
 
 
 class Split:
-    """The two parts of a model and its cell; one thread at a time.
+    """The two parts of a model, and its cell. Only one thread may use it at a time.
 
-    The model is copied, its tensors are shared: weights that change later are seen, but those behind parametrizations stay
-    as they are now.
+    The model is copied and its tensors are shared: later changes of the weights take effect, except for weights behind
+    parametrizations, which are computed once.
     """
 
     def __init__(self, model: nn.Module, *, solver: Any = None, stop: Stop | None = None, output: Any = None) -> None:
@@ -110,8 +114,8 @@ class Split:
         self.layers = {name: module for name, module in self.model.named_modules() if isinstance(module, DEQ)}
         if not self.layers:
             raise UnservableModelError(
-                f"{type(model).__name__} has no equilibrium layer (eq.DEQ), so there is no solve that rows could enter or "
-                "leave. Serve explicit networks with a server of your choice."
+                f"{type(model).__name__} has no equilibrium layer (eq.DEQ), so there is no solve for rows to enter or "
+                "leave. Serve explicit networks with another server."
             )
         _freeze_weights(self.model)
         self.solver, self.stop = solver, stop
@@ -120,9 +124,11 @@ class Split:
             layer.solve = self._handler(layer)  # type: ignore[method-assign]
         self.before: list[nn.Module] = []  # modules whose outputs are kept from admission to retirement
         self._replay: dict[int, list[Any]] = {}
-        self._seen: list[tuple[nn.Module, Any]] | None = None  # calls on the way to the layer, while they are recorded
+        self._seen: list[tuple[nn.Module, Any]] | None = None  # module calls before the layer, while they are recorded
 
     def _handler(self, layer: DEQ) -> Callable[..., Solution]:
+        """Return the replacement of `layer.solve`: it raises _Reached, or returns the solution given for this run."""
+
         def solve(*inputs: Any, init: Any = None) -> Solution:
             if self._answer is None:
                 raise _Reached(layer, inputs, init)
@@ -133,7 +139,9 @@ class Split:
     # the layer on the path
 
     def find(self, arguments: Arguments) -> DEQ:
-        """Run the model once, without a solve, and find its one equilibrium layer; an error says why it cannot be served."""
+        """Run the model once without solving and return its one equilibrium layer; raises UnservableModelError with the
+        reason.
+        """
         calls: list[DEQ] = []
 
         def answer(layer: DEQ, inputs: tuple[Any, ...], init: Any) -> Solution:
@@ -151,18 +159,19 @@ class Split:
             names = {id(layer): name for name, layer in self.layers.items()}
             met = ", ".join(names[id(layer)] or "the model itself" for layer in calls) or "none"
             raise UnservableModelError(
-                f"The path of a request must go through one equilibrium layer once; this model solved {len(calls)} "
-                f"({met}). Serve its parts one by one."
+                f"A request must pass exactly one equilibrium layer, exactly once; this model ran {len(calls)} solves "
+                f"({met}). Serve its parts separately."
             )
         return calls[0]
 
     def _check(self, layer: DEQ) -> None:
+        """Raise UnservableModelError if the layer's solver, stop, init or gradient cannot be served row by row."""
         reason = unsupported(self.solver or layer.solver)
         stop = self.stop_of(layer)
         if not layer.batched:
-            reason = "its layer has batched=False: the batch is one problem, and a row has no solve of its own"
+            reason = "its layer has batched=False, so the batch is one problem and rows cannot be solved separately"
         elif memory_of(layer.init) is not None:
-            reason = "its layer starts from remembered samples (init=eq.Remember()), and requests have no keys"
+            reason = "its layer starts from remembered samples (init=eq.Remember()), but requests have no sample keys"
         elif stop.process_group is not None:
             reason = "its stop has a process_group: ranks that step together cannot admit rows one by one"
         try:
@@ -173,13 +182,13 @@ class Split:
             raise UnservableModelError(f"This model cannot be served: {reason}.")
 
     def stop_of(self, layer: DEQ) -> Stop:
-        """As in eval mode, or the one that the engine was given."""
+        """Return the engine's stop if it was given one, else that of the layer in eval mode."""
         return self.stop or layer.eval_stop or layer.stop
 
     # the two parts
 
     def reach(self, arguments: Arguments, *, watch: list[nn.Module] | None = None) -> Reached:
-        """Run the part before the layer. `watch` collects the modules that ran on the way, outermost ones alone."""
+        """Run the part before the layer and return its result. `watch` collects the outermost modules that ran."""
         seen: list[tuple[nn.Module, Any]] = []
         reached = self._run_to_layer(arguments, seen, watching=watch is not None)
         if watch is not None:
@@ -192,7 +201,7 @@ class Split:
         return Reached(given, z0, tuple(output for _, output in seen))
 
     def _run_to_layer(self, arguments: Arguments, seen: list[tuple[nn.Module, Any]], *, watching: bool) -> _Reached:
-        """Run the forward pass until it calls the layer; `seen` collects module calls on the way."""
+        """Run the forward pass until it calls the layer; `seen` collects module calls before it."""
         hooks = _watch(self.model, seen) if watching else []
         self._seen = None if watching else seen
         try:
@@ -203,10 +212,10 @@ class Split:
             self._seen = None
             for hook in hooks:
                 hook.remove()
-        raise UnservableModelError("The path of this request does not come to an equilibrium layer.")
+        raise UnservableModelError("The forward pass of this request reaches no equilibrium layer.")
 
     def finish(self, arguments: Arguments, reached: Reached, z: Tensor, layout: Layout, stats: Stats) -> Any:
-        """The model's output for rows whose equilibrium is `z`."""
+        """Return the model's output for rows whose equilibrium is `z`."""
 
         def answer(layer: DEQ, inputs: tuple[Any, ...], init: Any) -> Solution:
             def f(state: State) -> State:
@@ -226,7 +235,7 @@ class Split:
         return out if self.output is None else self.output(out)
 
     def alone(self, arguments: Arguments, stop: Stop) -> tuple[Any, Solution]:
-        """The model on a batch of one by the library's own loop: for rows whose numbers a pool does not handle."""
+        """Return the model's output and Solution for a batch, solved by the library's own loop."""
 
         def answer(layer: DEQ, inputs: tuple[Any, ...], init: Any) -> Solution:
             before = layer.solver, layer.stop, layer.eval_stop
@@ -241,6 +250,7 @@ class Split:
         return out if self.output is None else self.output(out), solutions[0]
 
     def _run(self, arguments: Arguments, answer: Callable[[DEQ, tuple[Any, ...], Any], Solution] | None) -> Any:
+        """Run the model with `answer` in place of its solves."""
         with self.lock, torch.no_grad():
             self._answer = answer
             try:
@@ -249,12 +259,14 @@ class Split:
                 self._answer = None
 
     def keep(self, modules: Sequence[nn.Module]) -> None:
-        """Keep the outputs of these calls from admission to retirement, instead of computing them again."""
+        """Keep the outputs of these modules from admission to retirement instead of computing them again."""
         self.before = list(modules)
         for module in {id(m): m for m in modules}.values():
             module.forward = self._replayed(module, module.forward)
 
     def _replayed(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a module's forward: return recorded outputs where there are any, else run it and record the call."""
+
         def run(*args: Any, **kwargs: Any) -> Any:
             kept = self._replay.get(id(module))
             if kept:
@@ -268,24 +280,24 @@ class Split:
 
 
 def _advanced(steps: Any, f: Callable[[State], State], z: Tensor, layout: Layout, stats: Stats) -> Tensor:
-    """The steps of a gradient from the equilibrium; rows that are not finite stay."""
+    """Take the steps of a gradient from the equilibrium; rows that are not finite stay unchanged."""
     out = steps(lambda h: layout.pack_output(f(layout.unpack(h)), len(h)), z)
     return torch.where((stats.status != Status.NONFINITE).unsqueeze(1), out, z)
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """The modules of a model copied, with the same tensors."""
+    """Return a copy of the modules that shares all tensors."""
     tensors = [*model.parameters(), *model.buffers()]
     try:
         return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     except Exception as error:
         raise UnservableModelError(
-            f"{type(model).__name__} cannot be copied, and the engine serves a copy ({type(error).__name__}: {error})."
+            f"{type(model).__name__} cannot be copied, but the engine serves a copy ({type(error).__name__}: {error})."
         ) from error
 
 
 def _freeze_weights(model: nn.Module) -> None:
-    """Compute the weights behind parametrizations, which do not change while the model is served, once."""
+    """Replace parametrized weights by their values, which do not change while the model is served."""
     for module in list(model.modules()):
         places = getattr(module, "parametrizations", None)
         for name, part in list(places.items()) if isinstance(places, nn.ModuleDict) else []:
@@ -295,7 +307,7 @@ def _freeze_weights(model: nn.Module) -> None:
 
 
 def _watch(model: nn.Module, seen: list[tuple[nn.Module, Any]]) -> list[Any]:
-    """Hooks that collect the calls of modules that have weights, without those inside a call that has ended."""
+    """Register hooks that collect the outermost calls of modules with weights; returns the hooks."""
     depth: list[int] = []
 
     def enter(module: nn.Module, args: Any) -> None:

@@ -11,22 +11,22 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from equilibria._core.loop import Stop
 from equilibria.serving.split import Arguments, Split
 from equilibria.serving.template import stack
 from equilibria.serving.tickets import Ticket
 from equilibria.solution import Status
+from equilibria.stop import Stop
 
 
 class StaticBatching:
-    """Wait for a batch, solve it to its slowest row, answer all of it.
+    """Collect a batch, solve it until its slowest row is done, answer all of it.
 
-    The solve is the library's own, which goes on without the rows that have converged. `submit` and the tickets are those
-    of `Engine`; a per-request rtol or max_steps can only be met by solving the whole batch to the strictest.
+    The solve is the library's own, which drops converged rows. `submit` and the tickets are those of `Engine`; a request
+    with its own rtol or max_steps makes the batch use the strictest of them.
 
-    model  as of `Engine`, requests of one shape
-    rows   a batch at most
-    wait   seconds to wait for a full batch, from the first request in it
+    model  as in `Engine`; all requests have the same shape
+    rows   largest batch
+    wait   seconds to wait for a full batch, counted from its first request
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class StaticBatching:
         return ticket
 
     def step(self) -> bool:
-        """Solve a batch if one is full or its first request has waited long enough; False if nobody waits."""
+        """Solve a batch if one is full or its first request has waited long enough; False if no request waits."""
         if not self.waiting:
             return False
         full = len(self.waiting) >= self.rows
@@ -60,6 +60,7 @@ class StaticBatching:
             self._solve([self.waiting.popleft() for _ in range(min(self.rows, len(self.waiting)))])
 
     def _solve(self, tickets: list[Ticket]) -> None:
+        """Solve one batch with the strictest options of its requests and resolve their tickets."""
         now = time.monotonic()
         for ticket in tickets:
             ticket.admitted = now

@@ -1,4 +1,4 @@
-"""What the requests of one pool have in common, found by running the model on a first one."""
+"""Properties shared by the requests of one pool, found by running the model on the first one."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from equilibria._core.loop import Stop
 from equilibria.deq import DEQ
 from equilibria.serving.adapter import Layout, describe
 from equilibria.serving.split import Arguments, Reached, Split
 from equilibria.serving.tickets import UnservableModelError
+from equilibria.stop import Stop
 
-AGREEMENT, LOOSEST = 1e3, 0.05  # spacings of the numbers by which a row may differ beside other rows; and at most
+AGREEMENT, LOOSEST = 1e3, 0.05  # largest difference of a row beside other rows, in units of rounding; and an absolute limit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Padding:
-    """Requests of different lengths share a pool: tensors are filled up at their end to the next multiple.
+    """Lets requests of different lengths share a pool: tensors are padded at their end to the next multiple.
 
-    It is for models in which no position depends on a later one, as in a causal language model; the engine verifies that
-    with the first request of every pool. Filled positions take no part in norms and histories, so that every request is
-    solved as if it were alone.
+    The model must be causal: no position may depend on a later one, as in a causal language model. The engine checks this
+    with the first request of every pool. Padded positions are excluded from norms and histories, so every request is solved
+    as if it were alone.
 
-    dim       of the inputs' tensors, without the batch, along which lengths differ
-    multiple  lengths are filled up to a multiple of it
-    value     to fill with, a valid token
+    dim       dimension along which lengths differ, not counting the batch
+    multiple  lengths are padded to a multiple of it
+    value     padding value, which must be a valid token
     """
 
     dim: int = 0
@@ -45,7 +45,7 @@ class Padding:
         return arguments.tensors[0].shape[self.dim]
 
     def fill(self, arguments: Arguments, length: int | None = None) -> Arguments:
-        """The arguments of one sample with tensors of that length; None: of the next multiple."""
+        """Pad the arguments of one sample to `length`; None: to the next multiple."""
         have = self.length(arguments)
         want = -(-have // self.multiple) * self.multiple if length is None else length
         return dataclasses.replace(arguments, tensors=tuple(self._fill(t, want - have) for t in arguments.tensors))
@@ -60,7 +60,7 @@ class Padding:
 
 @dataclass(frozen=True)
 class Leaves:
-    """A tree of tensors whose rows are samples, among leaves that all samples share."""
+    """A tree whose tensors with one row per sample are told apart from leaves that all samples share."""
 
     structure: Any
     rowwise: tuple[bool, ...]
@@ -68,16 +68,16 @@ class Leaves:
 
     @staticmethod
     def of(two: Any, three: Any, what: str) -> Leaves:
-        """From the trees of two and of three samples, of which the first two are the same."""
+        """Compare the trees of a batch of two and a batch of three samples whose first two samples are equal."""
         first, structure = pytree.tree_flatten(two)
         second, other = pytree.tree_flatten(three)
         if structure != other:
-            raise UnservableModelError(f"{what} has another structure for two samples than for three.")
+            raise UnservableModelError(f"{what} has different structures for two samples and for three.")
         rows = tuple(_has_rows(a, b, what) for a, b in zip(first, second, strict=True))
         return Leaves(structure, rows, tuple(None if row else leaf for row, leaf in zip(rows, first, strict=True)))
 
     def flatten(self, tree: Any) -> list[Tensor]:
-        """The leaves that have rows."""
+        """Return the leaves that have one row per sample."""
         return [leaf for leaf, rows in zip(pytree.tree_leaves(tree), self.rowwise, strict=True) if rows]
 
     def unflatten(self, tensors: Sequence[Tensor]) -> Any:
@@ -91,9 +91,10 @@ class Leaves:
 
 
 class Template:
-    """One kind of request: its layer, the layout of its state, and which tensors have a row per sample."""
+    """One kind of request: its layer, the layout of its state, and which tensors have one row per sample."""
 
     def __init__(self, split: Split, sample: Arguments, padding: Padding | None = None, length: int = 0) -> None:
+        """Run the model on batches of two and three samples; raises UnservableModelError if rows depend on each other."""
         self.split, self.spec, self.padding = split, sample.spec, padding
         mirrored = dataclasses.replace(sample, tensors=tuple(_mirrored(t) for t in sample.tensors))
         batches = stack([sample, mirrored]), stack([sample, mirrored, mirrored])
@@ -114,7 +115,7 @@ class Template:
             self._find_lengths(sample, two, outputs[0], length)
 
     def _reach(self, batches: tuple[Arguments, Arguments]) -> tuple[Reached, Reached]:
-        """Both batches at the layer, with the outputs of modules that are worth keeping."""
+        """Return both batches at the layer, with the outputs of the modules worth keeping."""
         if not self.split.before:
             calls: list[Any] = []
             two = self.split.reach(batches[0], watch=calls)
@@ -124,12 +125,12 @@ class Template:
         return self.split.reach(batches[0]), self.split.reach(batches[1])
 
     def evaluate(self, z: Tensor, given: tuple[Any, ...]) -> Tensor:
-        """(rows, n), the cell on packed states."""
+        """Apply the cell to packed states, (rows, n) -> (rows, n)."""
         layout = self.layout
         return layout.refuse_overflow(z, layout.pack_output(self.layer.cell(layout.unpack(z), *given), len(z)))
 
     def _check_cell(self, two: Reached) -> None:
-        """A row of the cell must not change with the state of its neighbour."""
+        """Raise unless a row of the cell is unaffected by the state of the other row."""
         z = self.layout.pack(two.start)
         noise = torch.randn(z.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(z)
         z = z + noise
@@ -144,7 +145,7 @@ class Template:
         return self.split.finish(batch, reached, z, self.layout, stats)
 
     def _find_lengths(self, sample: Arguments, two: Reached, output: Any, length: int) -> None:
-        """Which dimensions of the state and of the output have a place per position."""
+        """Find the dimensions of the state and of the output that grow with the length of the inputs."""
         assert self.padding is not None
         filled = self.padding.length(sample)
         longer = stack([self.padding.fill(sample, filled + 1)] * 2)
@@ -162,7 +163,7 @@ class Template:
         self._check_causal(sample, two, length)
 
     def _check_causal(self, sample: Arguments, two: Reached, length: int) -> None:
-        """The cell must give the same for the first `length` positions alone."""
+        """Raise unless the cell gives the same result for the first `length` positions alone."""
         assert self.padding is not None
         filled = self.padding.length(sample)
         if not 0 < length < filled:
@@ -181,21 +182,22 @@ class Template:
         first = layout.pack(pytree.tree_unflatten(cut, layout.structure))[:1]
         if not _close(layout.pack(alone)[:1], first, self.layout.precision):
             raise UnservableModelError(
-                "Padding needs a model in which no position depends on a later one, and this cell changes with what comes "
-                "after. Leave padding out: every length then gets a pool of its own."
+                "Padding needs a model in which no position depends on a later one, but this cell depends on later "
+                "positions. Leave padding out: every length then gets its own pool."
             )
 
     def _state_dims(self) -> tuple[int | None, ...]:
         return self._dims[0] if self._dims is not None else ()
 
     def mask(self, length: int) -> Tensor:
-        """(n,), 1 for the numbers of the first `length` positions, else 0."""
+        """Return a mask (n,): 1 for numbers of the first `length` positions, else 0."""
         found = self._masks.get(length)
         if found is None:
             found = self._masks[length] = self._mask(length)
         return found
 
     def _mask(self, length: int) -> Tensor:
+        """Compute `mask` from the layout of the state."""
         parts = []
         for leaf, dim in zip(self.layout.leaves, self._state_dims(), strict=True):
             ones = torch.ones(leaf.shape, dtype=self.layout.dtype, device=self.layout.device)
@@ -205,7 +207,7 @@ class Template:
         return torch.cat(parts)
 
     def split_output(self, output: Any, lengths: Sequence[int | None]) -> list[Any]:
-        """The outputs of single rows."""
+        """Return the output of every row, without its padding."""
         if isinstance(output, Tensor) and self._dims is None:
             return list(output.unbind(0)[: len(lengths)])
         leaves = [leaf.unbind(0) for leaf in self.output.flatten(output)]
@@ -220,17 +222,18 @@ class Template:
 
 
 def stack(samples: Sequence[Arguments]) -> Arguments:
-    """A batch of samples."""
+    """Join samples into a batch."""
     columns = zip(*(sample.tensors for sample in samples), strict=True)
     return dataclasses.replace(samples[0], tensors=tuple(torch.stack(column) for column in columns))
 
 
 def _mirrored(tensor: Tensor) -> Tensor:
-    """Another sample of the same kind: the numbers in another order."""
+    """Return another sample of the same kind: the numbers in reverse order."""
     return tensor.flip(-1) if tensor.dim() else tensor
 
 
 def _has_rows(two: Any, three: Any, what: str) -> bool:
+    """True if the leaf has one row per sample, False if all samples share it; raises UnservableModelError otherwise."""
     if not isinstance(two, Tensor) or not isinstance(three, Tensor):
         if two is three or two == three:
             return False
@@ -238,7 +241,7 @@ def _has_rows(two: Any, three: Any, what: str) -> bool:
     if two.dim() and tuple(two.shape) == (2, *two.shape[1:]) and tuple(three.shape) == (3, *two.shape[1:]):
         if not _close(two, three[:2], _spacing(two)):
             raise UnservableModelError(
-                f"{what} changes for a sample with the others in its batch, so that rows cannot come and go."
+                f"{what} changes for a sample with the other samples of its batch, so rows cannot enter and leave."
             )
         return True
     if two.shape == three.shape and torch.equal(two, three):
@@ -263,7 +266,9 @@ def _spacing(tensor: Tensor) -> float:
 
 
 def _close(a: Tensor, b: Tensor, spacing: float) -> bool:
-    """Equal up to what kernels for other batch sizes round differently; what is not finite is not compared."""
+    """True if both are equal up to the rounding differences of kernels for other batch sizes; ignores entries that are not
+    finite.
+    """
     if not (a.is_floating_point() or a.is_complex()):
         return torch.equal(a, b)
     a, b = a.reshape(len(a), -1), b.reshape(len(b), -1)
@@ -272,29 +277,29 @@ def _close(a: Tensor, b: Tensor, spacing: float) -> bool:
 
 
 def _agree(one: Tensor, other: Tensor, what: str, layout: Layout) -> None:
+    """Raise UnservableModelError unless the first row is the same in both batches."""
     if not _close(one[:1], other[:1], layout.precision):
         raise UnservableModelError(
-            f"This model cannot be served: in {what} a row depends on the other rows of its batch, so that rows cannot come "
-            "and go. Batch statistics are a usual reason; use norms with running statistics, or none over the batch."
+            f"This model cannot be served: in {what} a row depends on the other rows of its batch, so rows cannot enter and "
+            "leave. A common cause is batch statistics; use norms with running statistics, or without the batch."
         )
 
 
 def _length_dim(shape: Sequence[int], longer: Sequence[int], filled: int, what: str) -> int | None:
-    """The dimension that grew with the inputs; None: there is none."""
+    """Return the dimension that grew with the length of the inputs; None if none did."""
     grown = [i for i, (a, b) in enumerate(zip(shape, longer, strict=True)) if a != b]
     if not grown:
         return None
     if len(grown) > 1 or (shape[grown[0]], longer[grown[0]]) != (filled, filled + 1):
         raise UnservableModelError(
-            f"Padding needs a {what} with one place per position: for inputs of length {filled} its shape is "
-            f"{tuple(shape)}, for {filled + 1} it is {tuple(longer)}. Choose what to return with output=, or leave padding "
-            "out."
+            f"Padding needs a {what} with one entry per position: for inputs of length {filled} its shape is "
+            f"{tuple(shape)}, for {filled + 1} it is {tuple(longer)}. Choose the output with output=, or leave padding out."
         )
     return grown[0]
 
 
 def _widened(leaf: Tensor, dim: int | None, length: int) -> Tensor:
-    """With zeros at the end of a dimension of the sample."""
+    """Append zeros along dimension `dim` of the sample up to `length`."""
     if dim is None:
         return leaf
     shape = list(leaf.shape)

@@ -1,4 +1,4 @@
-"""What a request gets: a Ticket at once, an Answer when it is resolved, or an error that says what was wrong."""
+"""The interface of a request: a Ticket at once, then an Answer or an error."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from equilibria.solution import Status
 
 
 class ServingError(RuntimeError):
-    """A request or a model cannot be served; the message says why and what to do."""
+    """A request or a model cannot be served; the message gives the reason and a remedy."""
 
 
 class UnservableModelError(ServingError):
-    """The engine cannot serve this model; the message says why."""
+    """The engine cannot serve this model; the message gives the reason."""
 
 
 class InvalidRequestError(ServingError):
@@ -24,11 +24,11 @@ class InvalidRequestError(ServingError):
 
 
 class QueueFullError(ServingError):
-    """As many requests are waiting as the engine keeps; try again later."""
+    """The queue of the engine is full; try again later."""
 
 
 class DeadlineExceededError(ServingError):
-    """The deadline passed before the request got a row, so that there is no iterate to return."""
+    """The deadline passed before the request got a row, so there is no iterate to return."""
 
 
 class EngineClosedError(ServingError):
@@ -37,15 +37,15 @@ class EngineClosedError(ServingError):
 
 @dataclass(frozen=True)
 class Answer:
-    """The output for one request, and how its own solve ended."""
+    """The output for one request, and how its solve ended."""
 
     output: Any  # what the model returns, without the batch dimension
-    status: Status  # MAX_STEPS where the deadline ended the solve
+    status: Status  # MAX_STEPS if the deadline ended the solve
     steps: int
-    residual: float  # relative, of the iterate behind the output
-    late: bool  # the deadline passed first: the output is of the best iterate so far
+    residual: float  # relative residual of the iterate behind the output
+    late: bool  # the deadline passed before convergence: the output belongs to the best iterate so far
     waited: float  # seconds from `submit` until the request got a row
-    seconds: float  # from `submit` until now
+    seconds: float  # seconds from `submit` to the answer
 
     @property
     def converged(self) -> bool:
@@ -53,7 +53,7 @@ class Answer:
 
 
 class _Promise(Future[Answer]):
-    """A future that tells the engine when somebody gives it up."""
+    """A future that notifies the engine when it is cancelled."""
 
     def __init__(self, given_up: Callable[[], None] | None) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class _Promise(Future[Answer]):
 
 
 class Ticket:
-    """A request under way. `result()` waits for its Answer, or raises what went wrong."""
+    """A submitted request. `result()` waits for its Answer, or raises the error of the request."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Ticket:
         length: int | None = None,
         given_up: Callable[[], None] | None = None,
     ) -> None:
-        self.arguments, self.length = arguments, length  # of inputs that were filled up
+        self.arguments, self.length = arguments, length  # length before padding
         self.rtol, self.max_steps = rtol, max_steps
         self.submitted = time.monotonic()
         self.deadline = None if deadline is None else self.submitted + deadline
@@ -86,14 +86,14 @@ class Ticket:
         self.future: Future[Answer] = _Promise(given_up)
 
     def result(self, timeout: float | None = None) -> Answer:
-        """Wait for the answer; TimeoutError after `timeout` seconds."""
+        """Wait for the answer and return it; raises TimeoutError after `timeout` seconds."""
         return self.future.result(timeout)
 
     def done(self) -> bool:
         return self.future.done()
 
     def cancel(self) -> bool:
-        """Give the request up; its row is free at the next step. False if it is answered already."""
+        """Cancel the request; its row is freed at the next step. Returns False if it is already answered."""
         return self.future.cancel()
 
     def cancelled(self) -> bool:
@@ -104,6 +104,7 @@ class Ticket:
         self.future.add_done_callback(lambda _: call(self))
 
     def resolve(self, output: Any, status: Status, steps: int, residual: float, *, late: bool) -> None:
+        """Set the answer, unless the request was cancelled."""
         now = time.monotonic()
         waited = (now if self.admitted is None else self.admitted) - self.submitted
         answer = Answer(output, status, steps, residual, late, waited, now - self.submitted)
@@ -115,5 +116,14 @@ class Ticket:
             self.future.set_exception(error)
 
     def _claim(self) -> bool:
-        """True if nobody has cancelled it; from then on nobody can."""
+        """Mark the request as running, after which it cannot be cancelled; False if it was cancelled before."""
         return not self.future.done() and self.future.set_running_or_notify_cancel()
+
+
+def as_invalid_request(error: Exception) -> Exception:
+    """Return an error of the model as an InvalidRequestError that names it."""
+    if isinstance(error, InvalidRequestError):
+        return error
+    wrapped = InvalidRequestError(f"The model raised {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped

@@ -22,7 +22,7 @@ SOLVERS = [
 
 
 class GainCell(nn.Module):
-    """tanh(gain(x) W z + x): the larger an input, up to a bound, the slower its solve."""
+    """tanh(gain(x) W z + x): larger inputs, up to a bound, converge more slowly."""
 
     def __init__(self, n: int, seed: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class GainCell(nn.Module):
 
 
 class Net(nn.Module):
-    """A module before the layer, one after it, and the input past both."""
+    """A model with a module before the layer, one after it, and a skip connection around both."""
 
     def __init__(self, solver: Any = eq.Anderson(), n: int = 10, seed: int = 0, stop: eq.Stop = STOP) -> None:
         super().__init__()

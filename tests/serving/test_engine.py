@@ -1,4 +1,4 @@
-"""Rows that enter a solve late are solved as if they were alone, and leave their neighbours alone."""
+"""Rows that enter a solve late get the same answer as alone, and do not affect the other rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROUNDING = 1e-11  # answers of about 1 in float64, after up to 60 steps of an il
 
 
 def same(answer: Answer, model: nn.Module, x: Tensor, **changes: Any) -> None:
-    """The answer is that of the model alone, to rounding."""
+    """Assert that the answer equals the model's own answer up to rounding."""
     output, stats = alone(model, x, **changes)
     assert (answer.status, answer.steps) == (int(stats.status[0]), int(stats.steps[0]))
     torch.testing.assert_close(answer.output, output[0], rtol=ROUNDING, atol=ROUNDING)
@@ -37,7 +37,7 @@ def same(answer: Answer, model: nn.Module, x: Tensor, **changes: Any) -> None:
 
 
 def run(engine: Engine, inputs: list[Tensor], arrivals: list[int]) -> list[Answer]:
-    """Submit with so many steps of the engine between two requests."""
+    """Submit the requests with the given numbers of engine steps between them."""
     tickets = []
     for x, steps in zip(inputs, arrivals, strict=True):
         for _ in range(steps):
@@ -70,7 +70,7 @@ def test_every_request_has_its_own_tolerance_and_steps(solver: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["diverging", "nan", "stalling", "tiny", "huge"])
 @pytest.mark.parametrize("solver", [eq.Picard(), eq.Anderson(), eq.Broyden()], ids=name)
-def test_failures_are_told_as_by_a_solve_alone(solver: Any, kind: str) -> None:
+def test_failures_have_the_status_of_a_solve_alone(solver: Any, kind: str) -> None:
     model = Net(solver)
     if kind == "diverging":
         with torch.no_grad():
@@ -82,11 +82,11 @@ def test_failures_are_told_as_by_a_solve_alone(solver: Any, kind: str) -> None:
     answers = run(Engine(model, rows=4), inputs, [0, 0, 2, 3, 1, 0])
     for answer, x in zip(answers, inputs, strict=True):
         output, stats = alone(model, x)
-        if kind == "stalling":  # below the spacing of the numbers a residual may happen to be zero
+        if kind == "stalling":  # below the spacing of the numbers a residual may be exactly zero
             assert answer.status in (eq.Status.STALLED, eq.Status.CONVERGED)
         elif kind == "diverging" and not isinstance(solver, eq.Picard):
             assert answer.status in (eq.Status.DIVERGED, eq.Status.MAX_STEPS)
-            continue  # on the way out a history amplifies rounding, so that iterates have no digits in common
+            continue  # a divergent history amplifies rounding until iterates share no digits
         else:
             assert answer.status == int(stats.status[0])
         torch.testing.assert_close(answer.output, output[0], rtol=1e-9, atol=1e-9, equal_nan=True)
@@ -100,7 +100,7 @@ class Growing(nn.Module):
 
 
 class Oscillating(nn.Module):
-    """x - z, from which plain iteration comes back every other step."""
+    """x - z: plain iteration oscillates with period two."""
 
     def forward(self, z: Tensor, x: Tensor) -> Tensor:
         return x - z
@@ -121,7 +121,7 @@ class Picky(nn.Module):
 
 
 def harmful(kind: str) -> tuple[Net, Tensor]:
-    """A model, and a request that is bad for it in that way."""
+    """Return a model and a request that fails in the given way."""
     model = Net(eq.Anderson())
     if kind == "raises before":
         model.encoder = Picky(model.encoder, 50.0)  # type: ignore[assignment]
@@ -147,7 +147,7 @@ class Twice(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["nan", "cancelled", "raises before", "raises in the cell", "raises after"])
-def test_a_bad_request_leaves_the_others_bit_for_bit(kind: str) -> None:
+def test_a_bad_request_does_not_change_the_other_answers(kind: str) -> None:
     model, bad = harmful(kind)
     inputs = [0.3 * x for x in requests(9)]
 
@@ -173,7 +173,7 @@ def test_a_bad_request_leaves_the_others_bit_for_bit(kind: str) -> None:
         assert (ours.status, ours.steps, ours.residual) == (theirs.status, theirs.steps, theirs.residual)
 
 
-def test_a_deadline_returns_the_best_iterate_flagged() -> None:
+def test_a_passed_deadline_returns_the_best_iterate_flagged_late() -> None:
     model = Net(eq.Picard(), stop=eq.Stop(max_steps=10**9, on_failure="ignore"))
     model.layer.cell = Oscillating()
     engine = Engine(model, rows=1)
@@ -218,7 +218,7 @@ def caught(work: Any, argument: int, failures: list[BaseException]) -> None:
         failures.append(error)
 
 
-def test_the_queue_is_bounded_and_closing_fails_what_is_left() -> None:
+def test_the_queue_is_bounded_and_closing_fails_unanswered_requests() -> None:
     engine = Engine(Net(), rows=2, queue=3)
     tickets = [engine.submit(x) for x in requests(3)]
     with pytest.raises(QueueFullError, match="limit is 3"):
@@ -230,7 +230,7 @@ def test_the_queue_is_bounded_and_closing_fails_what_is_left() -> None:
             ticket.result(0)
 
 
-def test_shapes_have_pools_of_their_own_and_wrong_ones_are_told() -> None:
+def test_every_shape_gets_a_pool_and_invalid_shapes_raise() -> None:
     class Sized(Net):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x[:, :4] + x.mean(dim=1, keepdim=True))
@@ -256,17 +256,17 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "said"), WRONG)
-def test_wrong_options_are_told_at_once(options: dict[str, Any], said: str) -> None:
+def test_invalid_options_raise_in_submit(options: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequestError, match=said):
         Engine(Net()).submit(requests(1)[0], **options)
 
 
-def test_rows_that_left_make_place_in_order_and_memory_stays() -> None:
+def test_answered_requests_free_rows_and_memory() -> None:
     """Pools evaluate no more rows than are in use, and keep nothing of requests that are answered."""
     engine = Engine(Net(eq.Broyden()), rows=16)
     run(engine, requests(40), [0] * 20 + [1] * 20)
     (pool,) = engine.pools.values()
-    assert pool.active == 0 and len(pool.z) == 0 and not pool.left and not engine.waiting
+    assert pool.active == 0 and len(pool.tensors.z) == 0 and not pool.left and not engine.waiting
     assert pool.counts.answered == 40 and pool.counts.row_steps <= pool.counts.evaluated
 
 
@@ -291,16 +291,16 @@ class BatchStatistics(nn.Module):
 
 UNSERVABLE: list[tuple[Any, str]] = [
     (lambda: nn.Linear(4, 3).double(), "no equilibrium layer"),
-    (TwoLayers, r"solved 2 \(first.layer, second.layer\)"),
+    (TwoLayers, r"ran 2 solves \(first.layer, second.layer\)"),
     (lambda: Net(eq.Newton()), "Picard, Anderson and Broyden"),
     (lambda: Net(eq.Broyden(line_search=True)), "line_search=False"),
-    (lambda: BatchStatistics("before"), "changes for a sample with the others"),
-    (lambda: BatchStatistics("after"), "changes for a sample with the others"),
+    (lambda: BatchStatistics("before"), "changes for a sample with the other samples"),
+    (lambda: BatchStatistics("after"), "changes for a sample with the other samples"),
 ]
 
 
 @pytest.mark.parametrize(("build", "said"), UNSERVABLE, ids=[said for _, said in UNSERVABLE])
-def test_a_model_that_cannot_be_served_is_told_why(build: Any, said: str) -> None:
+def test_an_unservable_model_raises_with_the_reason(build: Any, said: str) -> None:
     with pytest.raises(UnservableModelError, match=said):
         engine = Engine(build(), rows=2)
         ticket = engine.submit(requests(1)[0])
@@ -308,7 +308,7 @@ def test_a_model_that_cannot_be_served_is_told_why(build: Any, said: str) -> Non
         ticket.result(0)
 
 
-def test_layers_of_one_problem_and_unrolled_ones_are_refused() -> None:
+def test_unbatched_and_unrolled_layers_are_rejected() -> None:
     for change, said in (({"batched": False}, "batched=False"), ({"gradient": eq.Unrolled(depth=3)}, "Unrolled")):
         model = Net()
         for key, value in change.items():
@@ -324,7 +324,7 @@ STEPPING = [eq.JFB(), eq.UnrolledPhantom(steps=2), eq.Warmup(first=eq.JFB(), the
 
 
 @pytest.mark.parametrize("gradient", STEPPING, ids=name)
-def test_gradients_that_step_on_from_the_equilibrium_do_so(gradient: eq.Gradient) -> None:
+def test_steps_of_a_gradient_after_the_equilibrium_are_taken(gradient: eq.Gradient) -> None:
     model, inputs = Net(), requests(5)
     model.layer = eq.DEQ(model.layer.cell, stop=STOP, gradient=gradient)
     answers = run(Engine(model, rows=2), inputs, [0] * 5)
@@ -332,7 +332,7 @@ def test_gradients_that_step_on_from_the_equilibrium_do_so(gradient: eq.Gradient
         same(answer, model, x)
 
 
-def test_the_model_itself_is_left_as_it_was() -> None:
+def test_the_served_model_is_not_modified() -> None:
     model = Net().train()
     nn.utils.parametrizations.weight_norm(model.head)
     before = dict(vars(model.layer)), dict(vars(model.encoder)), {n: p.clone() for n, p in model.named_parameters()}
@@ -345,7 +345,7 @@ def test_the_model_itself_is_left_as_it_was() -> None:
     torch.testing.assert_close(answer.output, expected[0], rtol=ROUNDING, atol=ROUNDING)
 
 
-def test_waiting_and_solving_are_timed() -> None:
+def test_answers_report_waiting_and_total_time() -> None:
     engine = Engine(Net(), rows=1)
     begin = time.monotonic()
     tickets = [engine.submit(x) for x in requests(3)]

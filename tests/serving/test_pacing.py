@@ -1,4 +1,4 @@
-"""When rows enter: the period by measured costs, and the choice between the two ways of admission."""
+"""The admission period computed from measured costs, and the choice between both admission modes."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from equilibria.serving.load import LoadReport, Outcome, poisson
 from equilibria.serving.pacing import KEPT, Pacing
 
 
-def test_the_period_makes_the_cost_of_entering_and_of_idle_rows_least() -> None:
+def test_the_period_minimises_the_cost_of_entering_and_idle_rows() -> None:
     pacing = Pacing()
     for i in range(4 * KEPT):
         pacing.finished(50)
-        pacing.stepped(1.0 if i % 7 else 100.0)  # now and then the machine does something else
+        pacing.stepped(1.0 if i % 7 else 100.0)  # an occasional outlier
         rows = 4 + i % 5
         pacing.entered(rows, 4.0 + 0.5 * rows)
     assert pacing.enter_period == round(math.sqrt(2 * 4.0 * 50 / 1.0))
@@ -30,7 +30,7 @@ def test_a_row_of_few_steps_never_waits_longer_than_half_of_them() -> None:
 
 
 @pytest.mark.parametrize("grouped_is_quicker", [True, False])
-def test_the_quicker_way_of_admission_stays_and_the_other_is_tried_again(grouped_is_quicker: bool) -> None:
+def test_the_faster_admission_mode_is_kept_and_the_other_retried(grouped_is_quicker: bool) -> None:
     capacity = 8
     admitting = Admitting("auto", capacity)
     seen = []
@@ -41,7 +41,7 @@ def test_the_quicker_way_of_admission_stays_and_the_other_is_tried_again(grouped
     assert set(seen) == {True, False}
     assert sum(mode == grouped_is_quicker for mode in seen) > 0.8 * len(seen)
     admitting.turned(1.0, 1, saturated=False, empty=False)
-    assert not admitting.grouped  # nobody waits: latency counts
+    assert not admitting.grouped  # without saturation admission is continuous
 
 
 def test_arrivals_are_bounded_in_count_and_time() -> None:
@@ -52,7 +52,7 @@ def test_arrivals_are_bounded_in_count_and_time() -> None:
         poisson(0.0, 1, 1.0)
 
 
-def test_a_load_report_counts_answers_and_failures_apart() -> None:
+def test_a_load_report_separates_answers_and_failures() -> None:
     outcomes = [Outcome(0.0, 0.1 * i, 200) for i in range(1, 11)] + [Outcome(0.0, 9.0, 429), Outcome(0.0, 9.0, 0)]
     report = LoadReport(outcomes, seconds=5.0)
     assert report.codes == {0: 1, 200: 10, 429: 1} and report.throughput == 2.0

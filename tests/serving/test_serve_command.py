@@ -57,9 +57,9 @@ def load(address: str, *options: str) -> dict[str, Any]:
     return found
 
 
-def test_a_model_file_is_served_loaded_and_drained(model: Path) -> None:
+def test_a_model_file_is_served_load_tested_and_drained(model: Path) -> None:
     with serving(model, "--rows", "8", "--verbose") as (process, address):
-        assert address.startswith("http://127.0.0.1:")  # by default reached from this machine alone
+        assert address.startswith("http://127.0.0.1:")  # by default the server listens on localhost only
         found = load(address, "--rate", "200", "--count", "60", "--clients", "8")
         assert found["codes"] == {"200": 60} and 0 < found["p50"] <= found["p99"]
         process.send_signal(signal.SIGTERM)
@@ -69,8 +69,8 @@ def test_a_model_file_is_served_loaded_and_drained(model: Path) -> None:
 
 
 @pytest.mark.slow
-def test_sigterm_answers_what_is_under_way(tmp_path: Path) -> None:
-    """A request that takes until its deadline is answered although the server is told to stop before."""
+def test_sigterm_answers_running_requests(tmp_path: Path) -> None:
+    """A request that runs until its deadline is answered although the server gets SIGTERM before."""
     torch.manual_seed(0)
     slow = eq.models.create(
         "skip-mlp-v2", inputs=16, width=24, solver=eq.models.SkipSolver(tolerance=1e-30, max_steps=10**8)
@@ -89,7 +89,7 @@ def test_sigterm_answers_what_is_under_way(tmp_path: Path) -> None:
         thread.start()
         while "equilibria_active_rows 1" not in urllib.request.urlopen(f"{address}/metrics").read().decode():
             if not thread.is_alive():
-                break  # it was quicker than this test
+                break  # the request finished before the signal
             time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
         thread.join()
@@ -98,7 +98,7 @@ def test_sigterm_answers_what_is_under_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_cannot_be_served_is_told(tmp_path: Path) -> None:
+def test_unservable_files_exit_with_the_reason(tmp_path: Path) -> None:
     path = eq.models.save(eq.models.create("resnet-56"), tmp_path / "resnet.safetensors")
     command = [sys.executable, "-m", "equilibria", "serve", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -120,7 +120,7 @@ def test_the_page_shows_a_running_server_in_a_browser(model: Path, scheme: str, 
 
 
 def in_browser(address: str, scheme: str, folder: Path) -> tuple[str, Path]:
-    """The page's elements after it has run for a while, and a picture of it."""
+    """Return the page's elements after it has run for a while, and a screenshot."""
     assert CHROMIUM is not None
     picture = folder / f"{scheme}.png"
     common = [CHROMIUM, "--headless=new", "--disable-gpu", "--no-first-run", f"--user-data-dir={folder / 'profile'}"]

@@ -1,4 +1,4 @@
-"""The server over real sockets: answers, limits, errors, clients that go away."""
+"""The server over real sockets: answers, limits, errors, clients that disconnect."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def port() -> Iterator[int]:
         yield found
 
 
-def test_json_and_tensors_are_answered_as_by_the_model(port: int) -> None:
+def test_json_and_tensors_get_the_answers_of_the_model(port: int) -> None:
     model = Net()
     for x in requests(3):
         expected, stats = alone(model, x)
@@ -90,7 +90,7 @@ BAD: list[tuple[Any, dict[str, str], int, str]] = [
     ({"inputs": GOOD, "rtol": "small"}, {}, 400, "rtol must be a number"),
     ({"inputs": GOOD, "rtol": -1.0}, {}, 400, "rtol must be"),
     ({"inputs": GOOD, "max_steps": 1.5}, {}, 400, "whole number"),
-    ({"inputs": GOOD, "max_steps": 10**6}, {}, 400, "500 at most"),
+    ({"inputs": GOOD, "max_steps": 10**6}, {}, 400, "at most 500"),
     ({"inputs": GOOD, "deadline": 0}, {}, 400, "deadline must be"),
     ({"inputs": [1.0, 2.0]}, {}, 422, "inputs of shape"),
     ({"inputs": {"nothing": GOOD}}, {}, 422, "does not take inputs"),
@@ -101,19 +101,21 @@ BAD: list[tuple[Any, dict[str, str], int, str]] = [
 
 
 @pytest.mark.parametrize(("body", "headers", "code", "said"), BAD, ids=[said for *_, said in BAD])
-def test_a_bad_request_is_told_what_was_wrong(port: int, body: Any, headers: dict[str, str], code: int, said: str) -> None:
+def test_a_bad_request_gets_its_code_and_message(
+    port: int, body: Any, headers: dict[str, str], code: int, said: str
+) -> None:
     found, _, text = call(port, "POST", "/predict", body, **headers)
     assert found == code and said in json.loads(text)["error"]
     assert call(port, "POST", "/predict", {"inputs": GOOD})[0] == 200
 
 
-def test_numbers_that_json_does_not_have_are_null(port: int) -> None:
+def test_nan_and_inf_are_null_in_json(port: int) -> None:
     code, _, body = call(port, "POST", "/predict", '{"inputs": [NaN, 0, 0, 0]}')
     found = json.loads(body)
     assert code == 200 and found["status"] == "NONFINITE"
 
 
-def test_the_other_routes(port: int) -> None:
+def test_health_metrics_status_and_pages_respond(port: int) -> None:
     call(port, "POST", "/predict", {"inputs": GOOD})
     assert json.loads(call(port, "GET", "/health")[2]) == {"status": "ok"}
     text = call(port, "GET", "/metrics")[2].decode()
@@ -130,7 +132,7 @@ def test_the_other_routes(port: int) -> None:
     assert call(port, "GET", "/nothing")[0] == 404
 
 
-def test_a_slow_client_is_told_so(port: int) -> None:
+def test_a_slow_client_gets_408(port: int) -> None:
     with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
         client.sendall(
             b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
@@ -146,7 +148,7 @@ def never_ending() -> Net:
     return model
 
 
-def test_a_client_that_goes_away_frees_its_row() -> None:
+def test_a_disconnected_client_frees_its_row() -> None:
     engine = Engine(never_ending(), rows=1)
     with running(engine) as (server, port):
         body = json.dumps({"inputs": GOOD}).encode()
@@ -165,7 +167,7 @@ def until(condition: Any) -> None:
         time.sleep(0.01)
 
 
-def test_a_full_queue_says_when_to_try_again_and_a_deadline_is_kept() -> None:
+def test_a_full_queue_sends_retry_after_and_deadlines_hold() -> None:
     engine = Engine(never_ending(), rows=1, queue=1)
     with running(engine) as (_, port):
         codes: list[tuple[int, dict[str, str], bytes]] = []
@@ -181,14 +183,14 @@ def test_a_full_queue_says_when_to_try_again_and_a_deadline_is_kept() -> None:
         full = call(port, "POST", "/predict", body) if engine.queued else None
         for thread in threads:
             thread.join()
-        if full is not None and full[0] != 503:  # the one before may have run out of time just then
+        if full is not None and full[0] != 503:  # the previous request may have reached its deadline just then
             assert full[0] == 429 and full[1]["retry-after"]
         late = next(json.loads(text) for code, _, text in codes if code == 200)
         assert late["late"] and late["status"] != "CONVERGED" and late["steps"] > 0
         assert any(code == 503 and headers["retry-after"] for code, headers, _ in codes)
 
 
-def test_a_key_is_asked_for() -> None:
+def test_requests_without_the_api_key_get_401() -> None:
     with running(Engine(Net(), rows=2), api_key="secret") as (_, port):
         assert call(port, "POST", "/predict", {"inputs": GOOD})[0] == 401
         assert call(port, "GET", "/metrics", X_API_Key="wrong")[0] == 401

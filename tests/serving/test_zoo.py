@@ -1,4 +1,4 @@
-"""Models of the zoo are served, or refused with a reason; texts of different lengths share a solve."""
+"""Models of the zoo are served or rejected with a reason; texts of different lengths share a solve."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def scores(output: Any) -> Any:
 
 
 @pytest.mark.parametrize("model_name", SERVED)
-def test_a_model_of_the_zoo_answers_as_it_does_alone(model_name: str) -> None:
+def test_a_model_of_the_zoo_gives_its_own_answers(model_name: str) -> None:
     torch.manual_seed(0)
     model, shape = eq.models.create(model_name).eval(), SERVED[model_name]
     language = len(shape) == 1
@@ -60,7 +60,7 @@ def test_a_model_of_the_zoo_answers_as_it_does_alone(model_name: str) -> None:
 
 
 @pytest.mark.parametrize("model_name", REFUSED)
-def test_other_models_of_the_zoo_are_refused_with_a_reason(model_name: str) -> None:
+def test_other_models_of_the_zoo_are_rejected_with_a_reason(model_name: str) -> None:
     with pytest.raises(UnservableModelError, match=REFUSED[model_name]):
         engine = Engine(eq.models.create(model_name), rows=2)
         ticket = engine.submit(torch.ones(1))
@@ -68,7 +68,7 @@ def test_other_models_of_the_zoo_are_refused_with_a_reason(model_name: str) -> N
         ticket.result(0)
 
 
-def test_boards_of_a_reasoner_have_depths_of_their_own() -> None:
+def test_boards_of_a_reasoner_have_their_own_depths() -> None:
     torch.manual_seed(0)
     stop = eq.Stop(rtol=0.0, atol=0.0, max_steps=8, on_failure="ignore")
     model = eq.models.create("reasoner-trm-nano", stop=stop).double().eval()
@@ -83,7 +83,7 @@ def test_boards_of_a_reasoner_have_depths_of_their_own() -> None:
         torch.testing.assert_close(ticket.result(0).output, output[0], rtol=1e-8, atol=1e-8)
 
 
-def test_noise_that_is_drawn_for_a_batch_is_refused() -> None:
+def test_noise_drawn_per_batch_is_rejected() -> None:
     engine = Engine(eq.models.create("reasoner-nano", stop=eq.Stop()), rows=2)
     ticket = engine.submit(torch.ones(81, dtype=torch.int64))
     engine.run()
@@ -99,7 +99,7 @@ def transformer(**options: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize("solver", [eq.Picard(), eq.Anderson(), eq.Broyden()], ids=lambda s: type(s).__name__)
-def test_texts_of_different_lengths_are_solved_as_if_alone(solver: Any) -> None:
+def test_texts_of_different_lengths_get_the_answers_of_separate_solves(solver: Any) -> None:
     model = transformer(solver=solver)
     engine = Engine(model, rows=4, padding=Padding(multiple=8), output=scores)
     inputs = samples((9,), 7, (3, 8, 5, 1, 9, 12, 7))
@@ -133,7 +133,7 @@ def test_padding_needs_a_causal_model() -> None:
         ticket.result(0)
 
 
-def test_a_token_that_does_not_exist_fails_alone() -> None:
+def test_an_invalid_token_fails_only_its_request() -> None:
     engine = Engine(transformer(), rows=4, output=scores)
     good, bad = engine.submit(torch.tensor([1, 2, 3])), engine.submit(torch.tensor([1, 99, 3]))
     engine.run()
