@@ -16,12 +16,13 @@ import equilibria
 # name: module of equilibria.lab.cli, its function (or group of commands), and what `--help` says about it
 COMMANDS = {
     "demo": (
-        "tables",
+        "demo",
         "demo",
         "Train an equilibrium classifier of digits and its explicit twin, and report them: a minute, no download.",
     ),
     "list": ("listing", "list_all", "Tables and their experiments, models and datasets, with their sizes."),
     "train": ("runs", "train", "Train an experiment, or go on with it where it was interrupted."),
+    "watch": ("watching", "watch", "Show the convergence of a run in the terminal while it trains."),
     "evaluate": ("runs", "evaluate", "Evaluate the model of a run on the test data."),
     "reproduce": (
         "tables",

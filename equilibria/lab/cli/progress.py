@@ -71,10 +71,13 @@ def summary_line(record: Mapping[str, Any]) -> str:
     """One epoch's record as a line of text."""
     parts = []
     for split, values in record["split"].items():
-        shown = [f"{word} {_number(name, values[name])}" for name, word in SHOWN.items() if values.get(name) is not None]
+        shown = [f"{word} {metric_text(name, values[name])}" for name, word in SHOWN.items() if values.get(name) is not None]
         parts.append(f"{split}: {', '.join(shown)}")
     return f"{'; '.join(parts)}; {record['seconds_train']:.1f} s"
 
 
-def _number(name: str, value: float) -> str:
+def metric_text(name: str, value: float | None) -> str:
+    """A metric as it is shown: shares in percent, a dash where there is none."""
+    if value is None:
+        return "-"
     return f"{value:.2%}" if name in ("accuracy", "mean_iou", "failed") else f"{value:.4g}"

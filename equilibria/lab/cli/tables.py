@@ -1,11 +1,10 @@
-"""reproduce and demo: the runs of a table, and its report."""
+"""reproduce and report: the runs of a table, and its report."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 from equilibria.lab.cli.console import AsJson, DataRoot, explained, show_json, show_table
@@ -14,7 +13,6 @@ from equilibria.lab.cli.runs import Assignments, Devices, Out, ScaleOption
 from equilibria.lab.experiments.catalogue import table as find_table
 from equilibria.lab.experiments.catalogue import tables
 from equilibria.lab.experiments.definitions import SCALES, Scale, Table
-from equilibria.lab.experiments.digits.table import DIGITS
 from equilibria.lab.experiments.runner import Failure, Resources, plan
 from equilibria.lab.reports.overview import write_overview
 from equilibria.lab.reports.table import TableResults, figure_text, plain
@@ -97,22 +95,6 @@ def _chosen(
     if everything and (rows or assignments or as_json):
         raise typer.BadParameter("--row, --set and --json are for one table, not for --all.")
     return list(tables()) if table is None else [table]
-
-
-def demo(
-    out: Out = Path("runs"),
-    scale: ScaleOption = "full",
-) -> None:
-    """Train an equilibrium classifier of digits and its explicit twin, and report them: a minute, no download."""
-    with explained():
-        found = find_table(DIGITS)
-        todo = [job for job in plan(found, scale, out, seeds=1) if not job.finished]
-        torch.set_num_threads(1)  # the kernels are too small to gain from more threads
-        failures = run_jobs(todo)
-        folder = found.folder(out, scale)
-        results = write_report(found, scale, folder)
-    _show(results, folder, as_json=False)
-    tell_failures(failures)
 
 
 def _show(results: TableResults, folder: Path, as_json: bool) -> None:
