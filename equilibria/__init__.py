@@ -6,9 +6,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from equilibria import native, nn
-from equilibria._core.loop import Stop
-from equilibria._core.norms import euclidean_norm, max_norm, rms_norm
-from equilibria._core.recording import record
 from equilibria.deq import DEQ, fixed_point, root, sample_keys
 from equilibria.explicit import WeightTied
 from equilibria.export import export, to_onnx
@@ -23,9 +20,9 @@ from equilibria.gradients.warmup import Warmup
 from equilibria.looped import Carry, Halting, RandomStart, breadth
 from equilibria.monitoring import monitor
 from equilibria.nn import freeze_dropout
-from equilibria.penalties import correction_penalty, jacobian_penalty, random_max_steps, skip_penalty
+from equilibria.penalties import correction_penalty, correction_states, jacobian_penalty, random_max_steps, skip_penalty
 from equilibria.remember import Remember
-from equilibria.solution import ConvergenceError, ConvergenceWarning, Solution, Stats, Status
+from equilibria.solution import ConvergenceError, ConvergenceWarning, Solution, Stats, Status, record
 from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.base import Iterate, Solver
 from equilibria.solvers.broyden import Broyden
@@ -40,9 +37,10 @@ from equilibria.solvers.robust import Robust
 from equilibria.solvers.steady_state import SteadyState
 from equilibria.solvers.trust_region import TrustRegion
 from equilibria.starts import FirstStep, Zeros
+from equilibria.stop import Stop, euclidean_norm, max_norm, rms_norm
 
 if TYPE_CHECKING:
-    from equilibria import analysis, cells, lab, models, serving
+    from equilibria import analysis, cells, integrations, lab, models, serving
     from equilibria.analysis import diagnose, gradient_agreement, spectral_radius, tune
 
 __version__ = "0.1.0"
@@ -92,12 +90,14 @@ __all__ = [
     "breadth",
     "cells",
     "correction_penalty",
+    "correction_states",
     "diagnose",
     "euclidean_norm",
     "export",
     "fixed_point",
     "freeze_dropout",
     "gradient_agreement",
+    "integrations",
     "jacobian_penalty",
     "lab",
     "max_norm",
@@ -117,7 +117,7 @@ __all__ = [
     "tune",
 ]
 
-ROOMS = ("analysis", "cells", "constraints", "lab", "models", "serving")  # loaded on first use
+ROOMS = ("analysis", "cells", "constraints", "integrations", "lab", "models", "serving")  # loaded on first use
 FROM_ANALYSIS = ("diagnose", "gradient_agreement", "spectral_radius", "tune")  # names that load the room behind them
 
 

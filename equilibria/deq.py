@@ -11,22 +11,22 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from equilibria._core import autodiff_modes
-from equilibria._core.autocast import Autocast
-from equilibria._core.compile import Compiler, not_traced
-from equilibria._core.frozen_cell import FrozenCell
-from equilibria._core.loop import Stop, check_solver
+from equilibria._core.autodiff_modes import not_traced
+from equilibria._core.compile import Compiler
+from equilibria._core.frozen_cell import Autocast, FrozenCell
+from equilibria._core.loop import check_solver
 from equilibria._core.packing import Layout, State
 from equilibria._core.problem import CellEquation
-from equilibria._core.recording import note
 from equilibria.gradients.base import Gradient, Problem
 from equilibria.gradients.implicit import Implicit
 from equilibria.gradients.warmup import Warmup
 from equilibria.remember import Keys
-from equilibria.solution import Report, Solution
+from equilibria.solution import Report, Solution, note
 from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.fallback import AnySolver
 from equilibria.solvers.robust import Robust
 from equilibria.starts import Init, check_cell, check_init, first_steps, memory_of, prepared, start_of
+from equilibria.stop import Stop
 
 
 class DEQ(nn.Module):
@@ -78,21 +78,18 @@ class DEQ(nn.Module):
         """The equilibrium with its statistics. `init` is a state or an earlier Solution to start from instead."""
         stop = self.stop if self.training or self.eval_stop is None else self.eval_stop
         start = self.init if init is None else constant(init)
-        solves = self._count_solve()
+        solves = 0 if self.solves is None else self._count_solve(self.solves)
         solution = _solve(self.cell, start, inputs, self.solver, stop, self.gradient, self.batched, self._compiler, solves)
-        memory = memory_of(self.init)
-        if memory is not None:
+        if self.init is not None and (memory := memory_of(self.init)) is not None:
             memory.store(solution)
         note(self, solution)
         return solution
 
-    def _count_solve(self) -> int:
-        """Count this solve if the gradient depends on the count; returns the number of training solves before it."""
-        if self.solves is None:
-            return 0
-        before = int(self.solves)
+    def _count_solve(self, solves: Tensor) -> int:
+        """Count this solve, because the gradient depends on the count; returns the number of training solves before it."""
+        before = int(solves)
         if self.training and torch.is_grad_enabled() and not autodiff_modes.inside_transform():
-            self.solves += 1
+            solves += 1
         return before
 
     def __getstate__(self) -> dict[str, Any]:
@@ -185,22 +182,27 @@ def _solve(
     compiler: Compiler | None = None,
     solves: int = 0,
 ) -> Solution:
-    autodiff_modes.check_recordable()
-    fixed = FrozenCell(cell)
-    bad = _nonfinite_samples(inputs, batched) if hasattr(cell, "prepare") or init is not None else None
+    if not autodiff_modes.is_ordinary():
+        autodiff_modes.check_recordable()
+    if not gradient.exports_loop:
+        autodiff_modes.check_not_exported()
+    fixed, prepares = FrozenCell(cell), hasattr(cell, "prepare")
+    bad = _nonfinite_samples(inputs, batched) if prepares or init is not None else None
     # `prepare` and `init` are not part of the equation, whose backward quarantines samples. They get zeros for samples that
     # are not finite, because 0 * nan is nan in their backward too. The solve gets nan, so that it marks them NONFINITE.
-    clean = inputs if bad is None else _fill_rows(tuple(inputs), bad, 0.0)
-    with fixed.in_place():
-        sound = prepared(fixed.cell, clean)
-    given = inputs if not hasattr(cell, "prepare") else sound if bad is None else _fill_rows(sound, bad, float("nan"))
+    sound = clean = inputs if bad is None else _fill_rows(tuple(inputs), bad, 0.0)
+    given = inputs
+    if prepares:
+        with fixed.in_place():
+            sound = prepared(fixed.cell, clean)
+        given = sound if bad is None else _fill_rows(sound, bad, float("nan"))
 
     def f(z: State) -> State:
         return fixed(z, *given)
 
     start = start_of(init, cell, lambda z: fixed(z, *sound), clean, batched=batched)
     layout = Layout.of(start, batched=batched)
-    known = _draw_masks(f, start, layout) if fixed.undrawn() else None
+    known = _draw_masks(f, start, layout) if fixed.dropouts and fixed.undrawn() else None
     equation = CellEquation(fixed, layout, given)
     if equation.opaque:
         _check_ranks_agree(stop)
@@ -212,9 +214,11 @@ def _solve(
     stop = stop.reachable(equation.precision)
     problem = Problem(equation, solver, stop, report, known=known, opaque=opaque, solves=solves, compiler=compiler)
     z = gradient(problem, z0, equation.args)
-    extra = first_steps(init) + int(known is not None) + int(equation.settle(z.detach()))
+    extra = int(known is not None) + int(bool(equation.moves_buffers) and equation.settle(z.detach()))
+    extra += 0 if init is None else first_steps(init)
+    if extra:
+        report.add_evaluations(extra, layout.batch)
     fixed.hand_back()
-    report.add_evaluations(extra, layout.batch)
     return Solution(layout.unpack(layout.saturate(z)), start, f, report, layout, equation)
 
 

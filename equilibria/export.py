@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from equilibria._core.autocast import Autocast
+from equilibria._core.checks import require
 from equilibria._core.files import optional, replace_file
-from equilibria._core.recording import record
+from equilibria._core.frozen_cell import Autocast
 from equilibria.exportable import exportable
-from equilibria.solvers.base import require
+from equilibria.solution import record
 
 MOST_ROWS = 2**31 - 1
 ONNX_TORCH = (2, 11)  # the oldest whose exporter knows while_loop

@@ -10,16 +10,17 @@ import copy
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from equilibria._core import autodiff_modes
+from equilibria._core.bookkeeping import SolveRecord
+from equilibria._core.checks import require
 from equilibria._core.compile import Parts, Program
-from equilibria._core.loop import Flat, Stop, make_ledger
+from equilibria._core.loop import SolveResult
 from equilibria._core.maps import Counter
-from equilibria._core.norms import usual_range
 from equilibria._core.problem import Equation, uses_batch_statistics
 from equilibria.deq import DEQ
 from equilibria.gradients.base import Gradient, Problem
@@ -30,9 +31,10 @@ from equilibria.gradients.unrolled import Unrolled
 from equilibria.gradients.warmup import Warmup
 from equilibria.solution import Status
 from equilibria.solvers.anderson import Anderson
-from equilibria.solvers.base import Solver, require
+from equilibria.solvers.base import Solver
 from equilibria.solvers.picard import Picard
 from equilibria.starts import memory_of
+from equilibria.stop import Stop, usual_range
 
 
 def exportable(model: nn.Module, *, dynamic_batch: bool) -> nn.Module:
@@ -57,6 +59,7 @@ class Traced(Gradient):
 
     steps: int = 0
     damping: float = 1.0
+    exports_loop: ClassVar[bool] = True
 
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
         cause = problem.equation.untraceable()
@@ -65,16 +68,16 @@ class Traced(Gradient):
         if cause is not None:
             raise TypeError(f"A layer cannot be exported: {cause}.")
         assert isinstance(problem.solver, Solver)
-        flat = Loop(problem.solver, problem.stop, problem.equation.precision).solve(problem.equation, z0, args)
-        problem.report.stats = flat.stats
-        return self._follow(problem.equation, flat, args) if self.steps else flat.z
+        result = Loop(problem.solver, problem.stop, problem.equation.precision).solve(problem.equation, z0, args)
+        problem.report.stats = result.stats
+        return self._follow(problem.equation, result, args) if self.steps else result.z
 
-    def _follow(self, equation: Equation, flat: Flat, args: Sequence[Tensor]) -> Tensor:
-        h = flat.z
+    def _follow(self, equation: Equation, result: SolveResult, args: Sequence[Tensor]) -> Tensor:
+        h = result.z
         for _ in range(self.steps):
             fh = equation(h, *args)
             h = fh if self.damping == 1 else torch.lerp(h, fh, self.damping)
-        return torch.where((flat.stats.status != Status.NONFINITE).unsqueeze(1), h, flat.z)
+        return torch.where((result.stats.status != Status.NONFINITE).unsqueeze(1), h, result.z)
 
 
 class Loop(Program):
@@ -85,21 +88,21 @@ class Loop(Program):
         # an exported graph returns no trace and no iterates, and has no ranks
         self.stop = dataclasses.replace(stop, trace=False, keep_every=None, process_group=None)
 
-    def solve(self, equation: Equation, z0: Tensor, args: Sequence[Tensor]) -> Flat:
+    def solve(self, equation: Equation, z0: Tensor, args: Sequence[Tensor]) -> SolveResult:
         with autodiff_modes.tracing():
-            ledger = make_ledger(self.stop, z0, None, self.precision)
+            record = SolveRecord(self.stop, z0, None, self.precision)
             if self.stop.max_steps == 0:
-                ledger.enter(self.solver.init(equation.bind(args), z0), 0)  # type: ignore[arg-type]  # a map all the same
+                record.record_rows(self.solver.init(equation.bind(args), z0), 0)  # type: ignore[arg-type]  # a map all the same
             else:
-                _, *books = self._loop(Parts(lambda *args: args, equation), z0, *args)
-                ledger.load(books)
-            z, stats, _ = ledger.settle(*ledger.close(Counter()))
+                _, *tensors = self._loop(Parts(lambda *args: args, equation), z0, *args)
+                record.load(tensors)
+            z, stats, _ = record.settle(*record.close(Counter()))
             least = usual_range(z0.dtype)[0]
             if self.stop.atol < least:  # else these are within atol, whatever is lost of their squares
-                unknown = stats.converged & (ledger.closed["size"] < least)
+                unknown = stats.converged & (record.closed["size"] < least)
                 status = stats.status.masked_fill(unknown, int(Status.STALLED))
                 stats = dataclasses.replace(stats, status=status)
-            return Flat(z, stats, taken=0)  # how many, the graph knows when it is run
+            return SolveResult(z, stats, taken=0)  # how many, the graph knows when it is run
 
 
 def _layers(model: nn.Module) -> dict[str, DEQ]:

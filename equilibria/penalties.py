@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from equilibria._core import autodiff_modes
-from equilibria._core.loop import Stop
+from equilibria._core.checks import require
 from equilibria._core.packing import State
 from equilibria.explicit import Trajectory
 from equilibria.gradients.base import quarantine
 from equilibria.solution import Solution, Status
-from equilibria.solvers.base import require
+from equilibria.stop import Stop
 
 __all__ = [
     "ConstantWeights",
@@ -26,6 +26,7 @@ __all__ = [
     "LinearWeights",
     "PenaltySchedule",
     "correction_penalty",
+    "correction_states",
     "jacobian_penalty",
     "random_max_steps",
     "skip_penalty",
@@ -109,20 +110,34 @@ def correction_penalty(
     *,
     steps: int = 1,
     damping: float = 1.0,
+    most: int | None = None,
 ) -> Tensor:
     """The loss on intermediate states too, sum_k weights(n, k) loss(h_k), so that they approach the target as well.
 
-    s        a Solution of `Stop(keep_every=...)`: from each iterate kept, `steps` damped steps are taken with a graph (a
-             phantom gradient), and the equilibrium is the last state. Or a `Trajectory`, whose start is left out, or a
-             sequence of states with gradients
+    s        a Solution of `Stop(keep_every=...)`, for the states that `correction_states` gives with `steps`, `damping` and
+             `most`. Or a `Trajectory`, whose start is left out, or a sequence of states with gradients
     loss     state -> scalar
     weights  weights(n, k) of the k-th of n states, k from 0: ExponentialWeights, LinearWeights, ConstantWeights or any
              function
     """
-    states = _states(s, steps, damping)
+    states = _states(s, steps, damping, most)
     require(len(states) > 0, "correction_penalty needs at least one state.")
     terms = [weights(len(states), k) * loss(state) for k, state in enumerate(states)]
     return torch.stack(terms).sum()
+
+
+def correction_states(s: Solution, *, steps: int = 1, damping: float = 1.0, most: int | None = None) -> list[State]:
+    """States on the way to an equilibrium with gradients of their own, the equilibrium last (Bai and others 2022).
+
+    From iterates that `Stop(keep_every=...)` kept, `steps` damped steps are taken with a graph: a phantom gradient of each.
+
+    most  iterates at most, evenly spaced among those that were kept, so that memory does not grow with the steps of the
+          solver; None takes all
+    """
+    require(most is None or most >= 0, f"most must not be negative, got {most}.")
+    kept = s.stats.iterates
+    chosen = kept if most is None or len(kept) <= most else [kept[(i + 1) * len(kept) // (most + 1)] for i in range(most)]
+    return [*(s.layout.unpack(_head(s, z, steps, damping)) for z in chosen), s.z]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,12 +229,12 @@ def _mean_distance(a: Tensor, b: Tensor, good: Tensor, batched: bool) -> Tensor:
     return (a - b).abs().sum() / count
 
 
-def _states(s: Solution | Trajectory | Sequence[State], steps: int, damping: float) -> Sequence[State]:
+def _states(s: Solution | Trajectory | Sequence[State], steps: int, damping: float, most: int | None) -> Sequence[State]:
     if isinstance(s, Trajectory):
         return s.states[1:]
     if not isinstance(s, Solution):
         return s
-    return [*(s.layout.unpack(_head(s, z, steps, damping)) for z in s.stats.iterates), s.z]
+    return correction_states(s, steps=steps, damping=damping, most=most)
 
 
 def _head(s: Solution, z: Tensor, steps: int, damping: float) -> Tensor:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from equilibria._core import autodiff_modes
+from equilibria._core.checks import require
 from equilibria._core.packing import Layout, State
 from equilibria.solution import Solution
-from equilibria.solvers.base import require
 
 Keys = Sequence[Hashable] | Tensor
 
@@ -67,9 +67,15 @@ class Remember:
         finally:
             self._keys = before
 
-    def forget(self) -> None:
-        """Remove every stored sample, for example after loading other weights."""
-        self._banks.clear()
+    def forget(self, keys: Keys | None = None) -> None:
+        """Remove the samples with these keys, for example of videos that have ended; None removes every stored sample, for
+        example after loading other weights."""
+        if keys is None:
+            self._banks.clear()
+            return
+        for key in _as_list(keys):
+            for bank in self._banks.values():
+                bank.drop(key)
 
     def recall(self, start: State, batched: bool) -> State:
         """`start` with stored equilibria, without a graph, in the rows of stored samples."""
@@ -133,7 +139,7 @@ class _Bank:
     def put(self, keys: Sequence[Hashable], good: Sequence[bool], z: Tensor, now: int) -> None:
         latest = {key: row for row, key in enumerate(keys)}  # the last row of a key that occurs twice
         for key in [key for key, row in latest.items() if not good[row]]:
-            self._drop(key)
+            self.drop(key)
         rows = [row for row in latest.values() if good[row]][-self.capacity :]
         slots = [self._slot(keys[row], now) for row in rows]
         if rows:
@@ -154,10 +160,11 @@ class _Bank:
                 self.values = torch.cat([self.values, self.values.new_empty(more, self.values.shape[1])])
             self.free = list(range(size, size + more))
         if not self.free:
-            self._drop(next(iter(self.slots)))
+            self.drop(next(iter(self.slots)))
         return self.free.pop()
 
-    def _drop(self, key: Hashable) -> None:
+    def drop(self, key: Hashable) -> None:
+        """Remove a key if it is stored."""
         if key in self.slots:
             self.free.append(self.slots.pop(key))
             del self.stored[key]

@@ -1,21 +1,23 @@
-"""The result of a solve: Status, Stats and Solution, and the warning and error for samples that did not converge."""
+"""The result of a solve: Status, Stats and Solution, their recording, and the warning and error for failed samples."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from html import escape
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from equilibria._core.norms import rms_norm, scaled_norm
 from equilibria._core.packing import Layout, State
+from equilibria.stop import rms_norm, scaled_norm
 
-__all__ = ["ConvergenceError", "ConvergenceWarning", "Handover", "Solution", "Stats", "Status"]
+__all__ = ["ConvergenceError", "ConvergenceWarning", "Handover", "Solution", "Stats", "Status", "record"]
 
 
 class Status(IntEnum):
@@ -210,6 +212,38 @@ class Solution:
     def iterates(self) -> tuple[State, ...]:
         """The iterates that `Stop(keep_every=...)` kept, as states without a graph."""
         return tuple(map(self.layout.unpack, self.stats.iterates))
+
+
+_active: ContextVar[tuple[tuple[dict[int, str], list[Solution]], ...]] = ContextVar("recordings", default=())
+
+
+@contextmanager
+def record(model: nn.Module) -> Iterator[list[Solution]]:
+    """Collect the solutions of every DEQ in `model` that is solved inside the block, in order.
+
+        with eq.record(model) as solutions:
+            loss = criterion(model(x), y)
+        loss.backward()
+        solutions[0].stats, solutions[0].adjoint, solutions[0].layer
+
+    A Solution references its inputs and its equilibrium; delete the list to free them.
+    """
+    solutions: list[Solution] = []
+    names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
+    token = _active.set((*_active.get(), (names, solutions)))
+    try:
+        yield solutions
+    finally:
+        _active.reset(token)
+
+
+def note(module: nn.Module, solution: Solution) -> None:
+    """Append a solution, with the name of its layer, to every active recording whose model contains this module."""
+    named = None  # one object in all recordings, with the name that the outermost one has for its layer
+    for names, solutions in _active.get():
+        if (name := names.get(id(module))) is not None:
+            named = named or replace(solution, layer=name)
+            solutions.append(named)
 
 
 def _table(forward: dict[str, float], adjoint: dict[str, float] | None = None, title: str = "") -> str:

@@ -26,15 +26,15 @@ def attach(task: ImplicitProblem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
     if autodiff_modes.inside_transform():
         raise RuntimeError(OUT_OF_REACH)
     problem = task.problem
-    flat = problem.run(z0, [arg.detach() for arg in args])
+    result = problem.run(z0, [arg.detach() for arg in args])
     if not torch.is_grad_enabled():
-        return flat.z
-    z, inputs, good = flat.z, args, flat.stats.status != Status.NONFINITE
+        return result.z
+    z, inputs, good = result.z, args, result.stats.status != Status.NONFINITE
     if problem.report.nonfinite and bool(good.any()):
         z, inputs, _ = quarantine(problem.equation, z, args, z, good)
     leaf = z.detach().requires_grad_()
     out = problem.equation(leaf, *inputs)
-    return _Attach.apply(task, flat.z, out, leaf, good, [arg.detach() for arg in inputs])
+    return _Attach.apply(task, result.z, out, leaf, good, [arg.detach() for arg in inputs])
 
 
 class _Attach(Function):
@@ -65,9 +65,26 @@ class _Attach(Function):
         u = ctx.task.cotangent(system)
         u = ctx.task.verified(system, u, system(u) - u, lambda u: system(u) - u)
         assert u is not None
+        u = torch.where(keep, u * size, torch.zeros_like(v))
+        overflowing = _overflowing(system, u, ctx.task.problem.equation.precision)
+        if overflowing is not None:
+            lost, u = lost | overflowing, torch.where(overflowing.unsqueeze(1), torch.zeros_like(u), u)
         if bool(lost.any()):
             file_lost(ctx.task, lost)
-        return (torch.where(keep, u * size, torch.zeros_like(v)),)
+        return (u,)
+
+
+def _overflowing(system: Affine, u: Tensor, precision: float) -> Tensor | None:
+    """(batch,) samples whose cotangent overflows on its way back through the cell; None if there are none.
+
+    The adjoint system is solved for cotangents of size 1. Autograd propagates them at their own size, which may leave the
+    range of half precision, or that of any dtype if they are huge.
+    """
+    most = torch.finfo(u.dtype).max ** 0.5
+    if not u.numel() or (precision <= torch.finfo(torch.float32).eps and bool(u.abs().amax() < most)):
+        return None
+    finite = torch.isfinite(system.product(u)).all(dim=1)
+    return None if bool(finite.all()) else ~finite
 
 
 def _adjoint_map(ctx: Any, right: Tensor) -> Affine:

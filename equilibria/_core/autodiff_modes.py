@@ -7,19 +7,43 @@ reads private state of torch (`torch._C._functorch`), because there is no public
 
 from __future__ import annotations
 
+import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+P = ParamSpec("P")
+R = TypeVar("R")
 _tracing = False
 # torch has one stack of forward-mode levels for all threads, so that only one thread at a time may run a jvp
 _forward_mode = threading.RLock()
 _forward_thread: int | None = None  # the thread whose jvp is running
+
+
+def not_traced(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function that `torch.compile` must not trace, as `torch.compiler.disable` does.
+
+    That one imports torch._dynamo and sympy, which takes seconds, when it decorates. This one uses it only after something
+    else has loaded them, as the first use of `torch.compile` does.
+    """
+    disabled: list[Callable[P, R]] = []
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        # `is_compiling` first: it is a constant in a trace, and sys.modules cannot be traced
+        if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
+            if not disabled:
+                disabled.append(_disabled(function))
+            return disabled[0](*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 @contextmanager
@@ -31,6 +55,33 @@ def tracing() -> Iterator[None]:
         yield
     finally:
         _tracing = before
+
+
+def _disabled(function: Callable[P, R]) -> Callable[P, R]:
+    """`torch.compiler.disable(function)`, with the reason that errors of a strict export print."""
+    reason = "The steps of a solve depend on values. To export a model with equilibrium layers, use eq.export or eq.to_onnx."
+    try:
+        return torch.compiler.disable(function, reason=reason)
+    except TypeError:  # torch 2.6 takes no reason
+        return torch.compiler.disable(function)
+
+
+def check_not_exported() -> None:
+    """Raise inside torch.export, torch.onnx.export and torch.jit.trace, which cannot record a loop of unknown length."""
+    is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.6 has no such query
+    if is_exporting() or torch._C._get_tracing_state() is not None:
+        raise RuntimeError(
+            "torch.export, torch.onnx.export and torch.jit.trace record operations once, and the number of steps to an "
+            "equilibrium depends on values. Export the model with eq.export(model, inputs) or "
+            "eq.to_onnx(model, inputs, path), which turn every equilibrium layer into a loop."
+        )
+
+
+def is_ordinary() -> bool:
+    """True if no transform, no forward mode and no trace is active. The other queries are then False, and are not needed."""
+    if _tracing or forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None
 
 
 def is_tracing() -> bool:

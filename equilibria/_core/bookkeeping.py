@@ -1,13 +1,13 @@
 """The record of one solve: per sample the best iterate, its residual, its number of steps and its status.
 
-States of a `Ledger`. While no row has stopped (`open` is None) only the best iterate is updated, by the fast path `_glance`.
-When the first row stops, `_open` allocates the tensors per row. Rows dropped by compaction are written to `closed` at their
-place in the batch; `index` has the places of the rows that remain. `close` joins both, and `settle` decides the status of
-samples that failed.
+States of a `SolveRecord`. While no row has stopped (`open` is None) only the best iterate is updated, by the fast path
+`_record_fast`. When the first row stops, `_open` allocates the tensors per row. Rows dropped by compaction are written to
+`closed` at their place in the batch; `index` has the places of the rows that remain. `close` joins both, and `settle`
+decides the status of samples that failed.
 
 Invariants. A row's result and status are fixed once it has stopped, whatever the solver does with the row afterwards. During
-the loop the device is waited for only in `observe` (if `look`), `running`, `running_rows`, `unusual` and `unusual_rows`.
-In a trace iterates are recorded by `enter`, which reads no value.
+the loop the device is waited for only in `record` (if `look`), `running`, `running_rows`, `unusual` and `unusual_rows`.
+In a trace iterates are recorded by `record_rows`, which reads no value.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor
 
 from equilibria._core import autodiff_modes
 from equilibria._core.maps import FALLEN, Counter
-from equilibria._core.norms import Norm, euclidean_norm, rms_norm, usual_range
 from equilibria.solution import Stats, Status
-from equilibria.solvers.base import Iterate, without_graph
+from equilibria.solvers.base import Iterate
+from equilibria.solvers.rowwise import without_graph
+from equilibria.stop import FLOOR, Stop, euclidean_norm, rms_norm, usual_range
 
 RUNNING = -1
-FLOOR = 8.0  # relative residuals below this many machine epsilons are rounding
 FLOOR_PATIENCE = 5  # steps without progress below that floor after which a sample is STALLED
 LEAST = 1e-6  # smallest tolerance in machine epsilons, which has the effect of none
 PROGRESS = 0.9  # a step makes progress if the residual falls below this share of the smallest before
@@ -39,21 +39,11 @@ DIVERGENCE_EVERY = 8  # steps between two checks of divergence
 FOLD = 64  # number of residuals stored until they are replaced by their maximum
 
 
-class Ledger:
+class SolveRecord:
     """The record of the rows still in the batch, and of those that were dropped; see the header of this module."""
 
-    def __init__(
-        self,
-        z0: Tensor,
-        rtol: float,
-        atol: float,
-        norm: Norm,
-        scale: Tensor | None,
-        patience: int | None,
-        precision: float,
-        trace: bool,
-        keep_every: int | None,
-    ) -> None:
+    def __init__(self, stop: Stop, z0: Tensor, scale: Tensor | None, precision: float) -> None:
+        rtol, atol, norm, patience = stop.rtol, stop.atol, stop.norm, stop.patience
         self.root = 1.0  # the norm of a state whose entries are of size 1, but for the factor between norms
         if norm is rms_norm:  # lengths in place of means: every comparison comes out the same, and costs less
             self.root = root = max(z0.shape[1], 1) ** 0.5
@@ -91,14 +81,14 @@ class Ledger:
         self.growth = 0.0  # of the worst row: its excess, over the least it had before
         self.better: Tensor | None = None  # rows whose last iterate is their best; None: all, or not known
         self.watchful = patience is not None or rtol < self.floor  # True if progress is checked in every step
-        self.trace: list[tuple[Tensor | None, Tensor]] | None = [] if trace else None
-        self.keep_every = keep_every
+        self.trace: list[tuple[Tensor | None, Tensor]] | None = [] if stop.trace else None
+        self.keep_every = stop.keep_every
         self.iterates: list[tuple[int, Tensor | None, Tensor | None, Tensor]] = []
         self.index: Tensor | None = None  # (rows,) places in the batch of the rows carried; None: all
         self.closed: dict[str, Tensor] = {}
         self.opened_at: int | None = None  # the first step at which a row stopped; None: no row has
 
-    def observe(self, state: Iterate, step: int, *, look: bool, rejected: Tensor | None = None) -> None:
+    def record(self, state: Iterate, step: int, *, look: bool, rejected: Tensor | None = None) -> None:
         """Record an iterate; `rejected` marks rows whose step was discarded. Waits for the device only if `look`."""
         length = without_graph(state.length) if self.norm is euclidean_norm else self.norm(without_graph(state.residual))
         size = self.norm(without_graph(state.fz)) if self.scale is None else self.scale
@@ -106,19 +96,19 @@ class Ledger:
             self.trace.append((self.index, _ratio(length, size)))
         self._note(length, size)
         quiet = look and self.open is None and not self.watchful and rejected is None
-        if not (quiet and self._glance(state.z, length, size, step)):
-            self._enter(state.z, length, size, step, rejected)
+        if not (quiet and self._record_fast(state.z, length, size, step)):
+            self._update_rows(state.z, length, size, step, rejected)
         if self.keep_every is not None and step > 0 and step % self.keep_every == 0:
             self._keep(state.z.detach(), step)
 
-    def enter(self, state: Iterate, step: int | Tensor) -> None:
+    def record_rows(self, state: Iterate, step: int | Tensor) -> None:
         """Record an iterate row by row without a device sync; works in a trace too."""
         length, size = self.norm(state.residual), self.norm(state.fz) if self.scale is None else self.scale
         if self.first_length is None:
             self.first_length, self.first_size, self.peak, self.last, self.traced = length, size, length, length, True
             self.diverged = torch.zeros_like(length, dtype=torch.bool)
         self.peak = _larger(self.peak, length)
-        self._enter(state.z, length, size, step, None)
+        self._update_rows(state.z, length, size, step, None)
 
     def _note(self, length: Tensor, size: Tensor) -> None:
         """Keep references to the norms, which are needed only if a row fails; many are replaced by their maximum."""
@@ -140,16 +130,16 @@ class Ledger:
         names += ["diverged"] if self.diverged is not None else []
         return names + (["peak", "first_length", "first_size"] if self.traced else [])
 
-    def books(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         return [getattr(self, name) for name in self._names()]
 
-    def load(self, books: Sequence[Tensor]) -> None:
-        """Continue from the tensors of another ledger, which was traced."""
+    def load(self, tensors: Sequence[Tensor]) -> None:
+        """Continue from the tensors of another record, which was traced."""
         self.traced, self.diverged = True, self.start
-        for name, tensor in zip(self._names(), books, strict=True):
+        for name, tensor in zip(self._names(), tensors, strict=True):
             setattr(self, name, tensor)
 
-    def _glance(self, z: Tensor, length: Tensor, size: Tensor, step: int) -> bool:
+    def _record_fast(self, z: Tensor, length: Tensor, size: Tensor, step: int) -> bool:
         """Fast path: True if no row stopped; only the best iterate is updated."""
         if not self.rows:
             return False
@@ -232,7 +222,7 @@ class Ledger:
         atol = max(self.atol, least) if isinstance(self.atol, float) else self.atol.clamp_min(least)
         return size * max(self.rtol, LEAST * info.eps) + atol
 
-    def _enter(self, z: Tensor, length: Tensor, size: Tensor, step: int | Tensor, rejected: Tensor | None) -> None:
+    def _update_rows(self, z: Tensor, length: Tensor, size: Tensor, step: int | Tensor, rejected: Tensor | None) -> None:
         """Update every row without a device sync."""
         if self.open is None:
             assert isinstance(step, int)
@@ -331,6 +321,11 @@ class Ledger:
         """True if some rows stopped before the last step, so that the result joins rows of different evaluations."""
         return self.opened_at is not None and self.opened_at < taken and self.whole_rows > 1
 
+    def running_excess(self) -> Tensor:
+        """(rows,), the least residual of each row over its tolerance; negative for rows that have stopped."""
+        assert self.excess is not None
+        return self.excess if self.open is None else torch.where(self.open, self.excess, -1.0)
+
     def running_rows(self) -> Tensor:
         assert self.open is not None
         return self.open.nonzero().squeeze(1)
@@ -369,7 +364,8 @@ class Ledger:
         """
         if not self.adopted:
             self._write_off()
-        status, length, size = self._ended(), self.closed["length"], self._sizes()
+        status, length, size = self.closed["status"], self.closed["length"], self._sizes()
+        status = torch.where(status == RUNNING, Status.MAX_STEPS, status)
         if self.whole_scale is None and (self.traced or len(self.lengths) > 1):
             self.faint = (status == Status.CONVERGED) & (size < self.least) & (self.closed["best"] > 0)
             status = torch.where(self.faint, Status.STALLED, status)
@@ -383,22 +379,17 @@ class Ledger:
             evaluations=counter.evaluations,
             sample_evaluations=counter.rows,
             products=counter.products,
-            trace=self._traces(),
-            iterates=self._iterates(),
+            trace=None if self.trace is None else self._traces(self.trace),
+            iterates=self._iterates() if self.iterates else (),
         )
 
     def adopt(self, record: dict[str, Tensor], first_length: Tensor, first_size: Tensor, peak: Tensor) -> None:
-        """Take the record of the whole batch from a solve that kept it elsewhere, in place of `observe`."""
+        """Take the record of the whole batch from a solve that kept it elsewhere, in place of `record`."""
         self.closed, self.first_length, self.first_size, self.peak = record, first_length, first_size, peak
         self.traced = self.adopted = True
 
     def _sizes(self) -> Tensor:
         return self.closed["size"] if self.whole_scale is None else self.whole_scale
-
-    def _ended(self) -> Tensor:
-        """(batch,), how each sample ended by its books."""
-        status = self.closed["status"]
-        return torch.where(status == RUNNING, Status.MAX_STEPS, status)
 
     def _doubtful(self, size: Tensor) -> Tensor:
         """(batch,) samples whose state has grown so far that the residual of their start would be within the tolerance.
@@ -418,7 +409,8 @@ class Ledger:
         largest: states may well start next to an unstable equilibrium.
         """
         assert self.first_length is not None
-        status, length, size = self._ended(), self.closed["length"], self._sizes()
+        status, length, size = self.closed["status"], self.closed["length"], self._sizes()
+        status = torch.where(status == RUNNING, Status.MAX_STEPS, status)
         scale = torch.maximum(self.first_length, self.first_size)
         last, peak, best = self._last(), self._peak(), stats.best
         if self.faint is not None:
@@ -469,18 +461,14 @@ class Ledger:
 
     def _iterates(self) -> tuple[Tensor, ...]:
         """(batch, n) each, but for the last step's, which is the answer."""
-        if not self.iterates:
-            return ()
         answer, last = self.closed["z"], int(self.closed["steps"].max()) if len(self.closed["steps"]) else 0
         return tuple(_placed(answer, index, rows, z) for step, index, rows, z in self.iterates if step < last)
 
-    def _traces(self) -> tuple[Tensor, ...] | None:
+    def _traces(self, trace: list[tuple[Tensor | None, Tensor]]) -> tuple[Tensor, ...]:
         """One row per sample, cut where that sample stopped."""
-        if self.trace is None:
-            return None
         batch = self.closed["steps"].shape[0]
-        whole = torch.full((len(self.trace), batch), float("nan"), dtype=self.length.dtype, device=self.length.device)
-        for step, (index, residual) in enumerate(self.trace):
+        whole = torch.full((len(trace), batch), float("nan"), dtype=self.length.dtype, device=self.length.device)
+        for step, (index, residual) in enumerate(trace):
             if index is None:
                 whole[step] = residual
             else:

@@ -9,7 +9,7 @@ other from inputs whose first dimension has the size of the batch by coincidence
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from equilibria._core.maps import FlatMap
 from equilibria._core.user_warnings import warn_user
+from equilibria.stop import binary_size
 
 WORTH = 4096  # rows with fewer numbers in all are dropped only when they are half: small kernels take equally long
 DROP_AT = 8  # rows are dropped when an eighth has stopped; maps that are expensive to restrict set another `drop_at`
@@ -25,15 +26,13 @@ DROP_AT = 8  # rows are dropped when an eighth has stopped; maps that are expens
 SHARE, ROUNDING = 0.05, 4.0
 
 
-@runtime_checkable
-class Owned(Protocol):
-    """A map with the identity of its cell, under which the result of the check is stored; see `Equation`."""
+class CellIdentity(NamedTuple):
+    """What results of checks are stored under, and which warnings a cell gets."""
 
-    owner: Any
-    lasting: bool
-    mode: Hashable
-    precision: float
-    silent: bool
+    owner: Any  # the cell, or the code object of a plain function; None if it cannot be hashed or referred to weakly
+    lasting: bool  # True for a module; False for a function, which may close over other data at every call
+    mode: Hashable  # distinguishes calls of one owner, e.g. training and eval mode
+    silent: bool  # skip the warning about closures: a function without batched inputs must close over its data
 
 
 _verdicts: WeakKeyDictionary[Any, dict[Hashable, bool]] = WeakKeyDictionary()
@@ -47,21 +46,21 @@ def worth_dropping(f: FlatMap, stopped: int, shape: Sequence[int]) -> bool:
     return 0 < stopped < rows and stopped * share >= rows
 
 
-def is_known_to_couple(owner: Any, mode: Hashable) -> bool:
+def is_known_to_couple(cell: CellIdentity) -> bool:
     """True if rows of this cell were found to depend on each other in an earlier solve."""
-    return owner is not None and ("coupled", mode) in _verdicts.get(owner, {})
+    return cell.lasting and cell.owner is not None and ("coupled", cell.mode) in _verdicts.get(cell.owner, {})
 
 
-def remember_coupling(f: Owned, coupled: bool, *, warn: bool = True) -> None:
+def remember_coupling(cell: CellIdentity, coupled: bool, *, warn: bool = True) -> None:
     """Store for later solves of a cell that is a module whether its rows depend on each other; warn once if they do."""
     if coupled and warn:
-        warn_once(f)
-    if f.lasting and f.owner is not None:
-        known = _verdicts.setdefault(f.owner, {})
+        warn_once(cell)
+    if cell.lasting and cell.owner is not None:
+        known = _verdicts.setdefault(cell.owner, {})
         if coupled:
-            known["coupled", f.mode] = True
+            known["coupled", cell.mode] = True
         else:
-            known.pop(("coupled", f.mode), None)
+            known.pop(("coupled", cell.mode), None)
 
 
 def is_harmless(alone: Tensor, among: Tensor, relative: float, absolute: float = 0.0) -> bool:
@@ -70,16 +69,24 @@ def is_harmless(alone: Tensor, among: Tensor, relative: float, absolute: float =
     return not bool((error > relative * size + absolute).any())
 
 
-def rows_mix(f: FlatMap, z: Tensor, precision: float) -> bool:
-    """True if a row of f(z) changes with other rows of z; perturbs even and odd rows in turn, in four evaluations."""
+def rows_mix(f: FlatMap, z: Tensor, precision: float) -> bool | None:
+    """True if a row of f(z) changes with other rows of z, None if f draws at random.
+
+    Changes even and odd rows in turn, in four to six evaluations.
+    """
     if len(z) < 2:
         return False
-    even = (torch.arange(len(z), device=z.device) % 2 == 0).unsqueeze(1)
     before = f(z)
-    if not is_harmless(f(z), before, ROUNDING * precision):
-        return False  # the cell draws at random, and no two evaluations agree
-    kept = torch.where(even, f(torch.where(even, z, 0.5 * z)), f(torch.where(even, 0.5 * z, z)))
-    return not is_harmless(kept, before, ROUNDING * precision)
+    unit = binary_size(before).unsqueeze(1)  # squares may leave the dtype
+    if not is_harmless(f(z) / unit, before / unit, ROUNDING * precision):
+        return None  # no two evaluations agree
+    even = (torch.arange(len(z), device=z.device) % 2 == 0).unsqueeze(1)
+    # halving changes no zero, and a cell that saturates may be equal at z and z / 2: then the next row's state may differ
+    for other in (torch.where((z == 0) & torch.isfinite(before), before, 0.5 * z), z.roll(1, 0)):
+        kept = torch.where(even, f(torch.where(even, z, other)), f(torch.where(even, other, z)))
+        if not is_harmless(kept / unit, before / unit, ROUNDING * precision):
+            return True
+    return False
 
 
 def verdicts(module: nn.Module) -> dict[str, Any]:
@@ -96,11 +103,11 @@ def set_verdicts(module: nn.Module, known: Mapping[str, Any]) -> None:
             _verdicts[part] = dict(known[name])
 
 
-def warn_once(f: Owned) -> None:
-    """Warn that rows depend on each other, once per cell and never for silent maps."""
-    if f.silent or f.owner is None or f.owner in _warned:
+def warn_once(cell: CellIdentity) -> None:
+    """Warn that rows depend on each other, once per cell and never for silent cells."""
+    if cell.silent or cell.owner is None or cell.owner in _warned:
         return
-    _warned.add(f.owner)
+    _warned.add(cell.owner)
     warn_user(
         "Converged samples keep being evaluated: this cell returns another value for a row without its neighbours. If rows "
         "depend on each other, the batch is solved as one problem. "

@@ -15,14 +15,12 @@ is faster. A compiled result is checked by the cell itself; a program that fails
 from __future__ import annotations
 
 import dataclasses
-import functools
 import operator
-import sys
 import time
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -30,15 +28,16 @@ from torch._higher_order_ops.while_loop import while_loop_op
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from equilibria._core import autodiff_modes
-from equilibria._core.autocast import no_autocast
-from equilibria._core.bookkeeping import FLOOR, Ledger
-from equilibria._core.loop import Flat, Stop, finished, make_ledger, measure, solve
+from equilibria._core.bookkeeping import SolveRecord
+from equilibria._core.frozen_cell import no_autocast
+from equilibria._core.loop import SolveResult, finished, measure, solve
 from equilibria._core.maps import Counter, FlatMap
-from equilibria._core.norms import euclidean_norm, rms_norm
 from equilibria._core.problem import BoundMap, Equation
 from equilibria.solution import Status
-from equilibria.solvers.base import Solver, collect, rebuild
+from equilibria.solvers.base import Solver
 from equilibria.solvers.picard import Picard
+from equilibria.solvers.rowwise import collect, rebuild
+from equilibria.stop import FLOOR, Stop, euclidean_norm, rms_norm
 
 SHAPES = 8  # programs made for one layer, of forward solves and of adjoint ones each; further shapes take the plain loop
 SIGHTINGS = (
@@ -49,27 +48,6 @@ TRIALS = 5  # of either loop, when a shape comes up first
 SLACK = 10.0  # residuals may differ by this factor: linear solvers carry theirs by recurrence
 Run = Callable[..., Sequence[Tensor]]
 Backend = Callable[[fx.GraphModule, Sequence[Tensor]], Run]
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def not_traced(function: Callable[P, R]) -> Callable[P, R]:
-    """As `torch.compiler.disable`, which imports torch._dynamo and sympy (seconds) when it decorates.
-
-    This decorator asks for them only once something else has loaded them, as the first use of `torch.compile` does.
-    """
-    disabled: list[Callable[P, R]] = []
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        # `is_compiling` first: it is a constant in a trace, and sys.modules cannot be traced
-        if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
-            if not disabled:
-                disabled.append(torch.compiler.disable(function))
-            return disabled[0](*args, **kwargs)
-        return function(*args, **kwargs)
-
-    return call
 
 
 def inductor(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Run:
@@ -93,10 +71,10 @@ class Compiler:
         self._sightings: dict[Hashable, int] = {}
         self._failed = False
 
-    def solve(self, f: FlatMap, z0: Tensor, solver: Any, stop: Stop, **options: Any) -> Flat:
+    def solve(self, f: FlatMap, z0: Tensor, solver: Any, stop: Stop, **options: Any) -> SolveResult:
         """As `equilibria._core.loop.solve`, by the compiled or the plain loop, whichever is faster."""
 
-        def plain() -> Flat:
+        def plain() -> SolveResult:
             return solve(f, z0, solver, stop, **options)
 
         if self._failed or not isinstance(f, BoundMap) or not _compilable(f, solver, stop, options):
@@ -133,7 +111,7 @@ class Compiler:
             stacklevel=2,
         )
 
-    def _program(self, call: _Call, plain: Callable[[], Flat]) -> Program | None:
+    def _program(self, call: _Call, plain: Callable[[], SolveResult]) -> Program | None:
         """What runs this call; None: the plain loop.
 
         The first batch size is compiled at once. A further one is padded to one that is compiled already, if that is not
@@ -159,10 +137,10 @@ class Compiler:
         self._families.setdefault(family, []).extend([] if chosen is None else [chosen])
         return chosen
 
-    def _faster(self, program: Program, call: _Call, plain: Callable[[], Flat]) -> Program | None:
+    def _faster(self, program: Program, call: _Call, plain: Callable[[], SolveResult]) -> Program | None:
         """The program, if it gives a right answer in less time than the plain loop."""
 
-        def compiled() -> Flat | None:
+        def compiled() -> SolveResult | None:
             return program(call.f, call.z0, call.options)
 
         found = compiled()
@@ -197,22 +175,22 @@ class Program:
             graph = make_fx(lambda *given: self._loop(parts, *given), tracing_mode="fake")(*inputs)
             self.run = backend(graph, inputs)
 
-    def __call__(self, f: BoundMap, z0: Tensor, options: dict[str, Any]) -> Flat | None:
+    def __call__(self, f: BoundMap, z0: Tensor, options: dict[str, Any]) -> SolveResult | None:
         """The solve; None if its start is so small or large that squares leave the dtype: the plain loop copes with that."""
         inputs = self._inputs(f, z0, options)
         with torch.no_grad():
-            step, *books = self.run(*(inputs if len(z0) == self.rows else self._padded(f, inputs)))
+            step, *tensors = self.run(*(inputs if len(z0) == self.rows else self._padded(f, inputs)))
         if len(z0) != self.rows:
-            books = [rows[: len(z0)] for rows in books]
-        ledger = make_ledger(self.stop, z0, options["scale"], self.precision)
-        ledger.load(books)
-        if ledger.unusual() and ledger.unusual_rows():
+            tensors = [rows[: len(z0)] for rows in tensors]
+        record = SolveRecord(self.stop, z0, options["scale"], self.precision)
+        record.load(tensors)
+        if record.unusual() and record.unusual_rows():
             return None
         taken = int(step)
         evaluations = taken + (options["known"] is None)
         linear = f.equation.linear
         counter = Counter(evaluations, evaluations * self.rows, taken if linear else 0)
-        return finished(ledger, counter, taken)
+        return finished(record, counter, taken)
 
     def _inputs(self, f: BoundMap, z0: Tensor, options: dict[str, Any]) -> tuple[Tensor, ...]:
         extra = (tensor for tensor in (options["scale"], options["known"]) if tensor is not None)
@@ -227,53 +205,53 @@ class Program:
         return [tensor.index_select(0, index) if has else tensor for tensor, has in zip(inputs, rows, strict=True)]
 
     def _loop(self, parts: Parts, z0: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-        """The solve as it is traced: steps taken, and the books."""
+        """The solve as it is traced: steps taken, and the tensors."""
         rest = list(given)
         scale = rest.pop(0) if self.extra[0] else None
         known = rest.pop(0) if self.extra[1] else None
         saved = parts.prepare(*rest)
-        state, ledger = self._begin(_Traced(parts, saved, (z0, known)), z0, scale)
+        state, record = self._begin(_Traced(parts, saved, (z0, known)), z0, scale)
         fixed = [*saved, *([] if scale is None else [scale])]
         own = collect(state, Tensor)
         one = torch.ones((), dtype=torch.int64, device=z0.device)
         # the loop takes no tensor twice, nor any view
-        moving = [tensor.clone(memory_format=torch.contiguous_format) for tensor in (one, *own, *ledger.books())]
+        moving = [tensor.clone(memory_format=torch.contiguous_format) for tensor in (one, *own, *record.tensors())]
 
-        def read(tensors: Sequence[Tensor]) -> tuple[Tensor, Any, Ledger]:
-            """Step, solver's state and books."""
+        def read(tensors: Sequence[Tensor]) -> tuple[Tensor, Any, SolveRecord]:
+            """The step, the state of the solver and the record, from the tensors that the loop carries."""
             step, *rest = tensors[: len(moving)]
-            books = make_ledger(self.stop, rest[0], None if scale is None else tensors[-1], self.precision)
-            books.load(rest[len(own) :])
-            return step, rebuild(state, iter(rest[: len(own)]), iter(collect(state, int))), books
+            record = SolveRecord(self.stop, rest[0], None if scale is None else tensors[-1], self.precision)
+            record.load(rest[len(own) :])
+            return step, rebuild(state, iter(rest[: len(own)]), iter(collect(state, int))), record
 
         def body(*tensors: Tensor) -> tuple[Tensor, ...]:
-            step, now, books = read(tensors)
+            step, now, record = read(tensors)
             f = _Traced(parts, tensors[len(moving) :][: len(saved)])
-            f.fell = books.fell
+            f.fell = record.fell
             now = self.solver.step(f, now)  # type: ignore[arg-type]
-            books.enter(now, step + 1)
-            out = (step + 1, *collect(now, Tensor), *books.books())
+            record.record_rows(now, step + 1)
+            out = (step + 1, *collect(now, Tensor), *record.tensors())
             # contiguous() leaves tensors of one row the strides they have, and the loop wants always the same
             return tuple(new.clone(memory_format=torch.contiguous_format) for new in out)
 
         def running(*tensors: Tensor) -> Tensor:
-            step, _, books = read(tensors)
-            assert books.open is not None
-            return (step < self.stop.max_steps) & books.open.any()
+            step, _, record = read(tensors)
+            assert record.open is not None
+            return (step < self.stop.max_steps) & record.open.any()
 
         step, *after = while_loop_op(running, body, tuple(moving), tuple(fixed))  # type: ignore[arg-type]
         return (step, *after[len(own) :])
 
-    def _begin(self, f: _Traced, z0: Tensor, scale: Tensor | None) -> tuple[Any, Ledger]:
-        """State and books after the first step, which comes before the loop since shapes still change in it."""
-        ledger = make_ledger(self.stop, z0, scale, self.precision)
+    def _begin(self, f: _Traced, z0: Tensor, scale: Tensor | None) -> tuple[Any, SolveRecord]:
+        """State and tensors after the first step, which comes before the loop since shapes still change in it."""
+        record = SolveRecord(self.stop, z0, scale, self.precision)
         state = self.solver.init(f, z0)  # type: ignore[arg-type]
-        ledger.enter(state, 0)
+        record.record_rows(state, 0)
         f.growth = 0.0  # as in the plain loop: before the first step nothing can have grown
         state = self.solver.step(f, state)  # type: ignore[arg-type]
         f.growth = _Traced.growth
-        ledger.enter(state, 1)
-        return self.solver.settled(state), ledger
+        record.record_rows(state, 1)
+        return self.solver.fixed_shape_state(state), record
 
 
 @dataclass(frozen=True)
@@ -382,7 +360,7 @@ class _Traced:
         return self.parts.apply(z, *self.saved)
 
 
-def _believable(found: Flat, expected: Flat, f: BoundMap, stop: Stop, options: dict[str, Any]) -> bool:
+def _believable(found: SolveResult, expected: SolveResult, f: BoundMap, stop: Stop, options: dict[str, Any]) -> bool:
     """True if the result of a program is finite where that of the plain loop is, and its residual is the measured one."""
     lost = found.stats.status == Status.NONFINITE
     if not torch.equal(lost, expected.stats.status == Status.NONFINITE):
@@ -404,11 +382,11 @@ def _compilable(f: BoundMap, solver: Any, stop: Stop, options: dict[str, Any]) -
     if (
         autodiff_modes.inside_transform()
         or not isinstance(solver, Solver)
-        or type(solver).settled is Solver.settled
+        or type(solver).fixed_shape_state is Solver.fixed_shape_state
         or options.get("keep_state")
     ):
         return False
-    if f.equation.linear == solver.exact:  # a linear solver on a cell, or another one on a linear system
+    if f.equation.linear == solver.evaluates_residual:  # a linear solver on a cell, or another one on a linear system
         return False
     if f.equation.linear and options.get("known") is None:  # its offset is not in the graph
         return False

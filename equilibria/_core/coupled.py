@@ -11,17 +11,18 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from equilibria._core.loop import VERIFICATIONS, Flat, Stop, measure, solve
+from equilibria._core.loop import VERIFICATIONS, SolveResult, measure, solve
 from equilibria._core.maps import Affine, FlatMap
 from equilibria.solution import Stats
 from equilibria.solvers.fallback import AnySolver
+from equilibria.stop import Stop
 
 TIGHTER = 2.0  # factor by which the tolerance is tightened beyond what the worst row needs
 
 
-def solve_whole(
+def solve_coupled(
     f: FlatMap, z0: Tensor, solver: AnySolver, stop: Stop, *, right: Tensor | None, precision: float, known: Tensor | None
-) -> Flat:
+) -> SolveResult:
     """As `loop.solve`, with the batch as one row of batch * n numbers; every sample gets the statistics of that row.
 
     right  (batch, n), the right-hand side of a linear equation, to which the tolerance is relative
@@ -37,30 +38,30 @@ def solve_whole(
 
     whole = Affine(joined(f.product), joined(f.transposed), join(f.offset)) if isinstance(f, Affine) else joined(f)
     scale = None if right is None else stop.norm(join(right))
-    flat = solve(
+    result = solve(
         whole, join(z0), solver, stop, scale=scale, precision=precision, known=None if known is None else join(known)
     )
-    return dataclasses.replace(flat, z=flat.z.reshape(batch, n), stats=_spread(flat.stats, batch))
+    return dataclasses.replace(result, z=result.z.reshape(batch, n), stats=_spread(result.stats, batch))
 
 
-def solve_rows_as_one(f: FlatMap, z0: Tensor, solver: AnySolver, stop: Stop, *, precision: float) -> Flat:
-    """As `solve_whole`, repeated with tighter tolerances until every row meets its own; status and residual are per row."""
-    flat = solve_whole(f, z0, solver, stop, right=None, precision=precision, known=None)
+def solve_rows_as_one(f: FlatMap, z0: Tensor, solver: AnySolver, stop: Stop, *, precision: float) -> SolveResult:
+    """As `solve_coupled`, repeated with tighter tolerances until every row meets its own; status is per row."""
+    result = solve_coupled(f, z0, solver, stop, right=None, precision=precision, known=None)
     factor = 1.0
     for _ in range(VERIFICATIONS):
-        claimed, left = flat.stats.converged, stop.max_steps - flat.taken
-        flat = measure(flat, f, stop, precision)
-        short = claimed & flat.stats.failed
+        claimed, left = result.stats.converged, stop.max_steps - result.taken
+        result = measure(result, f, stop, precision)
+        short = claimed & result.stats.failed
         if left <= 0 or not bool(short.any()):
-            return flat
+            return result
         # the batch as one vector meets the tolerance, but some row does not
-        factor *= TIGHTER * max(float(flat.stats.residual[short].max()) / max(stop.rtol, precision), 1.0)
+        factor *= TIGHTER * max(float(result.stats.residual[short].max()) / max(stop.rtol, precision), 1.0)
         tighter = dataclasses.replace(stop, rtol=stop.rtol / factor, atol=stop.atol / factor, max_steps=left)
-        flat = go_on(flat, solve_whole(f, flat.z, solver, tighter, right=None, precision=precision, known=None))
-    return measure(flat, f, stop, precision)
+        result = go_on(result, solve_coupled(f, result.z, solver, tighter, right=None, precision=precision, known=None))
+    return measure(result, f, stop, precision)
 
 
-def go_on(first: Flat, then: Flat) -> Flat:
+def go_on(first: SolveResult, then: SolveResult) -> SolveResult:
     """Join two successive solves: the result and status of the second one, the steps and evaluations of both."""
     a, b = first.stats, then.stats
     trace = None

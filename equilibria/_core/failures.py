@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from equilibria._core.loop import Stop
 from equilibria._core.user_warnings import warn_user
 from equilibria.solution import ConvergenceError, ConvergenceWarning, Stats, Status
 from equilibria.solvers.fallback import AnySolver
+from equilibria.stop import Stop
 
 _ADVICE = {
     Status.MAX_STEPS: "allow more steps, use a stronger solver (Anderson with more history, Broyden, Newton, or a Fallback "

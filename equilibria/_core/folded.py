@@ -34,8 +34,8 @@ class FoldedEquation(Equation):
 
     def __init__(self, of: Equation, fold: Fold) -> None:
         self.of, self.fold = of, fold
-        self.rowwise = (False,) * len(fold.dims)
-        self.like(of)
+        self.rowwise, self.linear = (False,) * len(fold.dims), of.linear
+        self.precision, self.identity = of.precision, of.identity
 
     def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
         mapped = torch.func.vmap(self.of, in_dims=(0, *self.fold.dims), randomness=self.fold.randomness)

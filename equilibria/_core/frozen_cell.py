@@ -11,6 +11,8 @@ copyable; `cell` is then the copy and `original` the user's module. `in_place()`
 `cell` for the duration of a block and restores what was there before, also when blocks of nested solves or of other
 threads overlap. `hand_back` copies attributes that the module set on itself while it ran to the original.
 
+`Autocast` is the precision that the cell runs in, which belongs to what is fixed. The solver runs without autocast.
+
 Invariants. The user's module is never modified while it can be copied, so that any number of solves may run at once. No
 method here waits for the device.
 """
@@ -74,16 +76,17 @@ class FrozenCell:
         self.original = self.cell = cell
         self.module = cell if isinstance(cell, nn.Module) else None
         self.modules = self.sources = list(self.module.modules()) if self.module is not None else []
-        if self.module is not None and any(map(_is_held, self.modules)) and not is_sharded(self.modules):
+        self.sharded = is_sharded(self.modules)
+        held = any(hasattr(m, "parametrizations") or (isinstance(m, VariationalDropout) and m.active) for m in self.modules)
+        if self.module is not None and held and not self.sharded:
             snapshot = stateless.Snapshot(self.module)
             if snapshot.copyable:
                 self.modules = snapshot.build()
                 self.cell = self.module = self.modules[0]
         self._before = [dict(vars(module)) for module in self.modules] if self.module is not self.original else []
-        self.sharded = is_sharded(self.modules)
         self.training = any(module.training for module in self.modules)
         self.dropouts = [m for m in self.modules if isinstance(m, VariationalDropout) and m.active]
-        self._weights = [] if self.sharded else _computed_weights(self.modules)
+        self._weights = _computed_weights(self.modules) if held and not self.sharded else []
         self._masks = [dropout.mask for dropout in self.dropouts]  # set if an enclosing solve has drawn them, else None
         self.holds = bool(self._weights or self.dropouts)
         self._is_in_place = False
@@ -161,13 +164,6 @@ class FrozenCell:
             return CellTensors(dict(self.module.named_parameters()), weights, masks, others)
 
 
-def _is_held(module: nn.Module) -> bool:
-    """True if a solve fixes something of this module: a parametrized weight or a dropout mask."""
-    if isinstance(module, VariationalDropout):
-        return module.active
-    return isinstance(getattr(module, "parametrizations", None), nn.ModuleDict)
-
-
 def _owned_by(module: nn.Module, name: str, kind: type[nn.Module]) -> bool:
     """True if the tensor of this name is an attribute of a submodule of type `kind`."""
     return isinstance(module.get_submodule(name.rpartition(".")[0]), kind)
@@ -201,3 +197,35 @@ def is_sharded(modules: Sequence[nn.Module]) -> bool:
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     return any(isinstance(module, (FSDPModule, FullyShardedDataParallel)) for module in modules)
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """The autocast state of a forward pass, stored because backward must evaluate the cell in the same state."""
+
+    device: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @staticmethod
+    def current(device: torch.device) -> Autocast:
+        """The autocast state that is active now for this type of device."""
+        if not torch.amp.is_autocast_available(device.type):
+            return Autocast(device.type, False, torch.float32)
+        return Autocast(device.type, torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type))
+
+    def inside(self) -> AbstractContextManager[Any]:
+        """A context that restores this state, for evaluations of the cell."""
+        return torch.autocast(self.device, dtype=self.dtype) if self.enabled else nullcontext()
+
+
+@contextmanager
+def no_autocast(device: torch.device) -> Iterator[None]:
+    """A context without autocast, for the solver: Gram matrices and small systems need full precision."""
+    if not Autocast.current(device).enabled:
+        yield
+        return
+    with torch.autocast(device.type, enabled=False):
+        yield
+    # casts cached under no_grad have no graph; reused in a later evaluation, they would cut the gradient
+    torch.clear_autocast_cache()

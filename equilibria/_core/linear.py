@@ -23,9 +23,8 @@ class LinearEquation(Equation):
 
     def __init__(self, of: Equation) -> None:
         self.of = of
-        self.rowwise = (True, True, *of.rowwise)
-        self.like(of)
-        self.linear = True
+        self.rowwise, self.linear = (True, True, *of.rowwise), True
+        self.precision, self.identity, self.separable = of.precision, of.identity, of.separable
 
     def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
         return self.product(z, *args) + args[1]
@@ -92,11 +91,10 @@ class LinearMap(BoundMap, Affine):
     def __init__(
         self, equation: Equation, args: Sequence[Tensor], product: FlatMap, transposed: FlatMap, offset: Tensor
     ) -> None:
-        BoundMap.__init__(self, equation, args)
-        Affine.__init__(self, product, transposed, offset)
+        self.equation, self.args = equation, args
+        self.product, self.transposed, self.offset = product, transposed, offset
 
-    def __call__(self, z: Tensor) -> Tensor:
-        return Affine.__call__(self, z)
+    __call__ = Affine.__call__
 
 
 class Linearisation:

@@ -1,122 +1,36 @@
-"""Stop, and the solver loop: it steps all rows, stops each by its own tolerance, and drops rows that have stopped."""
+"""The solver loop: it steps all rows, stops each by its own tolerance, and drops rows that have stopped."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from equilibria._core import autodiff_modes
-from equilibria._core.autocast import no_autocast
-from equilibria._core.bookkeeping import FLOOR, Ledger
-from equilibria._core.compaction import ROUNDING, SHARE, Owned, is_harmless, rows_mix, warn_once, worth_dropping
+from equilibria._core.bookkeeping import SolveRecord
+from equilibria._core.compaction import ROUNDING, SHARE, is_harmless, rows_mix, warn_once, worth_dropping
+from equilibria._core.frozen_cell import no_autocast
 from equilibria._core.maps import Affine, Counter, FlatMap, Map
-from equilibria._core.norms import Norm, binary_size, max_norm, rms_norm, usual_range
+from equilibria._core.problem import BoundMap
 from equilibria.native import solve as native_solve
 from equilibria.solution import Handover, Stats, Status
-from equilibria.solvers.base import Iterate, Solver, differentiated, gather, map_tensors, pack, rejected, require
+from equilibria.solvers.base import Iterate, Solver
 from equilibria.solvers.fallback import AnySolver, Fallback
+from equilibria.solvers.rowwise import compact_rows, differentiated, gather, map_tensors, rejected
+from equilibria.stop import Stop, binary_size, max_norm, usual_range
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-OnFailure = Literal["ignore", "warn", "raise"]
-RECURRENCE = 0.1  # share of the tolerance by which a residual updated by recurrence may differ from the measured one
 RECURRENCE_SPACINGS = 1000.0  # likewise in machine epsilons, where rows run alone are compared with one
-EARLY = 1  # rows that stopped before others and are evaluated again without them
+COMPARE_AFTER = 8  # steps after which rows are compared if none has stopped
+FEW = 4  # up to so many rows, to evaluate all costs no more than to evaluate two
 VERIFICATIONS = 3  # how often a result found by recurrence may miss the tolerance and be improved
 
 
-class DefaultTolerance(float):
-    """The default value of a tolerance, which `Stop.reachable` may raise."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stop:
-    """The stopping rule |f(z) - z| <= atol + rtol |f(z)|, applied to every sample by itself.
-
-    rtol, atol     tolerances. If rtol is left out and the cell computes in half precision (a state in bfloat16, or
-                   autocast), it is at least the machine epsilon, 0.0078 for bfloat16. An rtol that is given is never
-                   changed; samples that cannot reach it end STALLED
-    max_steps      largest number of steps
-    norm           per-sample norm, (batch, n) -> (batch,); the default does not depend on the size of the state
-    on_failure     the action for samples that did not converge: "ignore", "warn" (once per cell and cause) or "raise";
-                   the statistics report them in any case
-    check_every    check every `check_every` steps whether all samples have stopped, because each check waits for the
-                   device. The result is the same; up to check_every - 1 further evaluations are made
-    patience       a sample is STALLED after this number of steps in which its residual did not fall by a tenth
-    compact        drop samples that have stopped from the batch, if rows do not depend on each other
-    trace          keep the residual of every iterate in Stats.trace
-    keep_every     keep every keep_every-th iterate in Solution.iterates; samples that have stopped are there with their
-                   result
-    process_group  ranks that must take the same number of steps, because evaluating the cell is a collective operation
-                   (sharded weights): a ProcessGroup, or "world"
-    """
-
-    rtol: float = DefaultTolerance(1e-3)
-    atol: float = 1e-6
-    max_steps: int = 40
-    norm: Norm = rms_norm
-    on_failure: OnFailure = "warn"
-    check_every: int = 1
-    patience: int | None = None
-    compact: bool = True
-    trace: bool = False
-    keep_every: int | None = None
-    process_group: ProcessGroup | Literal["world"] | None = None
-
-    def __post_init__(self) -> None:
-        require(
-            self.rtol >= 0 and self.atol >= 0, f"Tolerances must not be negative, got rtol={self.rtol}, atol={self.atol}."
-        )
-        require(self.max_steps >= 0, f"max_steps must not be negative, got {self.max_steps}.")
-        require(self.check_every >= 1, f"check_every must be at least 1, got {self.check_every}.")
-        require(self.patience is None or self.patience >= 1, f"patience must be at least 1 or None, got {self.patience}.")
-        require(self.keep_every is None or self.keep_every >= 1, f"keep_every must be at least 1, got {self.keep_every}.")
-        choices = ("ignore", "warn", "raise")
-        require(self.on_failure in choices, f"on_failure must be one of {choices}, got {self.on_failure!r}.")
-
-    def reachable(self, precision: float) -> Stop:
-        """This stop for a machine epsilon of `precision`, which is the smallest value of a default rtol."""
-        if not isinstance(self.rtol, DefaultTolerance) or self.rtol >= precision:
-            return self
-        return dataclasses.replace(self, rtol=DefaultTolerance(precision))
-
-    def within(self, precision: float) -> float:
-        """The relative residual that a measured one may have: rtol, and the rounding of solvers that carry theirs."""
-        return self.rtol + min(FLOOR * precision, RECURRENCE * self.rtol)
-
-    def holds(self, residual: Tensor, precision: float, scale: Tensor | None = None) -> Tensor:
-        """(batch,) whether measured relative residuals meet the tolerance, up to the rounding of solvers that carry theirs.
-
-        `scale` is what the residuals are relative to; with it, atol counts too.
-        """
-        wanted = self.within(precision)
-        if scale is None or self.atol == 0:
-            return residual <= wanted
-        return residual <= wanted + self.atol / scale.clamp_min(torch.finfo(scale.dtype).tiny)
-
-    def any_rank(self) -> Callable[[bool], bool] | None:
-        """A function that is True if its argument is True on any rank of `process_group`; None without a group."""
-        return None if self.process_group is None else lambda here: bool(self.largest(int(here)))
-
-    def largest(self, here: int) -> int:
-        """The largest of a number over the ranks of `process_group`."""
-        if self.process_group is None:
-            return here
-        group = dist.group.WORLD if self.process_group == "world" else self.process_group
-        number = torch.tensor(here, device=_reduction_device(group))
-        dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
-        return int(number)
-
-
 @dataclass(frozen=True)
-class Flat:
+class SolveResult:
     """The result of a solve of a FlatMap."""
 
     z: Tensor  # (batch, n)
@@ -142,7 +56,7 @@ def solve(
     keep_state: bool = False,
     verify: bool = True,
     measured_later: bool = False,
-) -> Flat:
+) -> SolveResult:
     """Find the fixed point of `f` from `z0`, (batch, n), each sample to its own tolerance.
 
     scale       (batch,), the quantity that rtol is relative to; None uses |f(z)|
@@ -153,20 +67,20 @@ def solve(
     measured_later  True if the caller evaluates `f` at the result, so that it is not evaluated here after rows were dropped
     """
     check_solver(solver)
-    f = Map(f, Counter(), stop.any_rank())
+    f = Map(f, Counter(), None if stop.process_group is None else stop.any_rank())
     if known is not None:
         f.remember(z0, known)
     problem = _Problem(f, stop, scale, precision or torch.finfo(z0.dtype).eps, keep_state, verify, measured_later, z0)
     with no_autocast(z0.device):
         try:
-            flat = _answer(problem, z0, solver)
+            result = _answer(problem, z0, solver)
         except _Unusual as start:
-            flat = _divided(problem, z0, start.fz, solver)
+            result = _divided(problem, z0, start.fz, solver)
         for _ in range(VERIFICATIONS):
-            if flat.faint is None:
+            if result.faint is None:
                 break
-            flat = _merge(flat, _followed(problem, flat, solver))
-        return flat
+            result = _merge(result, _followed(problem, result, solver))
+        return result
 
 
 class _Unusual(Exception):  # noqa: N818, no error
@@ -177,52 +91,50 @@ class _Unusual(Exception):  # noqa: N818, no error
         self.fz = fz
 
 
-def _answer(problem: _Problem, z0: Tensor, solver: AnySolver) -> Flat:
+def _answer(problem: _Problem, z0: Tensor, solver: AnySolver) -> SolveResult:
     if not isinstance(solver, Fallback):
         return _verified(problem, z0, solver)
-    flat = _chain(problem, z0, solver)
-    # a chain joins rows of several solves: where they depend on each other, these were not evaluated together
-    return _confirm(problem, flat) if flat.coupled and problem.scale is None else flat
+    result = _chain(problem, z0, solver)
+    # a chain joins rows of several solves: where they may depend on each other, these were not evaluated together
+    if problem.scale is not None or result.coupled is False or not (result.coupled or result.stats.handovers):
+        return result
+    return _confirm(problem, result, 0.0 if result.coupled else ROUNDING * problem.precision)
 
 
-def _followed(problem: _Problem, flat: Flat, solver: AnySolver) -> Flat:
+def _followed(problem: _Problem, result: SolveResult, solver: AnySolver) -> SolveResult:
     """Continue the solve of samples whose results have become too small to be squared."""
-    left = max(problem.stop.max_steps - flat.taken, 0)
-    return _divided(problem.with_stop(max_steps=left), flat.z, problem.f(flat.z), solver)
+    left = max(problem.stop.max_steps - result.taken, 0)
+    return _divided(problem.with_stop(max_steps=left), result.z, problem.f(result.z), solver)
 
 
-def _divided(problem: _Problem, z0: Tensor, fz: Tensor, solver: AnySolver) -> Flat:
+def _divided(problem: _Problem, z0: Tensor, fz: Tensor, solver: AnySolver) -> SolveResult:
     """Solve g(y) = f(unit y) / unit, whose states have a usual magnitude; units are powers of two per sample."""
     unit = binary_size(z0, fz).unsqueeze(1)
     y0 = z0 / unit
     f = Map(_divide(problem.f.raw, unit), problem.f.counter, problem.f.any_rank).remember(y0, fz / unit)
     inner = dataclasses.replace(problem.with_stop(compact=False), f=f, unit=unit.squeeze(1), origin=None)
-    flat = _answer(inner, y0, solver)
-    stats = dataclasses.replace(flat.stats, iterates=tuple(y * unit for y in flat.stats.iterates))
-    state = None if flat.state is None else flat.state.rescaled(unit)
-    return _within_dtype(dataclasses.replace(flat, z=flat.z * unit, stats=stats, state=state), z0)
+    result = _answer(inner, y0, solver)
+    stats = dataclasses.replace(result.stats, iterates=tuple(y * unit for y in result.stats.iterates))
+    state = None if result.state is None else result.state.rescaled(unit)
+    return _within_dtype(dataclasses.replace(result, z=result.z * unit, stats=stats, state=state), z0)
 
 
-def _within_dtype(flat: Flat, z0: Tensor) -> Flat:
+def _within_dtype(result: SolveResult, z0: Tensor) -> SolveResult:
     """The result with samples that overflow the dtype set to NONFINITE and to their start."""
-    lost = ~torch.isfinite(flat.z).all(dim=1)
+    lost = ~torch.isfinite(result.z).all(dim=1)
     if not bool(lost.any()):
-        return flat
+        return result
     start = torch.where(torch.isfinite(z0), z0, torch.zeros_like(z0))
-    stats = flat.stats
+    stats = result.stats
     status, residual = stats.status.masked_fill(lost, Status.NONFINITE), stats.residual.masked_fill(lost, float("inf"))
     stats = dataclasses.replace(stats, status=status, residual=residual, best=stats.best.masked_fill(lost, 0))
-    return dataclasses.replace(flat, z=torch.where(lost.unsqueeze(1), start, flat.z), stats=stats, failed=True)
+    return dataclasses.replace(result, z=torch.where(lost.unsqueeze(1), start, result.z), stats=stats, failed=True)
 
 
 def _divide(f: FlatMap, unit: Tensor) -> FlatMap:
     if isinstance(f, Affine):
         return Affine(f.product, f.transposed, f.offset / unit)
     return lambda y: f(y * unit) / unit
-
-
-def make_ledger(s: Stop, z0: Tensor, scale: Tensor | None, precision: float) -> Ledger:
-    return Ledger(z0, s.rtol, s.atol, s.norm, scale, s.patience, precision, s.trace, s.keep_every)
 
 
 @dataclass(frozen=True)
@@ -237,77 +149,91 @@ class _Problem:
     origin: Tensor | None = None  # (batch, n), the start, if its size is to be looked at
     unit: Tensor | None = None  # (batch,), by which f and z are divided; None: by nothing
 
-    def ledger(self, z0: Tensor) -> Ledger:
-        ledger = make_ledger(self.stop, z0, self.scale, self.precision)
+    def record(self, z0: Tensor) -> SolveRecord:
+        record = SolveRecord(self.stop, z0, self.scale, self.precision)
         if self.unit is not None:
-            ledger.divide(self.unit)
-        return ledger
+            record.divide(self.unit)
+        return record
 
     def stands_alone(self) -> bool:
-        """True for a linear system whose forward solve has found that rows do not depend on each other."""
-        equation = getattr(self.f.raw, "equation", None)
-        return self.scale is not None and equation is not None and equation.coupled is False
+        """True for a linear system whose forward solve has found that rows do not depend on each other and can be taken.
+
+        That rows do not mix is not enough: a weight with as many rows as the batch must not be restricted.
+        """
+        if self.scale is None or not isinstance(self.f.raw, BoundMap):
+            return False
+        return self.f.raw.equation.separable and self.f.raw.equation.coupled is False
+
+    def warn_of_coupling(self) -> None:
+        """Warn once per cell that its rows cannot be dropped, unless compaction is not wanted."""
+        if isinstance(self.f.raw, BoundMap) and self.stop.compact:
+            warn_once(self.f.raw.equation.identity)
 
     def with_stop(self, **changes: Any) -> _Problem:
         return dataclasses.replace(self, stop=dataclasses.replace(self.stop, **changes))
 
 
-def _run(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> Flat:
+def _run(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> SolveResult:
     """Run the loop, with native steps if the solver and the map support them."""
     f, stop = problem.f, problem.stop
     if problem.unit is None and not problem.keep_state and native_solve.can_run(z0, solver, stop):
         fz = f(z0)
-        if native_solve.can_go_on(fz):
+        if native_solve.is_readable(fz):  # the map may close over tensors that are differentiated
             return _run_native(problem, z0, fz, solver)
         f.remember(z0, fz)
     state = solver.init(f, z0)
-    ledger = problem.ledger(z0)
+    record = problem.record(z0)
     often = stop.check_every == 1
-    ledger.observe(state, step=0, look=often)
-    if z0 is problem.origin and ledger.unusual() and _unusual(z0, state.fz):
+    record.record(state, step=0, look=often)
+    if z0 is problem.origin and record.unusual() and _unusual(z0, state.fz):
         raise _Unusual(state.fz)
     compact = stop.compact and stop.process_group is None
     kept, taken, rows = None, 0, _Rows() if problem.stands_alone() else None
     for step in range(1, stop.max_steps + 1):
         if often or step % stop.check_every == 0 or step == 1:
-            running = ledger.running()  # the read-back
+            running = record.running()  # the read-back
             if not (f.any_rank(running > 0) if f.any_rank else running):
                 break
-            stopped = ledger.rows - running
-            # not at the start, where all rows may be zero: what they make of each other cannot be seen there
-            if compact and rows is None and step > 1 and worth_dropping(f.raw, stopped, state.z.shape):
-                rows = _compare_rows(problem, solver, state, ledger)
-                compact = rows is None or rows.harmless
+            stopped = record.rows - running
+            if rows is None and _is_to_compare(problem, solver, step, stopped, state.z.shape):
+                rows = _compare_rows(problem, solver, state, record, record.running_excess())
+                compact = compact and (rows is None or rows.harmless)
                 if rows is not None and rows.coupled:
                     break  # the caller continues with the batch as one problem
             if compact and rows is not None and worth_dropping(f.raw, stopped, state.z.shape):
-                kept = gather(kept, state, ledger.index) if problem.keep_state else None
-                smaller = _compact(f, state, ledger, over=not problem.keep_state)
+                kept = gather(kept, state, record.index) if problem.keep_state else None
+                smaller = _compact(f, state, record, over=not problem.keep_state)
                 compact = smaller is not None
                 f, state = smaller or (f, state)
-            if stopped and not (compact and solver.runs_on and not problem.keep_state):
-                state = ledger.freeze(state)
-        f.growth, f.fell = ledger.growth, ledger.fell
+            if stopped and not (compact and solver.steps_finished_rows and not problem.keep_state):
+                state = record.freeze(state)
+        f.growth, f.fell = record.growth, record.fell
         state = solver.step(f, state)
-        ledger.observe(state, step, look=often, rejected=rejected(state))
+        record.record(state, step, look=often, rejected=rejected(state))
         taken = step
-    kept = gather(kept, state, ledger.index) if problem.keep_state else None
-    flat = finished(ledger, problem.f.counter, taken, kept)
-    return _with_rows(problem, solver, flat, rows, apart=ledger.stopped_apart(taken), dropped=ledger.index is not None)
+    kept = gather(kept, state, record.index) if problem.keep_state else None
+    result = finished(record, problem.f.counter, taken, kept)
+    apart = len(z0) > 1 and (record.stopped_apart(taken) or (taken > 0 and state.fz is not f.latest))
+    return _with_rows(problem, solver, result, rows, apart=apart, dropped=record.index is not None)
 
 
 def _with_rows(
-    problem: _Problem, solver: Solver[Any], flat: Flat, rows: _Rows | None, *, apart: bool, dropped: bool
-) -> Flat:
-    """A solve with what is known about its rows: asked now if it was not yet and rows were not evaluated together."""
-    forward = problem.scale is None and solver.exact
-    apart = apart or (forward and flat.failed and _is_joined(flat.stats))
-    if rows is None and apart and forward:
-        rows, counter = _compare_answer(problem, flat), problem.f.counter
-        stats = dataclasses.replace(flat.stats, evaluations=counter.evaluations, sample_evaluations=counter.rows)
-        flat = dataclasses.replace(flat, stats=stats)
+    problem: _Problem, solver: Solver[Any], result: SolveResult, rows: _Rows | None, *, apart: bool, dropped: bool
+) -> SolveResult:
+    """A solve with what is known about its rows.
+
+    A result is unmeasured if it joins rows of different evaluations, unless rows that were run alone gave the same up to
+    rounding and none has failed: those that were run may be saturated, and depend on the others less than the rest does.
+    """
+    forward = problem.scale is None and solver.evaluates_residual
+    apart = apart or (forward and result.failed and _is_joined(result.stats))
+    if rows is None and apart and forward and problem.measured_later:
+        rows, counter = _compare_answer(problem, result), problem.f.counter
+        stats = dataclasses.replace(result.stats, evaluations=counter.evaluations, sample_evaluations=counter.rows)
+        result = dataclasses.replace(result, stats=stats)
     rows = rows or _Rows()
-    return dataclasses.replace(flat, coupled=rows.coupled, unmeasured=dropped or (apart and not rows.harmless))
+    sure = rows.harmless and not rows.weakly and not result.failed
+    return dataclasses.replace(result, coupled=rows.coupled, unmeasured=dropped or (apart and not sure))
 
 
 def _is_joined(stats: Stats) -> bool:
@@ -321,19 +247,37 @@ def _is_joined(stats: Stats) -> bool:
 class _Rows:
     """What running some rows without the others has shown; of a linear system the cell's own rows have shown it before."""
 
-    harmless: bool = False  # whatever the others do changes no status
+    harmless: bool = False  # whatever the others do changes no status of the rows that were compared
+    weakly: bool = False  # but it changes more than rounding does
     coupled: bool | None = None  # True: rows depend on each other; None: not known
 
 
-def _compare_rows(problem: _Problem, solver: Solver[Any], state: Iterate, ledger: Ledger) -> _Rows | None:
-    """Run two of the rows that took the last step without the others, and compare with what they gave among them.
+def _is_to_compare(problem: _Problem, solver: Solver[Any], step: int, stopped: int, shape: Sequence[int]) -> bool:
+    """True if rows are to be compared before this step: once the first one has stopped, or after COMPARE_AFTER steps.
 
-    None if those rows are zero, as at the start: a product with them would hide what they depend on.
+    Rows that depend on each other and are solved as if they did not may take all steps without stopping.
+    """
+    # at the start all rows may be zero: what they make of each other cannot be seen there
+    if step == 1 or shape[0] == 1:
+        return False
+    if problem.scale is None and solver.evaluates_residual:
+        return stopped > 0 or step > COMPARE_AFTER
+    return problem.stop.compact and worth_dropping(problem.f.raw, stopped, shape)
+
+
+def _compare_rows(
+    problem: _Problem, solver: Solver[Any], state: Iterate, record: SolveRecord, excess: Tensor
+) -> _Rows | None:
+    """Run two of the running rows without the others, and compare with what they gave among them.
+
+    `excess`, (batch,), is negative for rows that have stopped. The rows with the largest one are run, because rows that
+    still change are the least likely to be saturated. Returns None if those rows are zero, as at the start: a product with
+    them would hide what they depend on.
     """
     whole = problem.f
     if problem.stop.process_group is not None or differentiated(state.z, state.fz):
         return _Rows()
-    few = ledger.steps.topk(min(2, len(state.z) - 1)).indices
+    largest, few = excess.topk(min(2, len(state.z) - 1))
     smaller = whole.take(few)
     if smaller is None:
         return _Rows()
@@ -341,61 +285,67 @@ def _compare_rows(problem: _Problem, solver: Solver[Any], state: Iterate, ledger
     if rejected(state) is not None and not bool(state.z.index_select(0, few[:1]).any()):
         return None
     try:
-        alone = smaller(state.z.index_select(0, few))[:1]
+        alone = smaller(state.z.index_select(0, few))
     except (RuntimeError, ValueError, IndexError, TypeError):
         # data of the whole batch lies inside the cell, beyond the reach of its inputs
-        if isinstance(whole.raw, Owned) and problem.stop.compact:
-            warn_once(whole.raw)
+        problem.warn_of_coupling()
         return _Rows()
-    among = state.fz.index_select(0, few[:1])  # of the others `fz` need not be an evaluation of the cell
-    spacings = ROUNDING if solver.exact else RECURRENCE_SPACINGS
-    atol = ledger.atol if isinstance(ledger.atol, float) else 0.0
-    if is_harmless(alone, among, max(SHARE * ledger.rtol, spacings * problem.precision), SHARE * atol):
+    # of rows that have stopped, `fz` need not be an evaluation of the cell
+    among = torch.where((largest >= 0).unsqueeze(1), state.fz.index_select(0, few), alone)
+    spacings = ROUNDING if solver.evaluates_residual else RECURRENCE_SPACINGS
+    # in the dtype of the state: the rounding of a cell in half precision may hide a weak dependence
+    if is_harmless(alone, among, spacings * torch.finfo(alone.dtype).eps):
         return _Rows(harmless=True, coupled=False)
+    atol = record.atol if isinstance(record.atol, float) else 0.0
+    # these rows do not depend on the others so far as is known; other rows may
+    if is_harmless(alone, among, max(SHARE * record.rtol, spacings * problem.precision), SHARE * atol):
+        return _Rows(harmless=True, coupled=False, weakly=True)
     # an input that only looks as if it had a row per sample gives the same picture as rows that depend on each other
     coupled = rows_mix(whole, state.z, problem.precision)
-    if not coupled and isinstance(whole.raw, Owned) and problem.stop.compact:
-        warn_once(whole.raw)
+    if coupled is False:  # of a cell that draws at random, the failed solve is reported
+        problem.warn_of_coupling()
     return _Rows(coupled=coupled or None)
 
 
-def _compare_answer(problem: _Problem, flat: Flat) -> _Rows:
-    """Evaluate rows that stopped first and the last one without the others, and compare residuals with those that are told.
+def _compare_answer(problem: _Problem, result: SolveResult) -> _Rows:
+    """Evaluate the row that stopped first and the one with the largest residual without the others.
 
-    The others have moved since a row stopped: where it depends on them, its residual is another one by now.
+    The others have moved since a row stopped: where it depends on them, its residual is not the one that is told any more.
     """
-    whole, stats, stop = problem.f, flat.stats, problem.stop
-    order = stats.steps.argsort()
-    few = torch.cat((order[: min(EARLY, len(order) - 2)], order[-1:]))
-    smaller = whole.take(few) if len(few) > 1 and stop.process_group is None and not differentiated(flat.z) else None
+    whole, stats, stop = problem.f, result.stats, problem.stop
+    if len(result.z) <= FEW or stop.process_group is not None or differentiated(result.z):
+        return _Rows()  # an evaluation of all rows tells more
+    largest = torch.where(stats.residual < float("inf"), stats.residual, -1.0).argmax()  # nan is not below
+    few = torch.stack((stats.steps.argmin(), largest))
+    smaller = whole.take(few)
     if smaller is None:
         return _Rows()
-    z = flat.z.index_select(0, few)
+    z = result.z.index_select(0, few)
     try:
         fz = smaller(z)
     except (RuntimeError, ValueError, IndexError, TypeError):
         return _Rows()  # data of the whole batch lies inside the cell, beyond the reach of its inputs
     size = stop.norm(fz)
     change = (stop.norm(fz - z) - stats.residual.index_select(0, few) * size).abs()
-    allowed = SHARE * stop.atol + max(SHARE * stop.rtol, ROUNDING * problem.precision) * size
-    if not bool((change > allowed).any()):  # nan does not count
+    if not bool((change > ROUNDING * torch.finfo(z.dtype).eps * size).any()):  # nan does not count
         return _Rows(harmless=True, coupled=False)
+    if not bool((change > SHARE * stop.atol + max(SHARE * stop.rtol, ROUNDING * problem.precision) * size).any()):
+        return _Rows(harmless=True, coupled=False, weakly=True)
     # if rows do not mix, the cell draws at random or an input only looks as if it had a row per sample
     # a state that has run away may be one at which rows do not mix: that says nothing about the result
-    return _Rows(coupled=rows_mix(whole, flat.z, problem.precision) or None)
+    return _Rows(coupled=rows_mix(whole, result.z, problem.precision) or None)
 
 
-def _run_native(problem: _Problem, z0: Tensor, fz: Tensor, solver: Solver[Any]) -> Flat:
-    ledger = problem.ledger(z0)
+def _run_native(problem: _Problem, z0: Tensor, fz: Tensor, solver: Solver[Any]) -> SolveResult:
+    record = problem.record(z0)
 
     def check_start(lowest: float, highest: float) -> None:
-        ledger.range = lowest, highest
-        if z0 is problem.origin and ledger.unusual() and _unusual(z0, fz):
+        record.range = lowest, highest
+        if z0 is problem.origin and record.unusual() and _unusual(z0, fz):
             raise _Unusual(fz)
 
-    def compare(z: Tensor, fz: Tensor, steps: Tensor) -> _Rows | None:
-        ledger.steps = steps
-        return _compare_rows(problem, solver, Iterate(z, fz), ledger)
+    def compare(z: Tensor, fz: Tensor, excess: Tensor) -> _Rows | None:
+        return _compare_rows(problem, solver, Iterate(z, fz), record, excess)
 
     found = native_solve.run(
         problem.f,
@@ -406,29 +356,30 @@ def _run_native(problem: _Problem, z0: Tensor, fz: Tensor, solver: Solver[Any]) 
         scale=problem.scale,
         precision=problem.precision,
         check_start=check_start,
+        is_to_compare=lambda step, stopped: _is_to_compare(problem, solver, step, stopped, z0.shape),
         compare=None if problem.stands_alone() else compare,
     )
-    ledger.adopt(*found.record())
-    flat = finished(ledger, problem.f.counter, found.taken)
+    record.adopt(*found.record())
+    result = finished(record, problem.f.counter, found.taken)
     rows = _Rows() if problem.stands_alone() else found.rows
-    return _with_rows(problem, solver, flat, rows, apart=found.apart, dropped=found.work.place is not None)
+    return _with_rows(problem, solver, result, rows, apart=found.apart, dropped=found.work.place is not None)
 
 
-def finished(ledger: Ledger, counter: Counter, taken: int, state: Any = None) -> Flat:
+def finished(record: SolveRecord, counter: Counter, taken: int, state: Any = None) -> SolveResult:
     """A solve whose books are closed; asks once whether a sample has failed, and only then looks closer.
 
     Linear systems have a fixed scale and need no closer look, so nothing is asked.
     """
-    z, stats = ledger.close(counter)
-    if ledger.whole_scale is not None:
-        return Flat(z, stats, taken, state)
-    asked = [stats.failed.any(), *([] if ledger.faint is None else [ledger.faint.any()])]
+    z, stats = record.close(counter)
+    if record.whole_scale is not None:
+        return SolveResult(z, stats, taken, state)
+    asked = [stats.failed.any(), *([] if record.faint is None else [record.faint.any()])]
     failed, *fainted = autodiff_modes.numbers(torch.stack(asked))
     if not failed:
-        return Flat(z, stats, taken, state, failed=False)
-    z, stats, sound = ledger.settle(z, stats)
-    faint = ledger.faint if any(fainted) else None
-    return Flat(z, stats, taken, state, sound=sound, faint=faint)
+        return SolveResult(z, stats, taken, state, failed=False)
+    z, stats, sound = record.settle(z, stats)
+    faint = record.faint if any(fainted) else None
+    return SolveResult(z, stats, taken, state, sound=sound, faint=faint)
 
 
 def _unusual(z: Tensor, fz: Tensor) -> bool:
@@ -438,73 +389,79 @@ def _unusual(z: Tensor, fz: Tensor) -> bool:
     return bool((((largest > most) & (largest < float("inf"))) | ((largest > 0) & (largest < least))).any())
 
 
-def _compact(f: Map, state: Iterate, ledger: Ledger, *, over: bool) -> tuple[Map, Iterate] | None:
+def _compact(f: Map, state: Iterate, record: SolveRecord, *, over: bool) -> tuple[Map, Iterate] | None:
     """Map and state on the running rows alone, histories written `over` where they stood; None if rows cannot be taken."""
-    index = ledger.running_rows()
+    index = record.running_rows()
     smaller = f.take(index)
     if smaller is None:
         return None
-    ledger.drop_finished(index)
-    return smaller, map_tensors(state, lambda tensor: pack(tensor, index, over=over))
+    record.drop_finished(index)
+    return smaller, map_tensors(state, lambda tensor: compact_rows(tensor, index, over=over))
 
 
-def _verified(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> Flat:
+def _verified(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> SolveResult:
     """Run; then evaluate the answer where f(z) is known by recurrence only, or from before other rows moved.
 
     Rows that depend on each other are left where they are: the caller solves them as one problem.
     """
-    flat = _run(problem, z0, solver)
-    if not _is_to_be_measured(problem, solver, flat):
-        return flat
+    result = _run(problem, z0, solver)
+    if not _is_to_be_measured(problem, solver, result):
+        return result
+    rounding = ROUNDING * problem.precision if solver.evaluates_residual else problem.stop.carried(problem.precision)
     for round in range(VERIFICATIONS + 1):
-        claimed = flat.stats.converged
-        flat = _confirm(problem, flat)
-        left = problem.stop.max_steps - flat.taken
-        if flat.coupled or left <= 0 or not problem.f.any(claimed & flat.stats.failed):
+        claimed = result.stats.converged
+        result = _confirm(problem, result, 0.0 if result.coupled else rounding)
+        left = problem.stop.max_steps - result.taken
+        if result.coupled or left <= 0 or not problem.f.any(claimed & result.stats.failed):
             break
-        if solver.exact and flat.coupled is None:  # nothing else can have moved these rows away
-            return dataclasses.replace(flat, coupled=True)
+        if solver.evaluates_residual and result.coupled is None:  # nothing else can have moved these rows away
+            return dataclasses.replace(result, coupled=True)
         if round == VERIFICATIONS:
             break
-        flat = _merge(flat, _run(problem.with_stop(max_steps=left), flat.z, solver))
-    return flat
+        result = _merge(result, _run(problem.with_stop(max_steps=left), result.z, solver))
+    return result
 
 
-def _is_to_be_measured(problem: _Problem, solver: Solver[Any], flat: Flat) -> bool:
-    if not solver.exact:
+def _is_to_be_measured(problem: _Problem, solver: Solver[Any], result: SolveResult) -> bool:
+    if not solver.evaluates_residual:
         return problem.verify
     if problem.scale is not None:  # the residual of a linear system is measured by whoever asked for its solution
         return False
-    if not flat.unmeasured or flat.coupled:
-        return bool(flat.coupled)
+    if not result.unmeasured or result.coupled:
+        return bool(result.coupled)
     # a backward pass that has samples to set aside does not evaluate the answer as it is
-    later = problem.measured_later and flat.coupled is False
-    return not (later and not (flat.failed and flat.stats.count(Status.NONFINITE)))
+    later = problem.measured_later and result.coupled is False
+    return not (later and not (result.failed and result.stats.count(Status.NONFINITE)))
 
 
-def _confirm(problem: _Problem, claimed: Flat) -> Flat:
+def _confirm(problem: _Problem, claimed: SolveResult, rounding: float) -> SolveResult:
     """The result with measured residuals; samples are CONVERGED only if the measured residual is within the tolerance.
 
-    A sample marked CONVERGED that is not becomes STALLED, because by its own residual the solver had finished.
+    A sample marked CONVERGED that is not becomes STALLED, because by its own residual the solver had finished. `rounding`
+    is by how much the relative residual of such a sample may exceed the tolerance: 0 for rows that depend on each other,
+    whose change is no rounding.
     """
     fz = problem.f(claimed.z)
     problem.f.remember(claimed.z, fz)
     seen = _measured(problem, claimed.z, fz)
     unless = torch.where(claimed.stats.converged, Status.STALLED, claimed.stats.status)
-    holds = seen.converged | (claimed.stats.converged & problem.stop.holds(seen.residual, problem.precision))
+    holds = seen.converged | (claimed.stats.converged & (seen.residual <= problem.stop.rtol + rounding))
     status = torch.where(holds, Status.CONVERGED, unless).to(torch.int8)
     before = claimed.stats
-    stats = dataclasses.replace(seen, status=status, steps=before.steps, rejected=before.rejected, best=before.best)
-    stats = dataclasses.replace(stats, trace=before.trace, iterates=before.iterates)
+    # a cell that fails from some call on has failed here too: its best iterate keeps the residual that was measured before
+    kept = (before.status == Status.NONFINITE) & ~torch.isfinite(seen.residual)
+    stats = dataclasses.replace(seen, status=status, residual=torch.where(kept, before.residual, seen.residual))
+    stats = dataclasses.replace(stats, steps=before.steps, rejected=before.rejected, best=before.best)
+    stats = dataclasses.replace(stats, trace=before.trace, iterates=before.iterates, handovers=before.handovers)
     return dataclasses.replace(claimed, stats=stats, failed=True, unmeasured=False)
 
 
-def measure(flat: Flat, f: FlatMap, stop: Stop, precision: float) -> Flat:
+def measure(result: SolveResult, f: FlatMap, stop: Stop, precision: float) -> SolveResult:
     """The result of a solve with its residuals measured by one evaluation of `f`."""
-    before = flat.stats
+    before = result.stats
     counter = Counter(before.evaluations, before.sample_evaluations, before.products)
-    with no_autocast(flat.z.device):
-        return _confirm(_Problem(Map(f, counter), stop, None, precision, False, True, False), flat)
+    with no_autocast(result.z.device):
+        return _confirm(_Problem(Map(f, counter), stop, None, precision, False, True, False), result, 0.0)
 
 
 def _measured(problem: _Problem, z: Tensor, fz: Tensor) -> Stats:
@@ -512,14 +469,14 @@ def _measured(problem: _Problem, z: Tensor, fz: Tensor) -> Stats:
     unit = None if problem.scale is not None else binary_size(z, fz)
     if unit is not None:
         z, fz = z / unit.unsqueeze(1), fz / unit.unsqueeze(1)
-    ledger = problem.ledger(z)
+    record = problem.record(z)
     if unit is not None:
-        ledger.divide(unit)
-    ledger.observe(Iterate(z, fz), step=0, look=False)
-    return ledger.close(problem.f.counter)[1]
+        record.divide(unit)
+    record.record(Iterate(z, fz), step=0, look=False)
+    return record.close(problem.f.counter)[1]
 
 
-def _chain(problem: _Problem, z0: Tensor, chain: Fallback) -> Flat:
+def _chain(problem: _Problem, z0: Tensor, chain: Fallback) -> SolveResult:
     """Run each solver of a Fallback in turn on the samples that are not solved yet.
 
     A solver may fail from the best iterate of another one and succeed from the start. Samples that all solvers leave are
@@ -527,43 +484,56 @@ def _chain(problem: _Problem, z0: Tensor, chain: Fallback) -> Flat:
     """
     *first, last = chain.solvers
     impatient = problem.with_stop(patience=problem.stop.patience or chain.patience)
-    flat = _verified(impatient, z0, first[0])
-    untried = [_gave_up(problem, flat)]  # per solver the samples for which its own run from the start is still to be seen
+    result = _verified(impatient, z0, first[0])
+    untried = [_gave_up(problem, result)]  # per solver the samples for which its own run from the start is still to be seen
     for before, solver in zip(chain.solvers, (*first[1:], last), strict=False):
-        if flat.faint is not None or not problem.f.any(flat.stats.failed):
-            return flat  # answers that are too small for the numbers they were found with are followed first
-        start = flat.z if flat.sound is None else torch.where((flat.sound | flat.stats.converged).unsqueeze(1), flat.z, z0)
-        flat, more = _hand_over(problem if solver is last else impatient, flat, before, solver, start)
+        if result.coupled or result.faint is not None or not problem.f.any(result.stats.failed):
+            # the caller solves rows that depend on each other as one problem, with the whole chain; answers that are too
+            # small for the numbers they were found with are followed first
+            return result
+        start = (
+            result.z
+            if result.sound is None
+            else torch.where((result.sound | result.stats.converged).unsqueeze(1), result.z, z0)
+        )
+        result, more = _hand_over(problem if solver is last else impatient, result, before, solver, start)
         moved = (start != z0).any(dim=1)
         untried.append(moved | _gave_up(problem, more))
     before = last
+    if result.coupled:
+        return result
     for solver, rows in zip(reversed(chain.solvers), reversed(untried), strict=True):
-        again = rows & flat.stats.failed & torch.isfinite(flat.stats.residual)
+        again = rows & result.stats.failed & torch.isfinite(result.stats.residual)
         if problem.f.any(again):
-            flat, _ = _hand_over(problem, flat, before, solver, torch.where(again.unsqueeze(1), z0, flat.z), again)
+            result, _ = _hand_over(problem, result, before, solver, torch.where(again.unsqueeze(1), z0, result.z), again)
             before = solver
-    return flat
+    return result
 
 
-def _gave_up(problem: _Problem, flat: Flat) -> Tensor:
+def _gave_up(problem: _Problem, result: SolveResult) -> Tensor:
     """(batch,), True for samples that stalled by the patience of the chain, not by that of the caller."""
-    stalled = flat.stats.status == Status.STALLED
+    stalled = result.stats.status == Status.STALLED
     return stalled if problem.stop.patience is None else torch.zeros_like(stalled)
 
 
 def _hand_over(
-    problem: _Problem, flat: Flat, before: Solver[Any], solver: Solver[Any], start: Tensor, rows: Tensor | None = None
-) -> tuple[Flat, Flat]:
+    problem: _Problem,
+    result: SolveResult,
+    before: Solver[Any],
+    solver: Solver[Any],
+    start: Tensor,
+    rows: Tensor | None = None,
+) -> tuple[SolveResult, SolveResult]:
     """Run `solver` from `start` on the samples that failed, or on `rows`; returns the joined result and the new one."""
-    index = (flat.stats.failed if rows is None else rows).nonzero().squeeze(1)
-    handover = Handover(repr(before), repr(solver), index, flat.stats.status[index], flat.stats.residual[index])
+    index = (result.stats.failed if rows is None else rows).nonzero().squeeze(1)
+    handover = Handover(repr(before), repr(solver), index, result.stats.status[index], result.stats.residual[index])
     more = _verified(problem, start, solver)
-    merged = _merge(flat, more)
-    stats = dataclasses.replace(merged.stats, handovers=(*flat.stats.handovers, handover))
+    merged = _merge(result, more)
+    stats = dataclasses.replace(merged.stats, handovers=(*result.stats.handovers, handover))
     return dataclasses.replace(merged, stats=stats), more
 
 
-def _merge(first: Flat, then: Flat) -> Flat:
+def _merge(first: SolveResult, then: SolveResult) -> SolveResult:
     """Join two successive solves: per sample the later result if it is better, with the steps of both."""
     a, b = first.stats, then.stats
     sound = torch.ones_like(b.converged) if then.sound is None else then.sound
@@ -588,13 +558,11 @@ def _merge(first: Flat, then: Flat) -> Flat:
     sound = sound if first.sound is None else torch.where(better, sound, first.sound)
     coupled = then.coupled if first.coupled is None else first.coupled or then.coupled
     unmeasured = first.unmeasured or then.unmeasured
-    return Flat(z, stats, first.taken + then.taken, coupled=coupled, unmeasured=unmeasured, sound=sound, faint=then.faint)
+    return SolveResult(
+        z, stats, first.taken + then.taken, coupled=coupled, unmeasured=unmeasured, sound=sound, faint=then.faint
+    )
 
 
 def check_solver(solver: Any) -> None:
     if isinstance(solver, type) or not isinstance(solver, (Solver, Fallback)):
         raise TypeError(f"A solver is an object such as Anderson() or Fallback(Picard(), Newton()), got {solver!r}.")
-
-
-def _reduction_device(group: Any) -> torch.device:
-    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")

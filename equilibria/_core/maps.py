@@ -41,13 +41,16 @@ class Affine:
 
 @dataclass
 class Counter:
+    """Evaluations of a map, the rows in all of them, and products with its derivative."""
+
     evaluations: int = 0
     rows: int = 0
     products: int = 0
 
-    def evaluation(self, z: Tensor) -> None:
-        self.evaluations += 1
-        self.rows += z.shape[0]
+    def count(self, rows: int, *, evaluations: int = 1, products: int = 0) -> None:
+        self.evaluations += evaluations
+        self.rows += evaluations * rows
+        self.products += products
 
 
 class Map:
@@ -59,14 +62,16 @@ class Map:
         self.any_rank = any_rank
         self.growth = float("inf")  # the largest ratio of a residual to the least of its sample before, where that is known
         self.fell: Tensor | None = None  # (batch,) rows for which that ratio is below 1, where growth is not
+        self.latest: Tensor | None = None  # the value of the last evaluation
         self._known: tuple[Tensor, Tensor] | None = None
         self._jacobian: Jacobian | None = None
 
     def __call__(self, z: Tensor) -> Tensor:
         if self._known is not None and z is self._known[0]:
             return self._known[1]
-        self.counter.evaluation(z)
-        return self.raw(z)
+        self.counter.count(z.shape[0])
+        self.latest = self.raw(z)
+        return self.latest
 
     def remember(self, z: Tensor, fz: Tensor) -> Map:
         """Store f(z), so that the next call at `z` needs no evaluation; returns the map."""
@@ -102,7 +107,7 @@ class Jacobian:
 
     def product(self, t: Tensor) -> Tensor:
         """J t, by forward mode; one evaluation of the map."""
-        self._count(t, runs=True)
+        self.counter.count(t.shape[0], products=1)
         if isinstance(self.raw, Affine):
             return self.raw.product(t)
         return autodiff_modes.jvp(self.raw, [self.z], [t])
@@ -110,21 +115,16 @@ class Jacobian:
     def transposed(self, t: Tensor) -> Tensor:
         """J' t, by reverse mode; the map is evaluated once with a graph for all products at this point."""
         if isinstance(self.raw, Affine):
-            self._count(t, runs=True)
+            self.counter.count(t.shape[0], products=1)
             return self.raw.transposed(t)
         if self._graph is None:
             autodiff_modes.check_derivatives("A transposed product, as NormalCG and TrustRegion take,", self.z)
-            self.counter.evaluation(t)
+            self.counter.count(t.shape[0])
             with torch.enable_grad():
                 leaf = self.z.detach().requires_grad_()
                 self._graph = (leaf, self.raw(leaf))
-        self._count(t, runs=False)
+        self.counter.count(t.shape[0], evaluations=0, products=1)
         leaf, out = self._graph
         if not out.requires_grad:  # a map that does not depend on z
             return torch.zeros_like(t)
         return torch.autograd.grad(out, leaf, t, retain_graph=True, allow_unused=True, materialize_grads=True)[0]
-
-    def _count(self, t: Tensor, *, runs: bool) -> None:
-        self.counter.products += 1
-        if runs:
-            self.counter.evaluation(t)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -38,6 +37,9 @@ class Layout:
     batched: bool
     dtype: torch.dtype
     device: torch.device
+    precision: float  # the largest machine epsilon among the dtypes of the state; relative residuals hardly get below it
+    narrow: bool  # True if a tensor has a smaller range than the matrix: float16, or float32 beside float64
+    single: Leaf | None  # the leaf of a batched state that is one tensor in the dtype of the matrix, for the fast paths
 
     @staticmethod
     def of(state: State, *, batched: bool = True) -> Layout:
@@ -46,37 +48,38 @@ class Layout:
         _check_tensors(tensors, batched)
         # torch.promote_types would be recorded in exported programs, and torch 2.6 cannot load such programs
         double = any(tensor.dtype.to_real() == torch.float64 for tensor in tensors)
+        dtype = torch.float64 if double else torch.float32
+        leaves, ranges = tuple(_leaf(tensor, batched) for tensor in tensors), [torch.finfo(t.dtype) for t in tensors]
+        single = len(leaves) == 1 and structure.is_leaf() and leaves[0].dtype == dtype and batched
         return Layout(
             structure=structure,
-            leaves=tuple(_leaf(tensor, batched) for tensor in tensors),
+            leaves=leaves,
             batch=tensors[0].shape[0] if batched else 1,
             batched=batched,
-            dtype=torch.float64 if double else torch.float32,
+            dtype=dtype,
             device=tensors[0].device,
+            precision=max(each.eps for each in ranges),
+            narrow=any(each.max < torch.finfo(dtype).max / 2 for each in ranges),
+            single=leaves[0] if single else None,
         )
 
     @property
     def columns(self) -> int:
         return sum(leaf.columns for leaf in self.leaves)
 
-    @property
-    def precision(self) -> float:
-        """The largest machine epsilon among the dtypes of the state; relative residuals do not get much below it."""
-        return max(torch.finfo(leaf.dtype).eps for leaf in self.leaves)
-
     def refuse_overflow(self, matrix: Tensor, output: Tensor) -> Tensor:
         """`output`, (rows, n), with nan in the rows where `matrix` exceeds the range of a tensor's dtype.
 
         A number such as 1e5 is finite in the float32 matrix, but a float16 cell receives inf.
         """
-        if not self._narrow:
+        if not self.narrow:
             return output
         beyond = (matrix.abs() > self._most(matrix)).any(dim=1, keepdim=True)
         return torch.where(beyond, torch.full_like(output, float("nan")), output)
 
     def saturate(self, matrix: Tensor) -> Tensor:
         """`matrix` clamped to the ranges of the dtypes of the state."""
-        if not self._narrow:
+        if not self.narrow:
             return matrix
         most = self._most(matrix)
         return matrix.clamp(-most, most)
@@ -86,31 +89,23 @@ class Layout:
         parts = [torch.full((leaf.columns,), torch.finfo(leaf.dtype).max, dtype=self.dtype) for leaf in self.leaves]
         return torch.cat(parts).to(matrix.device)
 
-    @cached_property
-    def _narrow(self) -> bool:
-        """True if a tensor has a smaller range than the matrix: float16, or float32 beside float64."""
-        return any(torch.finfo(leaf.dtype).max < torch.finfo(self.dtype).max / 2 for leaf in self.leaves)
-
     def has_rows(self, tensor: Tensor) -> bool:
         """True if the first dimension of the tensor has the size of the batch."""
         return self.batched and tensor.dim() > 0 and tensor.shape[0] == self.batch
 
-    @cached_property
-    def _plain(self) -> Leaf | None:
-        """The leaf of a state that is a single tensor in the dtype of the matrix, for the fast paths; None otherwise."""
-        leaf = self.leaves[0]
-        same = self.structure.is_leaf() and len(self.leaves) == 1 and leaf.dtype == self.dtype
-        return leaf if same and self.batched else None
-
     def pack(self, state: State) -> Tensor:
         """Pack a state into a matrix, (batch, n)."""
-        matrix = self._join(pytree.tree_leaves(state))
+        single = self.single
+        if single is None:
+            matrix = self._join(pytree.tree_leaves(state))
+        else:
+            matrix = state.reshape(state.shape[0], single.columns).to(self.dtype)
         # forward mode allocates the tangent with the strides of the primal, which fails for an expanded tensor
         return matrix.contiguous() if 0 in matrix.stride() else matrix
 
     def pack_output(self, output: State, rows: int, *, cast: bool = False) -> Tensor:
         """Check and pack the output of a cell, (rows, n); `cast` as in `check_output`."""
-        leaf = self._plain
+        leaf = self.single
         if leaf is not None and isinstance(output, Tensor) and output.dtype == leaf.dtype:
             if output.shape == (rows, *leaf.shape):
                 return output if output.dim() == 2 else output.reshape(rows, leaf.columns)
@@ -133,8 +128,8 @@ class Layout:
 
     def unpack(self, matrix: Tensor) -> State:
         """Unpack a matrix, (rows, n) with any number of rows, into the nested state."""
-        if self._plain is not None:
-            return matrix if len(self._plain.shape) == 1 else matrix.reshape(matrix.shape[0], *self._plain.shape)
+        if self.single is not None:
+            return matrix if len(self.single.shape) == 1 else matrix.reshape(matrix.shape[0], *self.single.shape)
         tensors, first = [], 0
         for leaf in self.leaves:  # narrow, not split: autograd forbids in-place writes to views from a multi-view function
             part = matrix if len(self.leaves) == 1 else matrix.narrow(1, first, leaf.columns)

@@ -28,18 +28,17 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from equilibria._core import autodiff_modes
-from equilibria._core.bookkeeping import FLOOR
 from equilibria._core.compaction import ROUNDING, rows_mix
 from equilibria._core.failures import report_failures
 from equilibria._core.folded import Fold, FoldedEquation
 from equilibria._core.linear import AdjointEquation, Linearisation, TangentEquation
-from equilibria._core.loop import Stop
 from equilibria._core.maps import Affine
 from equilibria._core.problem import Equation
 from equilibria.gradients.approximations import Approximation
 from equilibria.gradients.base import Problem, cotangent_scale, quarantine
 from equilibria.solution import Stats, Status, empty_stats
 from equilibria.solvers.fallback import AnySolver
+from equilibria.stop import FLOOR, Stop
 
 SEARCHES = 4  # runs of the cell per halving of the batch, at most, to find samples whose gradient is not finite
 
@@ -67,11 +66,13 @@ class ImplicitProblem:
 
     def adjoint(self) -> ImplicitProblem:
         """The system g = J'g + v, with v among its args."""
-        return self._derived(AdjointEquation(self.problem.equation), "adjoint")
+        equation = AdjointEquation(self.problem.equation)
+        return dataclasses.replace(self, problem=self._derived(equation, "adjoint", self.on_failure))
 
     def tangent(self) -> ImplicitProblem:
         """The system t = J t + b, with b among its args."""
-        return self._derived(TangentEquation(self.problem.equation), "tangent")
+        equation = TangentEquation(self.problem.equation)
+        return dataclasses.replace(self, problem=self._derived(equation, "tangent", self.on_failure))
 
     def folded(self, fold: Fold) -> ImplicitProblem:
         """The same problem over the rows of all mapped samples."""
@@ -80,16 +81,20 @@ class ImplicitProblem:
             self, problem=dataclasses.replace(self.problem, equation=equation, known=None, compiler=None)
         )
 
-    def _derived(self, equation: Equation, what: Any) -> ImplicitProblem:
-        compiler = self.problem.compiler
-        problem = Problem(equation, self.solver, self.stop, self.problem.report, what, self.on_failure, compiler=compiler)
-        return dataclasses.replace(self, problem=problem)
+    def _derived(self, equation: Equation, what: Any, on_failure: Any, **options: Any) -> Problem:
+        """The problem of a linear system of the derivatives, which is solved with the settings for them."""
+        compiler, report = self.problem.compiler, self.problem.report
+        return Problem(equation, self.solver, self.stop, report, what, on_failure, compiler=compiler, **options)
 
     def cotangent(self, system: Affine) -> Tensor:
-        """Solve u = J'u + v, exactly or by the formula; without derivatives of its own."""
-        adjoint, rhs = self.adjoint().problem, system.offset
-        if self.approximation is None:  # the caller measures the residual when it pulls u back
-            adjoint = dataclasses.replace(adjoint, verify=bool(adjoint.equation.coupled), known=rhs)
+        """Solve u = J'u + v, exactly or by the formula; without derivatives of its own.
+
+        The caller measures the residual when it pulls u back, and then calls `verified`, which reports failures.
+        """
+        rhs = system.offset
+        if self.approximation is None:
+            coupled = bool(self.problem.equation.coupled)
+            adjoint = self._derived(AdjointEquation(self.problem.equation), "adjoint", "ignore", known=rhs, verify=coupled)
             return adjoint.run_map(system, torch.zeros_like(rhs), rhs).z
         u = self.approximation(system.product, rhs)
         if self.when is None:
@@ -112,15 +117,15 @@ class ImplicitProblem:
         if before is not None:  # both solves together take at most max_steps; the caller applies the failure policy
             stop = dataclasses.replace(self.stop, max_steps=self.steps_left())
             adjoint = dataclasses.replace(adjoint, stop=stop, on_failure="ignore")
-            flat = adjoint.run_map(remainder, torch.zeros_like(residual), system.offset)
-            self.problem.report.adjoint = _added(before, flat.stats)
-            return flat.z
+            result = adjoint.run_map(remainder, torch.zeros_like(residual), system.offset)
+            self.problem.report.adjoint = _added(before, result.stats)
+            return result.z
         falls_back = self.on_failure == "fall_back"
         adjoint = dataclasses.replace(adjoint, on_failure="warn") if falls_back else adjoint
-        flat = adjoint.run_map(remainder, torch.zeros_like(residual), system.offset)
+        result = adjoint.run_map(remainder, torch.zeros_like(residual), system.offset)
         if falls_back:  # u plus this is the Jacobian-free cotangent
-            return torch.where(flat.stats.failed.unsqueeze(1), system.offset - u, flat.z)
-        return flat.z
+            return torch.where(result.stats.failed.unsqueeze(1), system.offset - u, result.z)
+        return result.z
 
     def steps_left(self) -> int:
         """max_steps less the steps that the adjoint solve has taken."""
@@ -148,19 +153,19 @@ class ImplicitProblem:
         if self.approximation is not None:
             file_residual(self, residual, rhs)
             return u
-        short = self._file_measured(residual, rhs)
-        if not self._any(short):
+        short, stats = self._file_measured(residual, rhs)
+        if not self._any(stats.failed):
             return u
-        if couples is not None and couples():
-            return None
-        if self._any(self._worth_more(short)) and self.steps_left():
-            release()
-            u = u + self.rest(system, residual, u)
-            short = self._file_measured(measure(u), rhs)
-        stats, falls_back = self.problem.report.adjoint, self.on_failure == "fall_back"
-        assert stats is not None
+        if self._any(short):
+            if couples is not None and couples():
+                return None
+            if self._any(self._worth_more(short)) and self.steps_left():
+                release()
+                u = u + self.rest(system, residual, u)
+                _, stats = self._file_measured(measure(u), rhs)
+        falls_back = self.on_failure == "fall_back"
         action = "warn" if falls_back else self.on_failure
-        owner = self.problem.equation.owner
+        owner = self.problem.equation.identity.owner
         report_failures(stats, self.stop, self.solver, what="adjoint", owner=owner, on_failure=action)
         if falls_back and self._any(stats.failed):
             u = torch.where(stats.failed.unsqueeze(1), rhs, u)
@@ -181,15 +186,18 @@ class ImplicitProblem:
         holds = self.stop.holds(relative, precision, length) | (relative <= self.stop.rtol + rounding)
         return holds.expand(batch), relative.expand(batch)
 
-    def _file_measured(self, residual: Tensor, rhs: Tensor) -> Tensor:
-        """Store measured residuals; set converged samples beyond the tolerance to STALLED and return them, (batch,)."""
+    def _file_measured(self, residual: Tensor, rhs: Tensor) -> tuple[Tensor, Stats]:
+        """Store measured residuals; set converged samples beyond the tolerance to STALLED.
+
+        Returns these samples, (batch,), and the statistics.
+        """
         stats = self.problem.report.adjoint
         assert stats is not None
         holds, relative = self._holds(residual, rhs)
         short = stats.converged & ~holds
         status = stats.status.masked_fill(short, Status.STALLED)
-        self.problem.report.adjoint = dataclasses.replace(stats, residual=relative, status=status)
-        return short
+        self.problem.report.adjoint = stats = dataclasses.replace(stats, residual=relative, status=status)
+        return short, stats
 
     def _worth_more(self, short: Tensor) -> Tensor:
         """(batch,) the samples of `short` that more steps can help: not those at the rounding of their dtype."""
@@ -199,17 +207,19 @@ class ImplicitProblem:
 
     def _any(self, rows: Tensor) -> bool:
         """True if any sample of any rank is in `rows`."""
-        return bool(self.stop.largest(int(rows.any())))
+        here = bool(rows.any())
+        return here if self.stop.process_group is None else bool(self.stop.largest(int(here)))
 
 
 def differentiable_fixed_point(task: ImplicitProblem, z0: Tensor, *args: Tensor) -> tuple[Tensor, Tensor]:
     """Apply `FixedPoint`; refuse nested forward mode, for which torch drops terms silently."""
-    if autodiff_modes.forward_levels() > 1:
+    ordinary = autodiff_modes.is_ordinary()
+    if not ordinary and autodiff_modes.forward_levels() > 1:
         raise RuntimeError(
             "Forward mode twice, as in jacfwd(jacfwd(f)), does not pass through an equilibrium: torch drops terms of it. "
             "Take torch.func.hessian, jacrev of jacfwd, or jacrev twice."
         )
-    if torch.is_grad_enabled() and not autodiff_modes.inside_transform() and not autodiff_modes.inside_dual_level():
+    if torch.is_grad_enabled() and ordinary:
         # backward evaluates the cell at the answer, and measures the residual of dropped rows there
         followed = any(arg.requires_grad for arg in args)
         task = dataclasses.replace(task, problem=dataclasses.replace(task.problem, measured_later=followed))
@@ -222,9 +232,9 @@ class FixedPoint(Function):
 
     @staticmethod
     def forward(task: ImplicitProblem, z0: Tensor, *args: Tensor) -> tuple[Tensor, Tensor]:
-        flat = task.problem.run(z0, [autodiff_modes.primal(arg) for arg in args])
-        z = flat.z.clone() if flat.z is z0 else flat.z  # a Function must not return its input unchanged
-        return z, flat.stats.status
+        result = task.problem.run(z0, args if autodiff_modes.is_ordinary() else [*map(autodiff_modes.primal, args)])
+        z = result.z.clone() if result.z is z0 else result.z  # a Function must not return its input unchanged
+        return z, result.stats.status
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -264,7 +274,7 @@ def backward_first_order(
     """Gradients of the args without derivatives of their own: one run of the cell with a graph, then only products."""
     equation, good = task.problem.equation, status != Status.NONFINITE
     some_bad = task.problem.report.nonfinite
-    adjoint, lost, whole_z = AdjointEquation(equation), None, z
+    lost, whole_z = None, z
     while True:
         if some_bad:
             if not bool(good.any()):
@@ -277,7 +287,7 @@ def backward_first_order(
             task.problem.measure(z, at.value(), args)
         scale = cotangent_scale(equation, v, measured=True)
         rhs = v / scale
-        system = adjoint.bind_at(at, rhs)
+        system = AdjointEquation(equation).bind_at(at, rhs)
         u = task.cotangent(system)
         if some_bad:  # a formula may give a sample with a zero cotangent another value
             u = torch.where(good.unsqueeze(1), u, torch.zeros_like(u))
@@ -320,7 +330,7 @@ def _learn_coupling(equation: Equation, z: Tensor, args: Sequence[Tensor]) -> No
     """Set `equation.coupled` if no solve has set it yet and values can be read."""
     if equation.coupled is None and autodiff_modes.has_values(z, *args):
         with torch.no_grad():
-            equation.set_coupled(rows_mix(lambda y: equation(y, *args).detach(), z.detach(), equation.precision))
+            equation.set_coupled(bool(rows_mix(lambda y: equation(y, *args).detach(), z.detach(), equation.precision)))
 
 
 class _Pull:
@@ -414,7 +424,9 @@ def file_lost(task: ImplicitProblem, lost: Tensor) -> None:
     residual = stats.residual.masked_fill(lost, float("inf"))
     task.problem.report.adjoint = stats = dataclasses.replace(stats, status=status, residual=residual)
     action = "warn" if task.on_failure == "fall_back" else task.on_failure
-    report_failures(stats, task.stop, task.solver, what="adjoint", owner=task.problem.equation.owner, on_failure=action)
+    report_failures(
+        stats, task.stop, task.solver, what="adjoint", owner=task.problem.equation.identity.owner, on_failure=action
+    )
 
 
 def _backward_any_order(

@@ -18,9 +18,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils import _pytree as pytree
 
 from equilibria._core import autodiff_modes
-from equilibria._core.autocast import Autocast
-from equilibria._core.compaction import is_known_to_couple, remember_coupling
-from equilibria._core.frozen_cell import FrozenCell
+from equilibria._core.compaction import CellIdentity, is_known_to_couple, remember_coupling
+from equilibria._core.frozen_cell import Autocast, FrozenCell
 from equilibria._core.maps import FlatMap
 from equilibria._core.packing import Layout, State
 
@@ -31,20 +30,12 @@ class Equation(ABC):
     linear: bool = False  # True if F is affine in z and its right-hand side is one of the args
     rowwise: tuple[bool, ...]  # True for each arg that has a row per sample
     precision: float  # machine epsilon of the dtype F computes in
-    owner: Any  # the cell, or the code object of a plain function; the key of stored results and of warnings given once
-    lasting: bool  # True for a module; False for a function, which may close over other data at every call
-    mode: Hashable  # distinguishes calls of one owner, e.g. training and eval mode
-    silent: bool  # skip the warning about closures: a function without batched inputs must close over its data
+    identity: CellIdentity  # of the cell, shared by the linear equations of its derivatives
+    separable: bool = False  # True if a solve ran rows without the others, and they gave the same
 
     @abstractmethod
     def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
         """F(z, *args), differentiable in z and in every arg."""
-
-    def like(self, other: Equation) -> None:
-        """Copy from `other` the attributes that belong to the cell of both equations."""
-        self.linear = other.linear
-        self.precision, self.owner, self.lasting = other.precision, other.owner, other.lasting
-        self.mode, self.silent = other.mode, other.silent
 
     def bind(self, args: Sequence[Tensor]) -> FlatMap:
         """The map z -> F(z, *args) for the solver loop, which does not differentiate it."""
@@ -68,7 +59,7 @@ class Equation(ABC):
 
     def fingerprint(self) -> Hashable:
         """A key of everything F depends on besides its args."""
-        return self.mode
+        return self.identity.mode
 
     @property
     def coupled(self) -> bool | None:
@@ -91,18 +82,17 @@ class Equation(ABC):
 
 
 class BoundMap:
-    """The map z -> F(z, *args) of an equation, with the attributes that the solver loop reads."""
+    """The map z -> F(z, *args) of an equation; `evaluate` computes it in place of the equation, if it is given."""
 
-    def __init__(self, equation: Equation, args: Sequence[Tensor]) -> None:
+    def __init__(self, equation: Equation, args: Sequence[Tensor], evaluate: FlatMap | None = None) -> None:
         self.equation, self.args = equation, args
-        self.owner, self.lasting, self.mode = equation.owner, equation.lasting, equation.mode
-        self.silent, self.precision = equation.silent, equation.precision
+        self.evaluate: FlatMap = evaluate or (lambda z: equation(z, *args))
 
     def __call__(self, z: Tensor) -> Tensor:
-        return self.equation(z, *self.args)
+        return self.evaluate(z)
 
     def take(self, index: Tensor) -> FlatMap | None:
-        """The map of the rows at `index`; None if the equation cannot be restricted."""
+        """The map of the rows at `index`, with these rows of the args that have rows; None if that is not possible."""
         if not self.equation.restrictable:
             return None
         return self.equation.bind(self.equation.take(self.args, index))
@@ -126,7 +116,7 @@ class CellEquation(Equation):
         self._buffers = tuple(own.buffers)
         self._inputs = len(tensors)
         may_move = cell.training and len(own.buffers) > 0
-        self._moving = None if may_move else False  # True if the cell updates its buffers; None before its first run
+        self.moves_buffers = None if may_move else False  # True if the cell updates its buffers; None before its first run
         self._writes: bool | None = None  # True if the cell writes into its state in place; None before its first run
         kept = [buffer.clone() if may_move else buffer for buffer in own.buffers.values()]  # `settle` updates the originals
         still = (*own.parameters.values(), *own.weights.values())
@@ -138,19 +128,19 @@ class CellEquation(Equation):
         self._needs_context = self.autocast.enabled or cell.holds
         rows = [layout.has_rows(tensor) for tensor in tensors]
         self.rowwise = (*rows, *[False] * len(still), *map(layout.has_rows, masks), *[False] * len(kept))
-        self.owner, self.lasting = _owner(cell.original), cell.module is not None
-        self.mode = (cell.training, self.rowwise)
-        self.silent = cell.module is None and not any(rows)
-        self._batch_statistics = any(uses_batch_statistics(module) for module in cell.modules)
-        known = self._batch_statistics or (self.lasting and is_known_to_couple(self.owner, self.mode))
-        self._coupled: bool | None = True if known else None
+        lasting, mode = cell.module is not None, (cell.training, self.rowwise)
+        self.identity = CellIdentity(_owner(cell.original), lasting, mode, silent=not lasting and not any(rows))
+        norms = [module for module in cell.modules if isinstance(module, _NormBase)]
+        self._batch_statistics = any(map(uses_batch_statistics, norms))
+        self._coupled: bool | None = True if self._batch_statistics or is_known_to_couple(self.identity) else None
 
     def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
         return self._run(z, args, self._unflatten(args), direct=False)
 
     def bind(self, args: Sequence[Tensor]) -> FlatMap:
-        own = all(a is b for a, b in zip(args[self._inputs :], self._own, strict=True))
-        return _CellMap(self, args, direct=own)
+        # the module itself may be called if the args are its own tensors
+        own, inputs = all(a is b for a, b in zip(args[self._inputs :], self._own, strict=True)), self._unflatten(args)
+        return BoundMap(self, args, lambda z: self._run(z, args, inputs, direct=own))
 
     @property
     def coupled(self) -> bool | None:
@@ -163,7 +153,7 @@ class CellEquation(Equation):
     def set_coupled(self, coupled: bool, *, warn: bool = True) -> None:
         if coupled is not self._coupled and not self._batch_statistics:
             self._coupled = coupled
-            remember_coupling(self, coupled, warn=warn)
+            remember_coupling(self.identity, coupled, warn=warn)
 
     @property
     def restrictable(self) -> bool:
@@ -173,7 +163,7 @@ class CellEquation(Equation):
     def untraceable(self) -> str | None:
         if self.cell.module is None:
             return "the cell is a function, which may close over other data every time; an nn.Module can be compiled"
-        if self.opaque or self.coupled or self._moving is not False:
+        if self.opaque or self.coupled or self.moves_buffers is not False:
             return "the cell is sharded, couples the samples or has buffers that may change in training"
         return None
 
@@ -181,7 +171,7 @@ class CellEquation(Equation):
         constants = tuple(_known(leaf) for leaf in self._leaves if not isinstance(leaf, Tensor))
         settings = tuple(_settings(module) for module in self.cell.sources)
         # TreeSpecs are not hashable in torch 2.6, their text is
-        return self.mode, self.autocast, constants, repr(self._inputs_spec), self.layout.leaves, settings
+        return self.identity.mode, self.autocast, constants, repr(self._inputs_spec), self.layout.leaves, settings
 
     def captures(self, z: Tensor) -> tuple[Tensor, bool]:
         """F(z), and True if a plain callable closes over tensors that require gradients."""
@@ -194,9 +184,7 @@ class CellEquation(Equation):
         return out.detach(), out.requires_grad
 
     def settle(self, z: Tensor) -> bool:
-        """Run the cell at z, (batch, n), so that it updates its own buffers; True if it was run."""
-        if not self._moving:
-            return False
+        """Run the cell at z, (batch, n), so that it updates its own buffers; True, because it was run."""
         with torch.no_grad(), self.autocast.inside(), self.cell.in_place():
             self.cell.cell(self.layout.unpack(z.clone() if self._writes else z), *self._unflatten(self.args))
         return True
@@ -205,30 +193,33 @@ class CellEquation(Equation):
         """Evaluate the cell on the matrix z; `direct` calls it without replacing its tensors by `args`."""
         first = self._writes is None
         given = _copied(z) if first or self._writes else z  # a cell that writes in place must not change the solver's z
-        state, direct = self.layout.unpack(given), direct and self._moving is False
+        state, direct = self.layout.unpack(given), direct and self.moves_buffers is False
         # the leaves and not `given`: unpacking copies some leaves and returns views for others, depending on the batch size
         watched = [(part, _version(part)) for part in pytree.tree_leaves(state)] if first else []
-        if direct and not first and not self._needs_context:  # fast path: entering a context takes measurable time
-            return self.layout.refuse_overflow(z, self.layout.pack_output(self.cell.cell(state, *inputs), z.shape[0]))
-        with self.autocast.inside(), self.cell.in_place():
-            out = self.cell.cell(state, *inputs) if direct else self._run_functional(state, inputs, args[self._inputs :])
+        if direct and not self._needs_context:  # fast path: entering a context takes measurable time
+            out = self.cell.cell(state, *inputs)
+        else:
+            with self.autocast.inside(), self.cell.in_place():
+                out = self.cell.cell(state, *inputs) if direct else self._run_functional(state, inputs, args[self._inputs :])
         if first:
-            self._writes = any(_changed(part, version) for part, version in watched)
-        return self.layout.refuse_overflow(z, self.layout.pack_output(out, z.shape[0], cast=self.autocast.enabled))
+            self._writes = any(version is None or _version(part) != version for part, version in watched)
+        packed = self.layout.pack_output(out, z.shape[0], cast=self.autocast.enabled)
+        return self.layout.refuse_overflow(z, packed) if self.layout.narrow else packed
 
     def _run_functional(self, state: State, inputs: Sequence[Any], tensors: Sequence[Tensor]) -> State:
         """Call a copy of the module with `tensors` in place of its own, so that the module is not modified."""
         named = dict(zip(self._names, tensors, strict=True))
-        if self._moving is not False:
+        if self.moves_buffers is not False:
             named |= {name: _copied(named[name]) for name in self._buffers}
-        before = [(named[name], _version(named[name])) for name in self._buffers] if self._moving is None else []
+        before = [(named[name], _version(named[name])) for name in self._buffers] if self.moves_buffers is None else []
         arguments = (state, *inputs)
         snapshot = self._snapshot  # the cell itself may have been changed between forward and backward
         out: State = self.cell.cell(*arguments) if snapshot is None else snapshot.call(named, arguments)
-        if self._moving is None:
+        if self.moves_buffers is None:
             after = [named[name] for name in self._buffers]
-            self._moving = any(
-                new is not old or _changed(new, version) for new, (old, version) in zip(after, before, strict=True)
+            self.moves_buffers = any(
+                new is not old or version is None or _version(new) != version
+                for new, (old, version) in zip(after, before, strict=True)
             )
         return out
 
@@ -238,20 +229,6 @@ class CellEquation(Equation):
         leaves = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
         inputs: Sequence[Any] = pytree.tree_unflatten(leaves, self._inputs_spec)
         return inputs
-
-
-class _CellMap(BoundMap):
-    """A bound cell. `direct` calls the module itself, which is valid if the args are its own tensors."""
-
-    equation: CellEquation
-
-    def __init__(self, equation: CellEquation, args: Sequence[Tensor], *, direct: bool) -> None:
-        super().__init__(equation, args)
-        self.direct = direct
-        self.inputs = equation._unflatten(args)
-
-    def __call__(self, z: Tensor) -> Tensor:
-        return self.equation._run(z, self.args, self.inputs, direct=self.direct)
 
 
 OUT_OF_REACH = (
@@ -271,13 +248,11 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _version(tensor: Tensor) -> int | None:
-    """The version counter, which every in-place write increments; None for inference tensors, which have none."""
+    """The version counter, which every in-place write increments; None for inference tensors, which have none.
+
+    A tensor whose version is None counts as written to.
+    """
     return None if tensor.is_inference() else tensor._version
-
-
-def _changed(tensor: Tensor, version: int | None) -> bool:
-    """True if the tensor was written to since `version` was read, or if that cannot be determined."""
-    return version is None or _version(tensor) != version
 
 
 def _settings(module: nn.Module) -> Hashable:

@@ -61,8 +61,16 @@ class Snapshot:
         self._attributes = [dict(vars(part)) for part in self.parts]
         self._children = [dict(part._modules) for part in self.parts]
         self._tensors = [(dict(part._parameters), dict(part._buffers)) for part in self.parts]
-        self._referring = [(i, name) for i in range(len(self.parts)) for name in self._names_that_refer(i)]
-        self.copyable = not any(map(_cannot_be_copied, self.parts)) and not self._is_referred_to_from_elsewhere()
+        others = [
+            (i, name, value)
+            for i, attributes in enumerate(self._attributes)
+            for name, value in attributes.items()
+            if not (isinstance(value, _PLAIN) or name in REGISTERED or (isinstance(value, dict) and not value))  # no hooks
+        ]
+        self._referring = [(i, name) for i, name, value in others if self._refers(value)]
+        self.copyable = not any(
+            isinstance(part, torch.jit.ScriptModule) or _is_lazy(part) for part in self.parts
+        ) and not any(self._reaches(value, _DEPTH) for _, _, value in others)
 
     def build(self, tensors: Mapping[str, Tensor] | None = None) -> list[nn.Module]:
         """Copies of all modules of the tree, the root first; `tensors` replaces the tensors of these names."""
@@ -115,12 +123,6 @@ class Snapshot:
         tensors.update({name: given[place] for place, (name, _) in exchanged.items()})
         return out
 
-    def _names_that_refer(self, i: int) -> Iterator[str]:
-        """Names of unregistered attributes through which part `i` refers to modules or tensors of the tree."""
-        for name, value in self._attributes[i].items():
-            if name not in REGISTERED and not isinstance(value, _PLAIN) and self._refers(value):
-                yield name
-
     def _refers(self, value: Any) -> bool:
         """True if `value` is a module or tensor of the tree, or a container, method or partial that holds one."""
         if isinstance(value, (nn.Module, Tensor)):
@@ -157,11 +159,6 @@ class Snapshot:
             return type(value)(*map(moved, value))
         return type(value)(map(moved, value))
 
-    def _is_referred_to_from_elsewhere(self) -> bool:
-        """True if an attribute holds an object that cannot be copied and refers to the tree."""
-        values = (value for part in self._attributes for name, value in part.items() if name not in REGISTERED)
-        return any(self._reaches(value, _DEPTH) for value in values if not isinstance(value, _PLAIN))
-
     def _reaches(self, value: Any, depth: int) -> bool:
         """True if an object that cannot be copied, up to `depth` levels inside `value`, refers to the tree."""
         if isinstance(value, (*_PLAIN, Tensor)) or depth == 0 or id(value) in self._index:
@@ -194,8 +191,6 @@ def _held_by_function(function: Callable[..., Any]) -> Iterator[Any]:
             yield value
 
 
-def _cannot_be_copied(module: nn.Module) -> bool:
-    """True for script modules and for lazy modules without initialized parameters."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return True
+def _is_lazy(module: nn.Module) -> bool:
+    """True for lazy modules without initialized parameters, which cannot be copied."""
     return isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()

@@ -14,14 +14,14 @@ from torch import Tensor
 from equilibria._core import autodiff_modes
 from equilibria._core.compaction import ROUNDING, rows_mix
 from equilibria._core.compile import Compiler
-from equilibria._core.coupled import go_on, solve_rows_as_one, solve_whole
+from equilibria._core.coupled import go_on, solve_coupled, solve_rows_as_one
 from equilibria._core.failures import report_failures
-from equilibria._core.loop import Flat, Stop, solve
+from equilibria._core.loop import SolveResult, solve
 from equilibria._core.maps import FlatMap
-from equilibria._core.norms import rms_norm
 from equilibria._core.problem import Equation
 from equilibria.solution import Report, Status
 from equilibria.solvers.fallback import AnySolver
+from equilibria.stop import Stop, rms_norm
 
 AdjointFailure = Literal["ignore", "warn", "raise", "fall_back"]
 
@@ -44,73 +44,78 @@ class Problem:
     on_failure: AdjointFailure | None = None  # None uses `stop.on_failure`
     known: Tensor | None = None
     opaque: bool = False
-    keep_state: bool = False  # return the state of the solver in the Flat
+    keep_state: bool = False  # return the state of the solver in the SolveResult
     solves: int = 0  # number of earlier solves of the layer in training mode
     verify: bool = True  # measure the residual of the result if the solver updates its residual by a recurrence
     compiler: Compiler | None = None  # the layer's compiler; None if its solves are not compiled
     measured_later: bool = False  # True if backward evaluates the cell at the result and measures the residual there
 
-    def run(self, z0: Tensor, args: Sequence[Tensor]) -> Flat:
+    def run(self, z0: Tensor, args: Sequence[Tensor]) -> SolveResult:
         """Solve from z0, (batch, n), without a graph; store the statistics in `report` and report failures."""
         with torch.no_grad():
             return self.run_map(self.equation.bind(args), z0, self.equation.right(*args))
 
-    def run_map(self, f: FlatMap, z0: Tensor, right: Tensor | None) -> Flat:
+    def run_map(self, f: FlatMap, z0: Tensor, right: Tensor | None) -> SolveResult:
         """As `run`, for the bound map `f` and its right-hand side if it is linear."""
-        flat = self._solve(f, z0, right)
+        result = self._solve(f, z0, right)
         if self.what == "forward":
-            self.report.stats = flat.stats
-            self.report.nonfinite = flat.failed and flat.stats.count(Status.NONFINITE) > 0
-            self.report.unmeasured = flat.unmeasured
+            self.report.stats = result.stats
+            self.report.nonfinite = result.failed and result.stats.count(Status.NONFINITE) > 0
+            self.report.unmeasured = result.unmeasured
         else:
-            self.report.adjoint = flat.stats
+            self.report.adjoint = result.stats
         action = "warn" if self.on_failure == "fall_back" else self.on_failure
-        if flat.failed:
-            report_failures(flat.stats, self.stop, self.solver, what=self.what, owner=self.equation.owner, on_failure=action)
+        if result.failed and action != "ignore":
+            report_failures(
+                result.stats, self.stop, self.solver, what=self.what, owner=self.equation.identity.owner, on_failure=action
+            )
         if right is not None and self.on_failure == "fall_back":  # failed rows get the Jacobian-free cotangent g = v
-            return dataclasses.replace(flat, z=torch.where(flat.stats.failed.unsqueeze(1), right, flat.z))
-        return flat
+            return dataclasses.replace(result, z=torch.where(result.stats.failed.unsqueeze(1), right, result.z))
+        return result
 
-    def _solve(self, f: FlatMap, z0: Tensor, right: Tensor | None) -> Flat:
+    def _solve(self, f: FlatMap, z0: Tensor, right: Tensor | None) -> SolveResult:
         """Solve row by row, or as one system if rows depend on each other; switch if the solve finds that they do."""
         equation, precision = self.equation, self.equation.precision
         if equation.coupled and z0.shape[0] > 1:
             if self.what == "forward" and equation.may_uncouple:
-                flat = solve_rows_as_one(f, z0, self.solver, self.stop, precision=precision)
-                equation.set_coupled(rows_mix(f, flat.z, precision))
-                return flat
-            return solve_whole(f, z0, self.solver, self.stop, right=right, precision=precision, known=self.known)
+                result = solve_rows_as_one(f, z0, self.solver, self.stop, precision=precision)
+                equation.set_coupled(bool(rows_mix(f, result.z, precision)))
+                return result
+            return solve_coupled(f, z0, self.solver, self.stop, right=right, precision=precision, known=self.known)
         scale = None if right is None else self.stop.norm(right)
         options: dict[str, Any] = {"scale": scale, "precision": precision, "known": self.known}
         options |= {"keep_state": self.keep_state, "verify": self.verify, "measured_later": self.measured_later}
         run = solve if self.compiler is None else self.compiler.solve
-        flat = run(f, z0, self.solver, self.stop, **options)
-        if flat.coupled is not None:
-            equation.set_coupled(flat.coupled, warn=self.stop.compact)  # without compaction the cost is accepted
-        left = self.stop.max_steps - flat.taken
-        if not flat.coupled or left <= 0 or not bool(flat.stats.failed.any()):
-            return flat
+        result = run(f, z0, self.solver, self.stop, **options)
+        if result.coupled is not None:
+            equation.separable = not result.coupled
+            equation.set_coupled(result.coupled, warn=self.stop.compact)  # without compaction the cost is accepted
+        left = self.stop.max_steps - result.taken
+        if not result.coupled or left <= 0 or not bool(result.stats.failed.any()):
+            return result
         stop = dataclasses.replace(self.stop, max_steps=left)
-        return go_on(flat, solve_rows_as_one(f, flat.z, self.solver, stop, precision=precision))
+        return go_on(result, solve_rows_as_one(f, result.z, self.solver, stop, precision=precision))
 
     def measure(self, z: Tensor, fz: Tensor, args: Sequence[Tensor]) -> None:
         """Check the residuals of the result z, (batch, n), by fz = F(z); rows wrongly marked CONVERGED become STALLED.
 
         An evaluation in a batch of another size rounds differently, which is allowed for.
         """
-        stats, stop = self.report.stats, self.stop
+        stats, stop, precision = self.report.stats, self.stop, self.equation.precision
         assert stats is not None
         self.report.unmeasured = False
         length, size = stop.norm(fz - z), stop.norm(fz)
-        equation, precision = self.equation, self.equation.precision
-        short = length > stop.atol + max(stop.within(precision), stop.rtol + ROUNDING * precision) * size
-        if bool(short.any()) and bool((short & stats.converged).any()):
+        residual, rounding = length / size, ROUNDING * precision
+        if not bool(((residual - stats.residual).abs() > rounding).any()):  # nan is a row of zeros, or in quarantine
+            return
+        wrong = stats.converged & (length > stop.atol + (stop.rtol + rounding) * size)
+        status, residual = stats.status.masked_fill(wrong, Status.STALLED), torch.where(size > 0, residual, stats.residual)
+        self.report.stats = dataclasses.replace(stats, status=status, residual=residual)
+        if bool(wrong.any()):
+            equation = self.equation
             with torch.no_grad():
-                equation.set_coupled(rows_mix(lambda y: equation(y, *args).detach(), z, precision))
-            status = stats.status.masked_fill(short & stats.converged, Status.STALLED)
-            residual = length / size.clamp_min(torch.finfo(size.dtype).tiny)
-            self.report.stats = dataclasses.replace(stats, status=status, residual=residual)
-            report_failures(self.report.stats, stop, self.solver, what="forward", owner=self.equation.owner)
+                equation.set_coupled(bool(rows_mix(lambda y: equation(y, *args).detach(), z, precision)))
+            report_failures(self.report.stats, stop, self.solver, what="forward", owner=equation.identity.owner)
 
 
 class Gradient(ABC):
@@ -119,6 +124,9 @@ class Gradient(ABC):
 
     follows_start: ClassVar[bool] = False
     """True if gradients reach the starting point: an equilibrium does not depend on it, the steps of a solver do."""
+
+    exports_loop: ClassVar[bool] = False
+    """True for the one that `eq.export` uses, which records the solve as a loop."""
 
     @abstractmethod
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from equilibria._core.attach import attach
+from equilibria._core.checks import require
 from equilibria._core.primitive import differentiable_fixed_point
 from equilibria.gradients.approximations import Approximation, Neumann
 from equilibria.gradients.base import Gradient, Problem
 from equilibria.gradients.implicit import Implicit
 from equilibria.gradients.phantom import JFB, NeumannPhantom
-from equilibria.solvers.base import require
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from equilibria._core.attach import attach
-from equilibria._core.loop import Stop
 from equilibria._core.primitive import ImplicitProblem, differentiable_fixed_point
 from equilibria.gradients.base import AdjointFailure, Gradient, Problem
 from equilibria.solvers.fallback import AnySolver
 from equilibria.solvers.krylov import GMRES
+from equilibria.stop import DefaultTolerance, Stop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +45,24 @@ class Implicit(Gradient):
 
     def task(self, problem: Problem) -> ImplicitProblem:
         """The problem with the settings of its linear systems."""
-        # tolerances are relative to the right-hand side, so an absolute part would depend on the scale of the loss
-        inherited = dataclasses.replace(problem.stop, atol=0.0, trace=False, keep_every=None)
-        stop = (self.stop or inherited).reachable(problem.equation.precision)
-        if stop.process_group is None:  # ranks that take the same number of steps forward must do so backward
-            stop = dataclasses.replace(stop, process_group=problem.stop.process_group)
-        return ImplicitProblem(problem, self.solver or GMRES(), stop, self.on_failure)
+        default = isinstance((self.stop or problem.stop).rtol, DefaultTolerance)
+        stop = _linear_stop(self.stop, problem.stop, problem.equation.precision if default else 0.0)
+        return ImplicitProblem(problem, self.solver or _GMRES, stop, self.on_failure)
+
+
+_GMRES = GMRES()
+
+
+@functools.lru_cache(maxsize=256)
+def _linear_stop(own: Stop | None, forward: Stop, least: float) -> Stop:
+    """The stop of the linear systems: `own`, or that of the forward solve, with an rtol of at least `least`.
+
+    Cached, because building a Stop checks all its settings. `least` is 0 for an rtol that was given, which is not changed.
+    """
+    # tolerances are relative to the right-hand side, so an absolute part would depend on the scale of the loss
+    stop = own or dataclasses.replace(forward, atol=0.0, trace=False, keep_every=None)
+    if stop.rtol < least:
+        stop = dataclasses.replace(stop, rtol=DefaultTolerance(least))
+    if stop.process_group is None:  # ranks that take the same number of steps forward must do so backward
+        stop = dataclasses.replace(stop, process_group=forward.process_group)
+    return stop

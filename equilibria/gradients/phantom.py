@@ -12,13 +12,13 @@ from torch.utils.checkpoint import checkpoint as run_checkpointed
 
 from equilibria._core import autodiff_modes
 from equilibria._core.attach import attach
+from equilibria._core.checks import require
 from equilibria._core.failures import report_failures
 from equilibria._core.primitive import ImplicitProblem, differentiable_fixed_point
 from equilibria.gradients.approximations import Neumann
 from equilibria.gradients.base import Gradient, Problem, quarantine, with_zero_gradient
 from equilibria.gradients.watched import watched
 from equilibria.solution import Status
-from equilibria.solvers.base import require
 from equilibria.solvers.krylov import GMRES
 
 
@@ -165,7 +165,9 @@ def _set_aside(problem: Problem, rows: Tensor) -> None:
     assert stats is not None
     status = stats.status.masked_fill(rows, Status.NONFINITE)
     problem.report.stats, problem.report.nonfinite = dataclasses.replace(stats, status=status), True
-    report_failures(problem.report.stats, problem.stop, problem.solver, what="forward", owner=problem.equation.owner)
+    report_failures(
+        problem.report.stats, problem.stop, problem.solver, what="forward", owner=problem.equation.identity.owner
+    )
 
 
 def _recording() -> bool:

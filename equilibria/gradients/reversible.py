@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from equilibria._core import autodiff_modes
+from equilibria._core.checks import require
 from equilibria._core.failures import report_failures
 from equilibria._core.linear import Linearisation
 from equilibria._core.maps import Map
 from equilibria._core.search import all_finite, sum_finite_shares
 from equilibria.gradients.base import Gradient, Problem, check_first_order, quarantine
 from equilibria.solution import Status, empty_stats
-from equilibria.solvers.base import Iterate, Solver, require
+from equilibria.solvers.base import Iterate, Solver
 from equilibria.solvers.picard import Picard
 
 LEFT = 1e-3  # largest relative rounding error of a recomputed state
@@ -112,13 +113,13 @@ class _Reversible(Function):
 
     @staticmethod
     def forward(ctx: Any, problem: Problem, z0: Tensor, *args: Tensor) -> Tensor:
-        flat = problem.run(z0, args)
+        result = problem.run(z0, args)
         if problem.equation.coupled:
             raise TypeError(OUT_OF_REACH)
         ctx.problem = problem
-        stats = flat.stats
-        ctx.save_for_backward(flat.state.y, flat.state.wide, stats.steps, stats.best, stats.status, *args)
-        return flat.z
+        stats = result.stats
+        ctx.save_for_backward(result.state.y, result.state.wide, stats.steps, stats.best, stats.status, *args)
+        return result.z
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
@@ -214,4 +215,4 @@ def _file_rest(problem: Problem, left: Tensor, v: Tensor, steps: Tensor, lost: T
     status, residual = status.masked_fill(lost, Status.NONFINITE), residual.masked_fill(lost, float("inf"))
     stats = dataclasses.replace(empty_stats(len(steps), steps.device), status=status, steps=steps, residual=residual)
     problem.report.adjoint = stats
-    report_failures(stats, problem.stop, problem.solver, what="adjoint", owner=problem.equation.owner)
+    report_failures(stats, problem.stop, problem.solver, what="adjoint", owner=problem.equation.identity.owner)

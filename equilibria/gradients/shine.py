@@ -12,16 +12,16 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from equilibria._core import autodiff_modes
-from equilibria._core.loop import Stop
+from equilibria._core.checks import require
 from equilibria._core.maps import FlatMap
-from equilibria._core.norms import euclidean_norm
 from equilibria._core.primitive import ImplicitProblem, backward_first_order
 from equilibria.gradients.approximations import Approximation
 from equilibria.gradients.base import Gradient, Problem, check_first_order
-from equilibria.solvers.base import combine, products, require, solve_small
 from equilibria.solvers.broyden import Broyden, BroydenState
 from equilibria.solvers.krylov import GMRES
 from equilibria.solvers.restart import Restart, RestartState
+from equilibria.solvers.rowwise import combine, products, solve_small
+from equilibria.stop import Stop, euclidean_norm
 
 OUT_OF_REACH = (
     "Shine works on cells whose tensors are inputs or parameters and whose samples do not depend on each other: no closures "
@@ -68,12 +68,12 @@ class _Shine(Function):
 
     @staticmethod
     def forward(ctx: Any, problem: Problem, shine: Shine, z0: Tensor, *args: Tensor) -> Tensor:
-        flat = problem.run(z0, args)
-        if flat.state is None:  # the solve found that samples depend on each other and solved them as one system
+        result = problem.run(z0, args)
+        if result.state is None:  # the solve found that samples depend on each other and solved them as one system
             raise TypeError(OUT_OF_REACH)
-        ctx.task, ctx.estimate = _task(problem, shine), Estimate.of(flat.state, shine.fallback)
-        ctx.save_for_backward(flat.z, flat.stats.status, *args)
-        return flat.z
+        ctx.task, ctx.estimate = _task(problem, shine), Estimate.of(result.state, shine.fallback)
+        ctx.save_for_backward(result.z, result.stats.status, *args)
+        return result.z
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:

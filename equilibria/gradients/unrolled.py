@@ -11,16 +11,18 @@ import torch
 from torch import Tensor
 
 from equilibria._core import autodiff_modes
-from equilibria._core.autocast import no_autocast
 from equilibria._core.checkpointing import Buffers, Checkpoint, Tensors, check_checkpoint, repeat
+from equilibria._core.checks import require
+from equilibria._core.frozen_cell import no_autocast
 from equilibria._core.maps import Map
-from equilibria._core.norms import scaled_norm
 from equilibria._core.problem import Equation
 from equilibria.gradients.base import Gradient, Problem, quarantine, with_zero_gradient
 from equilibria.gradients.watched import watched
 from equilibria.solution import Status, empty_stats
-from equilibria.solvers.base import Iterate, Solver, collect, rebuild, require
+from equilibria.solvers.base import Iterate, Solver
 from equilibria.solvers.fallback import Fallback
+from equilibria.solvers.rowwise import collect, rebuild
+from equilibria.stop import scaled_norm
 
 NOT_REPLAYED = (
     "Unrolled with checkpoint or truncate replays the steps of one solver, sample by sample. It cannot replay those of a "
@@ -81,21 +83,21 @@ class Unrolled(Gradient):
         """Solve without a graph to get the number of steps of every sample, then take the same steps with a graph."""
         if isinstance(problem.solver, Fallback) or problem.equation.coupled:
             raise TypeError(NOT_REPLAYED)
-        flat = problem.run(z0.detach(), [arg.detach() for arg in args])
+        result = problem.run(z0.detach(), [arg.detach() for arg in args])
         if problem.equation.coupled:
             raise TypeError(NOT_REPLAYED)
         if not torch.is_grad_enabled():
-            return flat.z
-        good = flat.stats.status != Status.NONFINITE
-        chosen = self._steps_again(problem, z0, args, flat.stats.best, good)
+            return result.z
+        good = result.stats.status != Status.NONFINITE
+        chosen = self._steps_again(problem, z0, args, result.stats.best, good)
         sound = torch.isfinite(chosen).all(dim=1) | ~good
         if not bool(sound.all()):  # steps with a graph round differently near underflow and may not stay finite
             good = good & sound
-            status = flat.stats.status.masked_fill(~sound, Status.NONFINITE)
-            problem.report.stats, problem.report.nonfinite = dataclasses.replace(flat.stats, status=status), True
-            chosen = self._steps_again(problem, z0, args, flat.stats.best, good)
+            status = result.stats.status.masked_fill(~sound, Status.NONFINITE)
+            problem.report.stats, problem.report.nonfinite = dataclasses.replace(result.stats, status=status), True
+            chosen = self._steps_again(problem, z0, args, result.stats.best, good)
         # the value is that of the first solve, which the statistics describe; the gradient is that of the replay
-        return torch.where(good.unsqueeze(1), flat.z + (chosen - chosen.detach()), flat.z)
+        return torch.where(good.unsqueeze(1), result.z + (chosen - chosen.detach()), result.z)
 
     def _steps_again(self, problem: Problem, z0: Tensor, args: Sequence[Tensor], best: Tensor, good: Tensor) -> Tensor:
         """Each sample's iterate at its step `best`, (batch, n), with a graph."""
@@ -220,7 +222,8 @@ def _file(problem: Problem, z: Tensor, fz: Tensor, depth: int) -> None:
     """Store the statistics of an explicit network that ended at z with fz = F(z), both (batch, n)."""
     stop, stats = problem.stop, empty_stats(len(z), z.device)
     length, size = scaled_norm(stop.norm, (fz - z).detach()), scaled_norm(stop.norm, fz.detach())
-    converged, finite = length <= stop.atol + stop.rtol * size, torch.isfinite(length)
+    finite = torch.isfinite(length) & torch.isfinite(size)
+    converged = finite & (length <= stop.atol + stop.rtol * size)
     problem.report.nonfinite = not bool(finite.all())
     unless = torch.where(finite, Status.MAX_STEPS, Status.NONFINITE)
     problem.report.stats = dataclasses.replace(

@@ -8,10 +8,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from equilibria._core.checks import require
 from equilibria.gradients.base import Gradient, Problem
 from equilibria.gradients.implicit import Implicit
 from equilibria.gradients.unrolled import Unrolled
-from equilibria.solvers.base import require
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -146,7 +146,7 @@ class _Watch:
         unknown = stats.residual.masked_fill(~lost, float("nan")).masked_fill(lost, float("inf"))
         status = torch.where(lost, Status.NONFINITE, Status.MAX_STEPS).to(torch.int8)
         problem.report.adjoint = dataclasses.replace(stats, status=status, residual=unknown)
-        report_failures(told, problem.stop, problem.solver, what="adjoint", owner=problem.equation.owner)
+        report_failures(told, problem.stop, problem.solver, what="adjoint", owner=problem.equation.identity.owner)
 
 
 def _version(tensor: Tensor) -> int:

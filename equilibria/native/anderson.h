@@ -20,7 +20,7 @@ EQ_INLINE void picard(const Context& c, const Call<T>& call, int64_t r, int64_t 
 
 constexpr double GROWTH = 5.0;  // the constant of solvers/anderson.py
 
-// A row that was led astray forgets its history.
+// Drop the history of a row whose residual grew GROWTH-fold, or did not shrink for `patience_of_trust` steps.
 template <class T>
 EQ_INLINE void judge(const Row<T>& row, T length, T growth) {
     T& shortest = row.of(row.c.shortest);
@@ -41,7 +41,7 @@ EQ_INLINE void judge(const Row<T>& row, T length, T growth) {
     }
 }
 
-// Complete the new pair by its value, and write the next iterate f(z) - sum of u (values).
+// Store the value of the new pair and write the next iterate f(z) - sum of u (values).
 template <class T>
 EQ_INLINE void mix(const Pairs<T>& pairs, const Added<T>& added, Scratch<T>& s, const T* z, const T* fz, T* out) {
     const Row<T>& row = pairs.row;

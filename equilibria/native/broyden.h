@@ -6,7 +6,7 @@
 
 namespace equilibria {
 
-// matrix^{-1} right by elimination with row exchanges, overwriting both; 0 for what is not finite.
+// Solve matrix x = right by Gaussian elimination with row exchanges, in place; entries that are not finite become 0.
 template <class T>
 EQ_INLINE void solve_small(T* matrix, T* right, int64_t k) {
     for (int64_t i = 0; i < k; ++i) {

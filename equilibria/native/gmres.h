@@ -6,7 +6,7 @@ namespace equilibria {
 
 constexpr double STAGNATION = 0.9;  // the constant of solvers/krylov.py
 
-// Where GMRES takes its next product: the residual, and where that has hardly shrunk the last image as well.
+// Choose the vector of the next product: the residual, plus the last image where the residual hardly shrank.
 template <class T>
 EQ_INLINE void direction(const Row<T>& row, const Call<T>& call, int64_t r, T length, const T* image) {
     const int64_t n = row.c.n;
@@ -21,7 +21,7 @@ EQ_INLINE void direction(const Row<T>& row, const Call<T>& call, int64_t r, T le
 
 template <class T>
 EQ_INLINE T size_of(const Row<T>& row, const T* z, const T* left) {
-    if (row.c.scale) return T(0);  // not asked for
+    if (row.c.scale) return T(0);  // the size is given
     Lanes<T> square;
     square.clear();
     T x[CHUNK];
@@ -49,7 +49,7 @@ EQ_INLINE void gmres_begin(const Context& c, const Call<T>& call, int64_t r, int
     direction<T>(row, call, r, T(0), nullptr);
 }
 
-// Complete the new pair by its direction, and move z along it; returns the length of the new residual.
+// Store the direction of the new pair and move z along it; returns the norm of the new residual.
 template <class T>
 EQ_INLINE T move_along(const Pairs<T>& pairs, const Added<T>& added, Scratch<T>& s, const T* p, const T* z, T* next) {
     const Row<T>& row = pairs.row;

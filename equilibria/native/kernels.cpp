@@ -1,4 +1,4 @@
-// Rows over threads, the choice of dtype and instruction set, and the binding to Python (stable ABI).
+// Distribution of rows over threads, dispatch by dtype and instruction set, and the binding to Python (stable ABI).
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -8,7 +8,7 @@
 #include "broyden.h"
 #include "gmres.h"
 
-// Compiled for several instruction sets, of which the loader takes the best that the processor has.
+// Compiled for several instruction sets; the loader picks the best one the processor supports.
 #if defined(__linux__) && defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(EQUILIBRIA_ONE_TARGET)
 #define EQ_TARGETS __attribute__((target_clones("arch=x86-64-v3", "default")))
 #else
@@ -53,7 +53,7 @@ void over_rows(Kernel<T> kernel, const Context& c, const Call<T>& call) {
     for (std::thread& worker : workers) worker.join();
 }
 
-// Rows still running; at step 0 also the range of their sizes.
+// Count the running rows; at step 0 also compute the range of their sizes.
 template <class T>
 int64_t summary(Context& c, int64_t step) {
     int64_t running = 0, wanted = 0;

@@ -13,7 +13,7 @@ constexpr double DIVERGENCE = 1e6;
 constexpr int64_t DIVERGENCE_EVERY = 8;
 
 template <class T>
-struct Row {  // typed views of the numbers of one place
+struct Row {  // typed views of the record of one row
     const Context& c;
     int64_t place;
     EQ_INLINE T& of(void* numbers) const { return static_cast<T*>(numbers)[place]; }
@@ -61,8 +61,8 @@ EQ_INLINE bool stalled(const Row<T>& row) {
     return rounding || (c.patience > 0 && waiting >= c.patience);
 }
 
-// Record an iterate with its residual's length and the size that is relative to; returns the ratio of this residual to the
-// least one before, both over their tolerances: 0 at the start.
+// Record an iterate with the norm of its residual and the size it is relative to. Returns the ratio of this residual to the
+// smallest one before, both divided by their tolerances; 0 at the start.
 template <class T>
 EQ_INLINE T record(const Row<T>& row, int64_t step, T length, T size) {
     const Context& c = row.c;
@@ -84,7 +84,7 @@ EQ_INLINE T record(const Row<T>& row, int64_t step, T length, T size) {
         c.best_step[row.place] = step;
     }
     c.steps[row.place] = step;
-    bool running = excess > 1 && excess < inf;  // not where it is nan
+    bool running = excess > 1 && excess < inf;  // false for nan
     Status ended = row.of(c.excess) <= 1 ? CONVERGED : NONFINITE;
     if (running && step > 0 && step % DIVERGENCE_EVERY == 0 && far_away(row, length)) {
         running = false;
@@ -98,7 +98,7 @@ EQ_INLINE T record(const Row<T>& row, int64_t step, T length, T size) {
     return step == 0 ? T(0) : excess / before;
 }
 
-// Keep the best iterate of a row. It is copied when it would be lost: when a later one is worse, and when the row stops.
+// Keep the best iterate of a row. It is copied only when a later one is worse and when the row stops.
 template <class T>
 EQ_INLINE void keep_best(const Row<T>& row, int64_t step, const T* z, const T* before, bool final) {
     const Context& c = row.c;

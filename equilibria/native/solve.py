@@ -1,4 +1,4 @@
-"""The loop with native steps, and whether a solve may take it."""
+"""The solve loop with native steps, and the check whether a solve may use it."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ from torch import Tensor
 
 from equilibria import native
 from equilibria._core import autodiff_modes
-from equilibria._core.bookkeeping import FLOOR, LEAST
+from equilibria._core.bookkeeping import LEAST
 from equilibria._core.compaction import worth_dropping
 from equilibria._core.maps import Map
-from equilibria._core.norms import euclidean_norm, rms_norm
-from equilibria.native.context import COUNTERS, NUMBERS
-from equilibria.native.methods import KINDS, Iteration, Krylov
-from equilibria.native.workspace import Workspace
+from equilibria.native.workspace import ANDERSON, BROYDEN, COUNTERS, GMRES, GMRES_BEGIN, NUMBERS, PICARD, Workspace
+from equilibria.solvers import anderson, krylov
+from equilibria.solvers.anderson import Anderson
+from equilibria.solvers.base import Solver
 from equilibria.solvers.broyden import Broyden
-from equilibria.solvers.krylov import GMRES
+from equilibria.solvers.picard import Picard
+from equilibria.solvers.rowwise import SMALL_STATE, history_size
+from equilibria.stop import FLOOR, euclidean_norm, rms_norm
 
 if TYPE_CHECKING:
-    from equilibria._core.loop import Stop
+    from equilibria.stop import Stop
 
 DTYPES = (torch.float32, torch.float64)
 
 
 class Rows(Protocol):
-    """Whether rows depend on each other."""
+    """The result of comparing rows: whether they depend on each other."""
 
     @property
     def harmless(self) -> bool: ...
@@ -38,15 +40,18 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class NativeSolve:
-    """The record of a native solve, by row of the whole batch."""
+    """The record of a native solve, with one entry per row of the full batch."""
 
     work: Workspace
-    taken: int  # steps
-    rows: Any  # what `compare` said; None: it was not asked
+    taken: int  # number of steps
+    rows: Any  # the result of `compare`; None if it was not called
     apart: bool  # some rows stopped before the last step
 
     def record(self) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor]:
-        """What `Ledger.adopt` asks for."""
+        """Return the arguments of `SolveRecord.adopt`: the record by name, and three numbers per row.
+
+        These are |f(z0) - z0|, |f(z0)| and the largest |f(z)|.
+        """
         numbers = dict(zip(NUMBERS, self.work.numbers.unbind(), strict=True))
         counters = dict(zip(COUNTERS, self.work.counters.unbind(), strict=True))
         record = {name: numbers[name] for name in ("length", "size", "last")}
@@ -56,25 +61,20 @@ class NativeSolve:
 
 
 def can_run(z0: Tensor, solver: Any, stop: Stop) -> bool:
-    """True if a solve may take native steps, as far as can be told before its first evaluation."""
-    if not native.available() or type(solver) not in KINDS or (isinstance(solver, Broyden) and solver.line_search):
+    """Return True if a solve may use native steps, judging by what is known before the first evaluation."""
+    if native.kernels is None or native.off.get() or type(solver) not in KINDS:
+        return False
+    if isinstance(solver, Broyden) and solver.line_search:
         return False
     if stop.check_every != 1 or stop.trace or stop.keep_every is not None or stop.process_group is not None:
         return False
     if stop.norm is not rms_norm and stop.norm is not euclidean_norm:
         return False
-    if z0.dtype not in DTYPES or z0.numel() == 0 or not _readable(z0):
-        return False
-    return not (autodiff_modes.is_tracing() or autodiff_modes.inside_transform() or autodiff_modes.inside_dual_level())
+    return z0.dtype in DTYPES and z0.numel() > 0 and is_readable(z0) and autodiff_modes.is_ordinary()
 
 
-def can_go_on(fz: Tensor) -> bool:
-    """True if the value of the map at the start is readable, too: the map may close over tensors that are followed."""
-    return _readable(fz)
-
-
-def _readable(x: Tensor) -> bool:
-    """True if kernels may read the memory of `x`, and nobody follows what is computed from it."""
+def is_readable(x: Tensor) -> bool:
+    """True if kernels may read the memory of `x`, and nobody differentiates what is computed from it."""
     if type(x) is not Tensor or x.device.type != "cpu" or x.layout is not torch.strided:
         return False
     followed = torch.is_grad_enabled() and x.requires_grad
@@ -91,20 +91,23 @@ def run(
     scale: Tensor | None,
     precision: float,
     check_start: Callable[[float, float], None],
+    is_to_compare: Callable[[int, int], bool],
     compare: Callable[[Tensor, Tensor, Tensor], Rows | None] | None,
 ) -> NativeSolve:
-    """Solve from z0 with native steps.
+    """Solve from z0 with native steps and return the record.
 
     fz           f(z0)
-    scale        (batch,) what rtol is relative to; None: |f(z)|
-    check_start  is called with the least and the largest |f(z0)| of a row; may raise
-    compare      is called with z, f(z) and the steps of every row before the first rows are dropped, and tells whether rows
-                 depend on each other, or None if that cannot be seen yet; None: they do not
+    scale        (batch,) magnitude that rtol is relative to; None: |f(z)|
+    check_start  called with the smallest and the largest |f(z0)| of a row; may raise
+    is_to_compare  called with a step and the number of rows that have stopped; returns whether to call `compare`
+    compare      called with z, f(z) and the residual of every row over its tolerance, negative for rows that have stopped,
+                 before the first rows are dropped. It returns whether rows depend on each other, or None if that cannot be
+                 decided yet. None: rows are independent
     """
     settings = _settings(z0, stop, scale, precision)
-    method = (Krylov if isinstance(solver, GMRES) else Iteration)(native.kernels, f, z0, fz, solver, settings)
+    method = (Krylov if isinstance(solver, krylov.GMRES) else Iteration)(native.kernels, f, z0, fz, solver, settings)
     work, compact, rows, taken = method.work, stop.compact, None, 0
-    running = method.begin(last=stop.max_steps == 0)
+    running = method.step(0, last=stop.max_steps == 0)
     opened_at = 0 if settings["watchful"] or running < work.rows else None
     if scale is None:
         context = work.context
@@ -112,20 +115,21 @@ def run(
     for step in range(1, stop.max_steps + 1):
         if running == 0:
             break
-        if compact and worth_dropping(f.raw, work.rows - running, (work.rows, z0.shape[1])):
-            if compare is not None and rows is None and step > 1:
-                rows = compare(method.z, method.fz, work.counter("steps"))
-                compact = rows is None or rows.harmless
-                if rows is not None and rows.coupled:
-                    work.keep_running(method.z)
-                    break
-            if compact and (rows is not None or compare is None):
-                index = work.running_rows()
-                smaller = f.take(index)
-                compact = smaller is not None
-                if smaller is not None:
-                    f = smaller
-                    method.drop(f, index)
+        stopped = work.rows - running
+        if compare is not None and rows is None and is_to_compare(step, stopped):
+            rows = compare(method.z, method.fz, torch.where(work.status < 0, work.number("excess"), -1.0))
+            compact = compact and (rows is None or rows.harmless)
+            if rows is not None and rows.coupled:
+                work.keep_running(method.z)
+                break
+        ready = compact and (rows is not None or compare is None)
+        if ready and worth_dropping(f.raw, stopped, (work.rows, z0.shape[1])):
+            index = work.running_rows()
+            smaller = f.take(index)
+            compact = smaller is not None
+            if smaller is not None:
+                f = smaller
+                method.drop(f, index)
         running = method.step(step, last=step == stop.max_steps)
         taken = step
         if opened_at is None and running < work.rows:
@@ -135,7 +139,9 @@ def run(
 
 
 def _settings(z0: Tensor, stop: Stop, scale: Tensor | None, precision: float) -> dict[str, Any]:
-    """Those that do not depend on the solver. Lengths stand for means: every comparison comes out the same."""
+    """Return the settings that do not depend on the solver; Euclidean norms replace root mean squares, with `atol` and
+    `scale` times sqrt(n).
+    """
     info = torch.finfo(z0.dtype)
     root = max(z0.shape[1], 1) ** 0.5 if stop.norm is rms_norm else 1.0
     if scale is not None:
@@ -149,3 +155,118 @@ def _settings(z0: Tensor, stop: Stop, scale: Tensor | None, precision: float) ->
         "patience": stop.patience or 0,
         "watchful": int(stop.patience is not None or stop.rtol < FLOOR * precision),
     }
+
+
+class Iteration:
+    """A solver with one evaluation per step: Picard, Anderson, Broyden.
+
+    z, fz  the iterate recorded last and the map there, (rows, n)
+    out    the point to evaluate next, (rows, n)
+    """
+
+    def __init__(self, kernels: Any, f: Map, z0: Tensor, fz: Tensor, solver: Any, settings: dict[str, Any]) -> None:
+        self.f, self.kind = f, KINDS[type(solver)]
+        self.z, self.fz = _rows(z0, z0), _rows(fz, z0)
+        self.out = self.z
+        most, vectors, more = _needs(solver, z0)
+        self.work = Workspace(kernels, self.z, most, vectors, settings | more)
+
+    def step(self, step: int, last: bool) -> int:
+        """Record an iterate, the start at step 0, and compute the next one unless it is the `last`; rows still running."""
+        before = self.z
+        if step:
+            self.z = self.out
+            self.fz = _rows(self.f(self.z), self.z)
+        self.out = torch.empty_like(self.z)
+        return self.work.advance(self.kind, self.z, self.fz, before, None if last else self.out, step)
+
+    def drop(self, f: Map, index: Tensor) -> None:
+        """Continue with the rows at `index` only; `f` is the map on these rows."""
+        self.f = f
+        self.z, self.fz, self.out = (tensor.index_select(0, index) for tensor in (self.z, self.fz, self.out))
+        self.work.drop(index)
+
+
+class Krylov:
+    """GMRES with one product per step; z and its residual are stored in the workspace."""
+
+    def __init__(self, kernels: Any, f: Map, z0: Tensor, fz: Tensor, solver: krylov.GMRES, settings: dict[str, Any]) -> None:
+        self.f, self.base, self.taken = f, z0, 0
+        self.start = _rows(z0, z0), _rows(fz, z0)
+        self.out = self.start[0]
+        n = z0.shape[1]
+        most = history_size(solver.restart, solver.budget, z0, small=n, medium=20, large=20)
+        first = most if solver.restart is not None or n <= SMALL_STATE else min(krylov.FEW, most)
+        settings = settings | {
+            "first_limit": first,
+            "threshold": 10 * torch.finfo(z0.dtype).eps,
+            "slow": krylov.SLOW,
+        }
+        self.work = Workspace(kernels, self.start[0], most, ("iterate", "other", "residual"), settings)
+
+    @property
+    def z(self) -> Tensor:
+        return self.work.vector(self.taken % 2)
+
+    @property
+    def fz(self) -> Tensor:
+        return self.z + self.work.vector(2)
+
+    def step(self, step: int, last: bool) -> int:
+        """As `Iteration.step`."""
+        if step == 0:
+            method, (a, b) = GMRES_BEGIN, self.start
+        else:
+            if self.taken and self.taken % krylov.ANEW == 0:
+                self._compute_residual()
+            product = self.f.jacobian(self.base).product(self.out)
+            self.taken += 1
+            method, a, b = GMRES, self.out, _rows(product, self.out)
+        self.out = torch.empty_like(a)
+        return self.work.advance(method, a, b, a, None if last else self.out, step)
+
+    def drop(self, f: Map, index: Tensor) -> None:
+        self.f = f
+        self.base, self.out = self.base.index_select(0, index), self.out.index_select(0, index)
+        self.work.drop(index)
+
+    def _compute_residual(self) -> None:
+        """Drop all directions and compute r = f(base) - base - A (z - base): rounding errors of images grow with
+        every step.
+        """
+        away = self.z - self.base
+        left = self.f(self.base) - self.base - away + self.f.jacobian(self.base).product(away)
+        place = slice(None) if self.work.place is None else self.work.place
+        self.work.vectors[2][place] = left
+        self.work.counter("count")[place] = 0
+        self.work.context.wanted = 1
+        running = self.work.status[place] < 0
+        self.out = torch.where(running.unsqueeze(1), left, torch.zeros_like(left))
+
+
+KINDS: dict[type[Solver[Any]], int] = {Picard: PICARD, Anderson: ANDERSON, Broyden: BROYDEN, krylov.GMRES: GMRES}
+
+
+def _needs(solver: Any, z0: Tensor) -> tuple[int, tuple[str, ...], dict[str, Any]]:
+    """Return the largest number of history slots, the names of the vectors stored per row, and the settings of a solver."""
+    n = z0.shape[1]
+    if isinstance(solver, Picard):
+        return 1, (), {"first_limit": 0, "damping": solver.damping}
+    if isinstance(solver, Broyden):
+        most = history_size(solver.history, solver.budget, z0, small=2 * n, medium=20, large=20)
+        return most, ("residual", "value"), {"first_limit": most}
+    assert isinstance(solver, Anderson)
+    most = history_size(solver.history, solver.budget, z0, small=n, medium=4, large=3)
+    settings = {"first_limit": most, "damping": solver.damping, "slow": float("inf")}
+    settings |= {"threshold": solver._threshold(z0.dtype), "patience_of_trust": anderson.PATIENCE}
+    return most, ("residual", "value"), settings
+
+
+def _rows(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return `tensor` with contiguous rows, as kernels require; raises ValueError if shape or dtype differ from `like`."""
+    if tensor.shape != like.shape or tensor.dtype != like.dtype:
+        raise ValueError(
+            f"The map must keep shape and dtype of its state: got {tuple(tensor.shape)}, {tensor.dtype} for a state of "
+            f"{tuple(like.shape)}, {like.dtype}."
+        )
+    return tensor.contiguous()

@@ -1,4 +1,4 @@
-// What the methods share: the tensors of a call, the record of an iterate, and histories made orthonormal.
+// Code shared by the methods: the tensors of a call, the record of an iterate, and orthonormal histories.
 #pragma once
 #include <vector>
 
@@ -41,7 +41,7 @@ EQ_INLINE void lengths(const T* z, const T* fz, int64_t n, T& length, T& size) {
     size = std::sqrt(f.sum());
 }
 
-// Record z and f(z); false if the row has stopped, or need not go on. A row that has stopped is evaluated at its answer.
+// Record z and f(z); returns false if the row has stopped or this was the last step. Stopped rows are evaluated at their answer.
 template <class T>
 EQ_INLINE bool observe(const Row<T>& row, const Call<T>& call, int64_t r, T& length, T& growth) {
     const int64_t n = row.c.n;
@@ -58,7 +58,7 @@ EQ_INLINE bool observe(const Row<T>& row, const Call<T>& call, int64_t r, T& len
     return call.out && row.running();
 }
 
-// A row's pairs of vectors, oldest first: the same also after `take_slot` has given a slot to a new one.
+// A row's pairs of vectors, oldest first; the view stays the same after `take_slot` has given a slot to a new pair.
 template <class T>
 struct Pairs {
     const Row<T>& row;
@@ -66,7 +66,7 @@ struct Pairs {
     const int64_t replaced;  // 1: all slots are taken, the oldest pair is overwritten
     int32_t* order;
     const int32_t oldest;
-    int64_t shift = 0;  // by which `order` has moved since
+    int64_t shift = 0;  // shift of `order` since then
     explicit EQ_INLINE Pairs(const Row<T>& row)
         : row(row), k(row.count()), replaced(row.count() == row.limit()), order(row.c.order + row.place * row.c.most),
           oldest(k ? order[0] : 0) {}
@@ -120,12 +120,12 @@ EQ_INLINE T project(const Pairs<T>& pairs, Scratch<T>& s, const Make& make) {
 
 template <class T>
 struct Added {
-    T *first, *second;  // of the new pair; `first` is written but not scaled
-    T scale;            // that makes `first` a unit vector; 0 if what is left of x is rounding
+    T *first, *second;  // vectors of the new pair; `first` is not yet scaled
+    T scale;            // factor that makes `first` a unit vector; 0 if only rounding is left of x
     T share;            // inner product of y with it
 };
 
-// x made orthogonal to the pairs becomes the first vector of a new one.
+// Orthogonalise x against the pairs and store it as the first vector of a new pair.
 template <bool BOTH, class T, class Make>
 EQ_INLINE Added<T> add_pair(Pairs<T>& pairs, Scratch<T>& s, const Make& make) {
     const Row<T>& row = pairs.row;

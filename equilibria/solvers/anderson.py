@@ -20,18 +20,17 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from equilibria._core.checks import require
 from equilibria._core.maps import Map
-from equilibria.solvers.base import (
-    Iterate,
-    Solver,
-    check_memory,
+from equilibria.solvers.base import Iterate, Solver
+from equilibria.solvers.rowwise import (
+    check_history,
     differentiated,
-    memory,
+    grow,
+    history_size,
     products,
-    put,
-    require,
-    room,
-    without,
+    set_slot,
+    subtract_combination,
 )
 
 GROWTH = 5.0  # a sample discards its history if its residual exceeds this many times the smallest one,
@@ -102,16 +101,16 @@ class Anderson(Solver[AndersonState]):
     damping: float = 1.0
     ridge: float | None = None
     budget: int | None = None
-    runs_on: ClassVar[bool] = True
+    steps_finished_rows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_memory("Anderson", "history", self.history, self.budget, "; for none use Picard()")
+        check_history("Anderson", "history", self.history, self.budget, "; for none use Picard()")
         require(0 < self.damping <= 1, f"Anderson's damping must lie in (0, 1], got {self.damping}.")
         require(self.ridge is None or self.ridge >= 0, f"Anderson's ridge must not be negative, got {self.ridge}.")
 
     def init(self, f: Map, z0: Tensor) -> AndersonState:
         batch, n = z0.shape
-        limit = memory(self.history, self.budget, z0, small=n, medium=4, large=3)
+        limit = history_size(self.history, self.budget, z0, small=n, medium=4, large=3)
         start, last, spare = Iterate(z0, f(z0)), z0.new_empty(batch, 2 * n), z0.new_empty(batch, 2 * n)
         shortest, nothing = start.length.unsqueeze(1), z0.new_empty(batch, 0)
         pairs, waited = z0.new_empty(batch, 0, 2 * n), torch.zeros_like(shortest)
@@ -139,7 +138,7 @@ class Anderson(Solver[AndersonState]):
             active=state.active,
         )
 
-    def settled(self, state: AndersonState) -> AndersonState:
+    def fixed_shape_state(self, state: AndersonState) -> AndersonState:
         limit, (batch, n) = state.limit, state.z.shape
         count = torch.full((), int(state.count), device=state.z.device)
         pairs, trusted = state.z.new_zeros(batch, limit, 2 * n), state.z.new_ones(batch, limit)
@@ -169,24 +168,24 @@ class Anderson(Solver[AndersonState]):
         pairs, trusted = state.pairs, trust.trusted
         if isinstance(state.count, int):
             k = min(state.count - 1, limit)
-            pairs = room(pairs, (state.count - 1) % limit, limit, blank=False)
-            trusted = room(trusted, (state.count - 1) % limit, limit) if trust.doubted else trusted
+            pairs = grow(pairs, (state.count - 1) % limit, limit, blank=False)
+            trusted = grow(trusted, (state.count - 1) % limit, limit) if trust.doubted else trusted
         followed = differentiated(state.pair, state.last, pairs)
         pair = torch.sub(state.pair, state.last, out=None if followed else state.last)
         size = torch.linalg.vector_norm(pair[:, :n], dim=1, keepdim=True)
         if k:
             kept = pairs[:, :k]
-            pair = without(pair, _weights(pair[:, :n], kept[:, :, :n], trust), kept, over=not followed)
+            pair = subtract_combination(pair, _weights(pair[:, :n], kept[:, :, :n], trust), kept, over=not followed)
         left = torch.linalg.vector_norm(pair[:, :n], dim=1, keepdim=True)
         # if a difference lies in the space of the others, the rest is rounding and is dropped
         empty = left <= self._threshold(left.dtype) * size
         scale = left.masked_fill(empty, 1.0).reciprocal().masked_fill(empty, 0.0)  # avoids 1 / 0, also in derivatives
         if followed:
-            pairs = put(pairs, slot, pair * scale)
+            pairs = set_slot(pairs, slot, pair * scale)
         else:
             torch.mul(pair, scale, out=pairs[:, slot])
         if trust.doubted:
-            trust = trust._replace(trusted=put(trusted.clone(), slot, torch.ones_like(left[:, 0])))
+            trust = trust._replace(trusted=set_slot(trusted.clone(), slot, torch.ones_like(left[:, 0])))
         return pairs, trust
 
     def _next(self, state: AndersonState, pairs: Tensor, trust: Trust) -> Tensor:
@@ -196,8 +195,8 @@ class Anderson(Solver[AndersonState]):
             return state.fz if self.damping == 1 else torch.lerp(state.z, state.fz, self.damping)
         residuals, values = pairs[:, :k, :n], pairs[:, :k, n:]
         weights = _weights(state.residual, residuals, trust)
-        z = without(state.fz, weights, values)
-        return z if self.damping == 1 else z - (1 - self.damping) * without(state.residual, weights, residuals)
+        z = subtract_combination(state.fz, weights, values)
+        return z if self.damping == 1 else z - (1 - self.damping) * subtract_combination(state.residual, weights, residuals)
 
     def _threshold(self, dtype: torch.dtype) -> float:
         return torch.finfo(dtype).eps ** 0.5 if self.ridge is None else self.ridge

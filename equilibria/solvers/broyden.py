@@ -8,18 +8,17 @@ import torch
 from torch import Tensor
 
 from equilibria._core.maps import Map
-from equilibria.solvers.base import (
-    Iterate,
-    Solver,
-    check_memory,
-    memory,
-    products,
-    put,
-    room,
-    solve_small,
-    without,
-)
+from equilibria.solvers.base import Iterate, Solver
 from equilibria.solvers.line_search import backtrack
+from equilibria.solvers.rowwise import (
+    check_history,
+    grow,
+    history_size,
+    products,
+    set_slot,
+    solve_small,
+    subtract_combination,
+)
 
 HALVINGS = 6  # most halvings of a step, to 1/64 of its length
 
@@ -57,16 +56,16 @@ class Broyden(Solver[BroydenState]):
     budget: int | None = None
 
     def __post_init__(self) -> None:
-        check_memory("Broyden", "history", self.history, self.budget, "; for none use Picard()")
+        check_history("Broyden", "history", self.history, self.budget, "; for none use Picard()")
 
     def init(self, f: Map, z0: Tensor) -> BroydenState:
         batch, n = z0.shape
         nothing = z0.new_zeros(batch, 0, n)
-        limit = memory(self.history, self.budget, z0, small=2 * n, medium=20, large=20)
+        limit = history_size(self.history, self.budget, z0, small=2 * n, medium=20, large=20)
         return BroydenState(z0, f(z0), nothing, nothing, z0.new_zeros(batch, 0, 0), limit, count=0)
 
     @property
-    def runs_on(self) -> bool:  # type: ignore[override]  # a line search would go on for rows that are done
+    def steps_finished_rows(self) -> bool:  # type: ignore[override]  # a line search would go on for rows that are done
         return not self.line_search
 
     def step(self, f: Map, state: BroydenState) -> BroydenState:
@@ -74,7 +73,7 @@ class Broyden(Solver[BroydenState]):
         if state.count:
             k = min(state.count, state.limit)
             weights = solve_small(state.core[:, :k, :k], products(state.steps[:, :k], direction))
-            direction = without(direction, weights, state.sums[:, :k])
+            direction = subtract_combination(direction, weights, state.sums[:, :k])
         if self.line_search:
             z, fz = backtrack(f, state.z, state.fz, direction, HALVINGS, state.active)
             return self._insert(state, z, fz, z - state.z)
@@ -93,12 +92,12 @@ class Broyden(Solver[BroydenState]):
         s, sums = step * scale, (fz - state.fz) * scale  # s + y is the change of f
         if state.active is not None:
             s, sums = s.masked_fill(still, 0.0), sums.masked_fill(still, 0.0)  # 0 * nan is nan
-        steps = put(room(state.steps, slot, limit), slot, s, active)
-        kept = put(room(state.sums, slot, limit), slot, sums, active)
-        core = room(state.core, slot, limit, dims=(1, 2))
+        steps = set_slot(grow(state.steps, slot, limit), slot, s, active)
+        kept = set_slot(grow(state.sums, slot, limit), slot, sums, active)
+        core = grow(state.core, slot, limit, dims=(1, 2))
         # the new step is later than all others; a sample that did not move gets 1 on the diagonal of its empty pair
         row, column = products(kept, s), products(steps, sums - s)
         column = torch.cat([column[:, :slot], column[:, slot : slot + 1] + still, column[:, slot + 1 :]], dim=1)
-        core = put(core, slot, row, active)
-        core = put(core.transpose(1, 2), slot, column, active).transpose(1, 2)
+        core = set_slot(core, slot, row, active)
+        core = set_slot(core.transpose(1, 2), slot, column, active).transpose(1, 2)
         return BroydenState(z, fz, steps, kept, core, limit, state.count + 1, active=state.active)

@@ -8,8 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from equilibria._core.checks import require
 from equilibria._core.maps import Map
-from equilibria.solvers.base import Iterate, Solver, divide, dot, require
+from equilibria.solvers.base import Iterate, Solver
+from equilibria.solvers.rowwise import divide, dot
 
 SPECTRAL = (1e-10, 1e10)  # bounds of the absolute value of the spectral step
 SUFFICIENT = 1e-4  # a step of length t must decrease |r|² by this times t² |r|²

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from equilibria.solvers.base import Solver, require
+from equilibria._core.checks import require
+from equilibria.solvers.base import Solver
 
 
 @dataclass(frozen=True, init=False)

@@ -14,20 +14,19 @@ import torch
 from torch import Tensor
 
 from equilibria._core import autodiff_modes
+from equilibria._core.checks import require
 from equilibria._core.maps import FALLEN, Affine, Map
-from equilibria.solvers.base import (
+from equilibria.solvers.base import Iterate, Solver
+from equilibria.solvers.rowwise import (
     SMALL_STATE,
-    Iterate,
-    Solver,
-    check_memory,
+    check_history,
     divide,
     dot,
-    memory,
+    grow,
+    history_size,
     products,
-    put,
-    require,
-    room,
-    without,
+    set_slot,
+    subtract_combination,
 )
 
 
@@ -81,17 +80,17 @@ class GMRES(Solver[GMRESState]):
 
     restart: int | None = None
     budget: int | None = None
-    exact: ClassVar[bool] = False
+    evaluates_residual: ClassVar[bool] = False
     differentiable: ClassVar[bool] = False
-    runs_on: ClassVar[bool] = True
+    steps_finished_rows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_memory("GMRES", "restart", self.restart, self.budget)
+        check_history("GMRES", "restart", self.restart, self.budget)
 
     def init(self, f: Map, z0: Tensor) -> GMRESState:
         fz, nothing = f(z0), z0.new_empty(z0.shape[0], 0, 2 * z0.shape[1])
         start = Iterate(z0, fz)
-        most = memory(self.restart, self.budget, z0, small=z0.shape[1], medium=20, large=20)
+        most = history_size(self.restart, self.budget, z0, small=z0.shape[1], medium=20, large=20)
         limit = most if self.restart is not None or z0.shape[1] <= SMALL_STATE else min(FEW, most)
         return GMRESState(z0, fz, z0, start.residual, nothing, start.residual, start.length, limit, most, count=0)
 
@@ -121,7 +120,7 @@ class GMRES(Solver[GMRESState]):
         state = replace(state, remaining=remaining, fz=state.z + remaining, pairs=nothing, image=remaining)
         return replace(state, count=0, taken=0, order=(), held=held)
 
-    def settled(self, state: GMRESState) -> GMRESState:
+    def fixed_shape_state(self, state: GMRESState) -> GMRESState:
         batch, n = state.z.shape
         limit = min(2 * FEW, state.most)  # of fixed shape it cannot grow, and is carried whole from step to step
         pairs = torch.cat((state.pairs[:, :1], state.z.new_zeros(batch, limit - 1, 2 * n)), dim=1)
@@ -135,7 +134,7 @@ class GMRES(Solver[GMRESState]):
         if isinstance(state.count, int):
             k = len(state.order)
             slot = k if k < limit else state.order[0]
-            pairs = room(pairs, slot, limit, blank=False)
+            pairs = grow(pairs, slot, limit, blank=False)
         else:
             slot = state.count % limit
         if k and not f.growth < STAGNATION:
@@ -145,13 +144,13 @@ class GMRES(Solver[GMRESState]):
         size = torch.linalg.vector_norm(q, dim=1)
         pair = torch.cat((q, p), dim=1)
         if k:
-            pair = without(pair, _weights(state, products(pairs[:, :k, :n], q)), pairs[:, :k], over=True)
+            pair = subtract_combination(pair, _weights(state, products(pairs[:, :k, :n], q)), pairs[:, :k], over=True)
         length = torch.linalg.vector_norm(pair[:, :n], dim=1)
         # if only rounding remains of an image after projection, the space is complete and the new pair is zero
         complete = length <= 10 * torch.finfo(q.dtype).eps * size
         scale = length.reciprocal().masked_fill(complete, 0.0).unsqueeze(1)
         if isinstance(slot, Tensor):
-            return put(pairs, slot, pair * scale), pair * scale
+            return set_slot(pairs, slot, pair * scale), pair * scale
         return pairs, torch.mul(pair, scale, out=pairs[:, slot])
 
 
@@ -205,7 +204,7 @@ class BiCGSTABState(_Carried):
 class BiCGSTAB(Solver[BiCGSTABState]):
     """BiCGSTAB, with short recurrences instead of a basis (van der Vorst 1992); two products per step, nine states."""
 
-    exact: ClassVar[bool] = False
+    evaluates_residual: ClassVar[bool] = False
     differentiable: ClassVar[bool] = False
 
     def init(self, f: Map, z0: Tensor) -> BiCGSTABState:
@@ -253,7 +252,7 @@ class NormalCG(Solver[NormalCGState]):
     """
 
     shift: float = 0.0
-    exact: ClassVar[bool] = False
+    evaluates_residual: ClassVar[bool] = False
     differentiable: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

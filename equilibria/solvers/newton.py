@@ -8,10 +8,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from equilibria._core.checks import require
 from equilibria._core.maps import Affine, Map
-from equilibria.solvers.base import Iterate, Solver, divide, require, solve_small
+from equilibria.solvers.base import Iterate, Solver
 from equilibria.solvers.krylov import GMRES
 from equilibria.solvers.line_search import backtrack
+from equilibria.solvers.rowwise import divide, solve_small
 
 LOOSEST = 0.5  # largest forcing term
 HALVINGS = 10

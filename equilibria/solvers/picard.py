@@ -8,8 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from equilibria._core.checks import require
 from equilibria._core.maps import Map
-from equilibria.solvers.base import Iterate, Solver, require
+from equilibria.solvers.base import Iterate, Solver
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,7 @@ class Picard(Solver[Iterate]):
     """
 
     damping: float = 1.0
-    runs_on: ClassVar[bool] = True
+    steps_finished_rows: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         require(0 < self.damping <= 1, f"Picard's damping must lie in (0, 1], got {self.damping}.")
@@ -32,5 +33,5 @@ class Picard(Solver[Iterate]):
         z = state.fz if self.damping == 1 else torch.lerp(state.z, state.fz, self.damping)
         return Iterate(z, f(z))
 
-    def settled(self, state: Iterate) -> Iterate:
+    def fixed_shape_state(self, state: Iterate) -> Iterate:
         return state

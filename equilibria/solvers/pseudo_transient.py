@@ -9,10 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from equilibria._core.checks import require
 from equilibria._core.maps import Map
-from equilibria.solvers.base import Iterate, Solver, divide, require
+from equilibria.solvers.base import Iterate, Solver
 from equilibria.solvers.krylov import GMRES
 from equilibria.solvers.newton import check_linear, inexact_step
+from equilibria.solvers.rowwise import divide
 
 FORCING = 0.01  # relative tolerance of the linear systems; loose, because a step is only first order in time
 CHANGE = (0.1, 10.0)  # bounds of the ratio of successive dt

@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from equilibria._core.checks import require
 from equilibria._core.maps import Map
-from equilibria.solvers.base import Iterate, Solver, require
+from equilibria.solvers.base import Iterate, Solver
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class Restart(Solver[RestartState]):
         require(self.every >= 1, f"Restart's every must be at least 1, got {self.every}.")
 
     @property
-    def exact(self) -> bool:  # type: ignore[override]  # as exact as what it wraps
-        return self.solver.exact
+    def evaluates_residual(self) -> bool:  # type: ignore[override]
+        return self.solver.evaluates_residual
 
     @property
     def differentiable(self) -> bool:  # type: ignore[override]

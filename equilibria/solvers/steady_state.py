@@ -9,10 +9,11 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from equilibria._core.checks import require
 from equilibria._core.maps import Map
-from equilibria._core.norms import rms_norm
-from equilibria.solvers.base import Iterate, Solver, require
+from equilibria.solvers.base import Iterate, Solver
 from equilibria.solvers.tableaus import TABLEAUS, Method, Tableau, weighted_sum
+from equilibria.stop import rms_norm
 
 SAFETY = 0.9
 SHRINK, GROW = 0.2, 10.0  # bounds of the ratio of successive time steps

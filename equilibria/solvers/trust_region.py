@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from equilibria._core.maps import Map
-from equilibria.solvers.base import Iterate, Solver, divide, dot
+from equilibria.solvers.base import Iterate, Solver
 from equilibria.solvers.krylov import GMRES
 from equilibria.solvers.newton import check_linear, inexact_step, next_forcing
+from equilibria.solvers.rowwise import divide, dot
 
 TRIALS = 12  # per linearisation; the radius falls at least by half from one to the next
 ACCEPTED = 1e-4  # share of the predicted decrease that an accepted step achieves

@@ -128,13 +128,136 @@ def test_a_gate_that_opens_after_the_first_solve(solver: Any, grad: bool) -> Non
         cell.gate = 0.4
         s = deq.solve(x)
     check_forward(cell, s, x, STOP.rtol)
-    if isinstance(solver, eq.Picard):  # rows of the others, taken for problems of their own, may use up all steps
-        assert bool(s.stats.converged.all())
+    assert bool(s.stats.converged.all())
     cell.gate = 0.0
     for _ in range(2):
         s = deq.solve(x)
     check_forward(cell, s, x, STOP.rtol)
     assert len(set(s.stats.steps.tolist())) > 1  # samples on their own again
+
+
+GATED: list[Any] = [eq.Picard(), eq.Anderson(), eq.Broyden(), eq.Broyden(line_search=True), eq.Newton(), eq.SteadyState()]
+
+
+@pytest.mark.parametrize("gate", [0.2, 0.4, 0.49])
+@pytest.mark.parametrize("solver", [*GATED, eq.Robust()], ids=name)
+def test_a_gate_that_opens_is_found_before_the_default_steps_are_used_up(solver: Any, gate: float) -> None:
+    """Solved row by row, Anderson and Broyden leave most of these rows at 40 steps; as one problem they take about 10."""
+    cell, x = Mixing(16), spread(64, 16)
+    deq = eq.DEQ(cell, solver=solver, stop=eq.Stop(atol=0.0, on_failure="ignore"))
+    with torch.no_grad():
+        deq.solve(x)
+        cell.gate = gate
+        s = deq.solve(x)
+    assert bool(s.stats.converged.all())
+    check_forward(cell, s, x, 1e-3)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("solver", [eq.Newton(), eq.Newton(linear=eq.BiCGSTAB()), eq.DFSane(), eq.TrustRegion()], ids=name)
+def test_rows_that_a_line_search_accepts_one_by_one_are_measured_together(solver: Any, grad: bool) -> None:
+    """A row accepted at a full step was evaluated while its neighbours stood where they did not stay."""
+    cell, x = Mixing(5, gate=0.4), 3 * inputs(7, 5)
+    with torch.set_grad_enabled(grad):
+        s = eq.DEQ(cell, solver=solver, stop=eq.Stop(rtol=1e-3, atol=0, max_steps=40, on_failure="ignore")).solve(x)
+    if grad:
+        s.z.sum().backward()
+    torch.testing.assert_close(s.stats.residual, true_residual(cell, s, x), rtol=1e-3, atol=1e-9)
+
+
+@pytest.mark.parametrize("max_steps", [1, 3, 5])
+@pytest.mark.parametrize("grad", [True, False])
+def test_residuals_of_coupled_rows_that_fail_are_those_of_what_is_returned(grad: bool, max_steps: int) -> None:
+    """Saturated rows show nothing of the coupling; the residuals of the others are to be measured."""
+    cell, x = Mixing(4, gate=0.4), spread(9, 4)
+    x[0] = 1e3
+    with torch.no_grad():
+        cell.w.mul_(3.0)
+    stop = eq.Stop(rtol=1e-8, atol=0, max_steps=max_steps, on_failure="ignore")
+    with torch.set_grad_enabled(grad):
+        s = eq.DEQ(cell, solver=eq.SteadyState(), stop=stop).solve(x)
+    if grad:
+        s.z.sum().backward()
+    torch.testing.assert_close(s.stats.residual, true_residual(cell, s, x), rtol=1e-3, atol=1e-9)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30])
+def test_tangents_of_coupled_rows_at_a_start_of_zero(scale: float) -> None:
+    """The start meets the tolerance. At a state of zero, halving rows changes nothing, but their coupling is there."""
+
+    def cell(z: Tensor, x: Tensor) -> Tensor:
+        return scale * torch.tanh((0.3 * z + x + 0.4 * z.mean(dim=0)) / scale)
+
+    x, v = 0.1 * scale * inputs(5, 2), inputs(5, 2) * torch.logspace(-3, 3, 5, dtype=torch.float64).unsqueeze(1)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, v)
+        s = eq.fixed_point(cell, torch.zeros_like(x), dual, stop=eq.Stop(atol=1.0, rtol=1e-10, max_steps=100))
+        tangent = torch.autograd.forward_ad.unpack_dual(s.z).tangent
+        assert tangent is not None
+    z = torch.zeros_like(x)
+    jacobian = torch.func.jacrev(lambda y: cell(y.view_as(z), x).flatten())(z.flatten())
+    in_x = torch.func.jacrev(lambda y: cell(z, y.view_as(x)).flatten())(x.flatten())
+    exact = torch.linalg.solve(torch.eye(10, dtype=torch.float64) - jacobian, in_x @ v.flatten()).view_as(z)
+    assert float((tangent - exact).norm()) <= 1e-6 * float(exact.norm())
+
+
+def test_rows_that_mix_are_found_at_zero_at_saturation_and_at_the_ends_of_the_dtype() -> None:
+    from equilibria._core.compaction import rows_mix
+
+    def mixing(scale: float) -> Any:
+        return lambda z: scale * torch.tanh((z + 0.5 * scale + 0.4 * z.mean(dim=0)) / scale)
+
+    def apart(scale: float) -> Any:
+        return lambda z: scale * torch.tanh(z / scale)
+
+    for dtype in (torch.float32, torch.float64):
+        eps = torch.finfo(dtype).eps
+        for scale in (1.0, 1e-30, 1e30):
+            f, z = mixing(scale), scale * inputs(6, 3).to(dtype)
+            assert rows_mix(f, z, eps) and rows_mix(f, torch.zeros_like(z), eps)
+            assert not rows_mix(apart(scale), z, eps)
+        # halved, all rows stay saturated; exchanged, their mean changes its sign
+        steps = torch.tensor([[1.0], [1.0], [1.0], [-1.0], [1.0], [-1.0]], dtype=dtype)
+        assert rows_mix(lambda z: torch.tanh(200 * z.mean(dim=0) + 0 * z), steps, eps)
+
+
+def test_a_chain_of_solvers_measures_what_it_joins() -> None:
+    """The cell closes over its input, so that no row can be run alone: nobody has seen whether rows depend on each other."""
+    x = spread(4, 3)
+    x[0] = 0.0
+
+    def cell(z: Tensor) -> Tensor:
+        return torch.tanh(0.3 * z + x + 0.4 * z.mean(dim=0))
+
+    chain = eq.Fallback(eq.Picard(), eq.Anderson(), eq.Newton())
+    with torch.no_grad():
+        s = eq.fixed_point(
+            cell, torch.zeros_like(x), solver=chain, stop=eq.Stop(rtol=1e-5, atol=0, max_steps=1, on_failure="ignore")
+        )
+        true = (cell(s.z) - s.z).norm(dim=1) / cell(s.z).norm(dim=1)
+    assert not bool((s.stats.converged & (true > 1.01e-5)).any())
+    torch.testing.assert_close(s.stats.residual, true, rtol=1e-3, atol=1e-9)
+
+
+@pytest.mark.parametrize("solver", [eq.NormalCG(), eq.GMRES(), eq.Anderson()], ids=name)
+def test_a_weight_with_as_many_rows_as_the_batch_is_not_restricted_in_a_tangent_system(solver: Any) -> None:
+    """The start meets the tolerance, so no rows were run alone in the forward solve; rows stop apart in the tangent's."""
+    w, x = inputs(3, 3), inputs(3, 3)
+    w = 0.9 * w / torch.linalg.matrix_norm(w, 2)
+    v = torch.ones_like(x) * torch.tensor([[1.0], [1e-8], [1e-10]], dtype=torch.float64)
+
+    def cell(z: Tensor, x: Tensor, w: Tensor) -> Tensor:
+        return torch.tanh((z @ w.T).add_(x))  # a restricted weight would be too small for this
+
+    with torch.autograd.forward_ad.dual_level():
+        dual, stop = torch.autograd.forward_ad.make_dual(x, v), eq.Stop(atol=1e3, rtol=1e-12)
+        s = eq.fixed_point(cell, torch.zeros_like(x), dual, w, gradient=eq.Implicit(solver=solver), stop=stop)
+        tangent = torch.autograd.forward_ad.unpack_dual(s.z).tangent
+    slope = 1 - torch.tanh(x) ** 2
+    exact = torch.stack(
+        [torch.linalg.solve(torch.eye(3, dtype=x.dtype) - d.diag() @ w, d * t) for d, t in zip(slope, v, strict=True)]
+    )
+    torch.testing.assert_close(tangent, exact, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("coupling", [1e-2, 1e-4, 1e-5, 1e-6])

@@ -585,7 +585,11 @@ def _numbers(off: Tensor, allowed: Tensor, size: Tensor) -> str:
 
 
 def _length(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dim=1)
+    """Divided by the largest entry first: the squares of 1e307 leave float64 too, and inf is no tolerance to judge by."""
+    largest = _most(x)
+    usable = (largest > 0) & (largest < float("inf"))
+    unit = torch.where(usable, largest, torch.ones_like(largest))
+    return torch.linalg.vector_norm(x / unit.unsqueeze(1), dim=1) * unit
 
 
 def _rms(x: Tensor) -> Tensor:

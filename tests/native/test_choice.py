@@ -1,4 +1,4 @@
-"""Whether a solve takes native steps: the switches, and what they cannot do."""
+"""Conditions under which a solve uses native steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def output_of(code: str, where: Path | None = None, **environment: str) -> str:
     return done.stdout.strip()
 
 
-def test_an_environment_variable_turns_it_off() -> None:
+def test_an_environment_variable_disables_native_steps() -> None:
     code = "import equilibria as eq; print(eq.native.available(), eq.native.reason())"
     assert output_of(code, EQUILIBRIA_NATIVE="0") == "False EQUILIBRIA_NATIVE=0 turns the compiled kernels off."
 
@@ -39,7 +39,7 @@ def test_a_reason_is_given_if_and_only_if_there_are_no_kernels() -> None:
         assert not native.available() and native.reason()
 
 
-def test_a_package_without_kernels_says_so_and_solves(tmp_path: Path) -> None:
+def test_a_package_without_kernels_gives_a_reason_and_still_solves(tmp_path: Path) -> None:
     shutil.copytree(
         ROOT / "equilibria", tmp_path / "equilibria", ignore=shutil.ignore_patterns("*.so", "*.pyd", "__pycache__")
     )
@@ -63,7 +63,7 @@ def test_other_solvers_run_in_torch(solver: Any) -> None:
 @pytest.mark.parametrize(
     "stop", [eq.Stop(trace=True), eq.Stop(keep_every=2), eq.Stop(check_every=2), eq.Stop(norm=eq.max_norm)]
 )
-def test_stops_that_keep_more_run_in_torch(stop: eq.Stop) -> None:
+def test_stops_with_traces_or_other_norms_run_in_torch(stop: eq.Stop) -> None:
     assert not can_run(torch.zeros(2, 3), eq.Anderson(), stop)
 
 
@@ -76,7 +76,7 @@ def test_other_states_run_in_torch(z0: Tensor) -> None:
 
 
 @needs_kernels
-def test_states_that_are_followed_run_in_torch() -> None:
+def test_states_tracked_by_autograd_or_transforms_run_in_torch() -> None:
     z0 = torch.zeros(2, 3, requires_grad=True)
     assert not can_run(z0, eq.Anderson(), eq.Stop())
     with torch.no_grad():
@@ -94,7 +94,7 @@ def test_states_that_are_followed_run_in_torch() -> None:
 
 
 @needs_kernels
-def test_weights_that_are_followed_run_in_torch() -> None:
+def test_weights_tracked_by_autograd_run_in_torch() -> None:
     w = torch.tensor(0.5, requires_grad=True)
     s = eq.fixed_point(lambda z, w: w * z + 1, torch.zeros(2, 3), w, gradient=eq.Unrolled(), batched=False)
     s.z.sum().backward()
@@ -102,7 +102,7 @@ def test_weights_that_are_followed_run_in_torch() -> None:
 
 
 def build(folder: Path, **environment: str) -> Path:
-    """Build the kernels from a copy of the sources; the folder they were written to."""
+    """Build the kernels from a copy of the sources and return the folder they were written to."""
     for part in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / part, folder)
     shutil.copytree(ROOT / "equilibria" / "native", folder / "equilibria" / "native", ignore=shutil.ignore_patterns("*.so"))
@@ -113,6 +113,6 @@ def build(folder: Path, **environment: str) -> Path:
     return folder / "equilibria" / "native"
 
 
-def test_the_build_goes_on_without_a_compiler(tmp_path: Path) -> None:
+def test_the_build_succeeds_without_a_compiler(tmp_path: Path) -> None:
     pytest.importorskip("setuptools")
     assert not list(build(tmp_path, CC="/bin/false", CXX="/bin/false").glob("*.so"))

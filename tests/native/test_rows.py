@@ -1,4 +1,4 @@
-"""A row's result depends on nothing but the row: not on its mates in the batch, its place, or the number of threads."""
+"""The result of a row depends on the row alone: not on the other rows, its position, or the number of threads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 import equilibria as eq
 from equilibria import native
-from equilibria._core.loop import Flat, solve
+from equilibria._core.loop import SolveResult, solve
 from tests.problems import generator, name
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.reason() or "native")
@@ -20,7 +20,7 @@ SOLVERS: list[Any] = [eq.Picard(damping=0.7), eq.Anderson(), eq.Anderson(history
 
 
 class Rows:
-    """Maps of single numbers, slope z + x or with a sine: a row is the same to the last bit in every batch."""
+    """An elementwise map, slope z + x or with a sine: a row gives the same bits in every batch."""
 
     def __init__(self, slope: Tensor, x: Tensor, linear: bool) -> None:
         self.slope, self.x, self.linear = slope, x, linear
@@ -33,13 +33,13 @@ class Rows:
 
 
 def rows(batch: int, n: int, dtype: torch.dtype, linear: bool) -> Rows:
-    """Some rows are easy, others are not."""
+    """Return a map whose rows converge at different rates."""
     draw = generator(batch + n)
     slope = (2 * torch.rand(batch, n, generator=draw) - 1) * torch.linspace(0.3, 0.97, batch).unsqueeze(1)
     return Rows(slope.to(dtype), torch.randn(batch, n, generator=draw).to(dtype), linear)
 
 
-def solved(f: Rows, solver: Any, stop: eq.Stop) -> Flat:
+def solved(f: Rows, solver: Any, stop: eq.Stop) -> SolveResult:
     with torch.no_grad():
         return solve(f, torch.zeros_like(f.x), solver, stop)
 

@@ -1,4 +1,4 @@
-"""Native solves beside the same solves in torch: equal statuses and steps of every sample, answers equal to rounding."""
+"""Native solves compared with the same solves in torch: equal statuses and steps, answers equal up to rounding."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 import equilibria as eq
 from equilibria import native
-from equilibria._core.loop import Flat, solve
+from equilibria._core.loop import SolveResult, solve
 from equilibria.native.solve import can_run
 from tests.problems import FlatMap, TanhCell, affine, cosine, generator, inputs, matrix, name
 
@@ -35,8 +35,8 @@ STOP = eq.Stop(rtol=1e-7, atol=1e-9, max_steps=60, on_failure="ignore")
 AGREEMENT = {torch.float64: 1e-10, torch.float32: 1e-3}
 
 
-def both(f: FlatMap, z0: Tensor, solver: Any, stop: eq.Stop, **options: Any) -> tuple[Flat, Flat]:
-    """By native steps and in torch."""
+def both(f: FlatMap, z0: Tensor, solver: Any, stop: eq.Stop, **options: Any) -> tuple[SolveResult, SolveResult]:
+    """Return the results of native steps and of torch steps."""
     assert can_run(z0, solver, stop)
     with torch.no_grad():
         found = solve(f, z0, solver, stop, **options)
@@ -46,7 +46,7 @@ def both(f: FlatMap, z0: Tensor, solver: Any, stop: eq.Stop, **options: Any) -> 
     return found, expected
 
 
-def assert_same(found: Flat, expected: Flat) -> None:
+def assert_same(found: SolveResult, expected: SolveResult) -> None:
     a, b = found.stats, expected.stats
     assert a.status.tolist() == b.status.tolist()
     assert a.steps.tolist() == b.steps.tolist()
@@ -60,27 +60,27 @@ def assert_same(found: Flat, expected: Flat) -> None:
 @pytest.mark.parametrize("solver", SOLVERS, ids=name)
 @pytest.mark.parametrize("kind", ["symmetric", "orthogonal"])
 @pytest.mark.parametrize("n", [1, 3, 16, 65, 130])
-def test_contractions(solver: Any, kind: str, n: int) -> None:
+def test_contractions_match_torch(solver: Any, kind: str, n: int) -> None:
     problem = affine(kind, n, norm=0.9)
     assert_same(*both(problem.f, problem.z0, solver, STOP))
 
 
-# without GMRES of few directions: it stands still there, and rounding decides which of its iterates is the best
+# GMRES with few directions is left out: it stagnates here, and rounding decides which iterate is the best
 @pytest.mark.parametrize("solver", [*ITERATIONS, eq.GMRES()], ids=name)
 @pytest.mark.parametrize("kind", ["symmetric", "orthogonal", "rotation"])
-def test_maps_that_expand(solver: Any, kind: str) -> None:
+def test_expanding_maps_match_torch(solver: Any, kind: str) -> None:
     problem = affine(kind, 8, norm=1.5, seed=4)
     assert_same(*both(problem.f, problem.z0, solver, dataclasses.replace(STOP, max_steps=25)))
 
 
 @pytest.mark.parametrize("solver", ITERATIONS, ids=name)
-def test_cosine(solver: Any) -> None:
+def test_cosine_matches_torch(solver: Any) -> None:
     problem = cosine()
     assert_same(*both(problem.f, problem.z0, solver, STOP))
 
 
 @pytest.mark.parametrize("solver", SOLVERS, ids=name)
-def test_systems_with_a_scale_of_their_own(solver: Any) -> None:
+def test_a_given_scale_matches_torch(solver: Any) -> None:
     problem = affine("orthogonal", 100, norm=0.7, batch=5)
     scale = torch.linspace(0.1, 3.0, 5, dtype=torch.float64)
     assert_same(*both(problem.f, problem.z0, solver, dataclasses.replace(STOP, atol=0.0), scale=scale, verify=False))
@@ -89,7 +89,7 @@ def test_systems_with_a_scale_of_their_own(solver: Any) -> None:
 @pytest.mark.parametrize("norm", [eq.rms_norm, eq.euclidean_norm])
 @pytest.mark.parametrize("patience", [None, 2])
 @pytest.mark.parametrize("rtol", [1e-4, 0.0])
-def test_stops(norm: Any, patience: int | None, rtol: float) -> None:
+def test_every_kind_of_stop_matches_torch(norm: Any, patience: int | None, rtol: float) -> None:
     cell, x = TanhCell(12, norm=1.3, kind="orthogonal"), inputs(6, 12)
     stop = eq.Stop(rtol=rtol, atol=0.0, norm=norm, patience=patience, max_steps=50, on_failure="ignore", compact=False)
     with torch.no_grad():
@@ -99,7 +99,7 @@ def test_stops(norm: Any, patience: int | None, rtol: float) -> None:
 
 @pytest.mark.parametrize("solver", ITERATIONS, ids=name)
 @pytest.mark.parametrize("compact", [True, False])
-def test_samples_that_are_not_finite_or_run_away(solver: Any, compact: bool) -> None:
+def test_nonfinite_and_divergent_samples_match_torch(solver: Any, compact: bool) -> None:
     cell, x = TanhCell(8, norm=0.8), inputs(7, 8)
     x[2], x[5, 3] = float("nan"), float("nan")
     gain = torch.ones(7, 1, dtype=torch.float64)
@@ -126,7 +126,7 @@ def test_few_steps_return_the_best_iterate(solver: Any, max_steps: int) -> None:
     assert_same(*both(problem.f, problem.z0, solver, dataclasses.replace(STOP, max_steps=max_steps)))
 
 
-def test_a_start_that_is_not_finite() -> None:
+def test_a_nonfinite_start_matches_torch() -> None:
     z0 = torch.zeros(3, 4, dtype=torch.float64)
     z0[1, 2] = float("nan")
     found, expected = both(lambda z: 0.5 * z + 1, z0, eq.Anderson(), STOP)
@@ -134,7 +134,7 @@ def test_a_start_that_is_not_finite() -> None:
     assert torch.equal(found.z[1], torch.zeros(4, dtype=torch.float64))
 
 
-def test_more_steps_of_gmres_than_directions_are_trusted_for() -> None:
+def test_gmres_beyond_its_residual_refresh_matches_torch() -> None:
     w = matrix("symmetric", 300, norm=0.9999)
     x = torch.randn(2, 300, dtype=torch.float64, generator=generator(3))
     stop = eq.Stop(rtol=1e-9, atol=0.0, max_steps=150, on_failure="ignore")
@@ -152,8 +152,10 @@ def test_more_steps_of_gmres_than_directions_are_trusted_for() -> None:
     seed=st.integers(0, 999),
     transposed=st.booleans(),
 )
-def test_any_shape(n: int, batch: int, solver: Any, dtype: torch.dtype, gain: float, seed: int, transposed: bool) -> None:
-    """A map of single numbers: what a row is computed from is exact, so a batch may be of any shape and order."""
+def test_any_shape_matches_torch(
+    n: int, batch: int, solver: Any, dtype: torch.dtype, gain: float, seed: int, transposed: bool
+) -> None:
+    """The map is elementwise, so its values do not depend on the shape or order of the batch."""
     draw = generator(seed)
     slope = (gain * (2 * torch.rand(n, generator=draw, dtype=torch.float64) - 1)).to(dtype)
     x = torch.randn(batch, n, generator=draw, dtype=torch.float64).to(dtype)
@@ -171,7 +173,7 @@ def test_any_shape(n: int, batch: int, solver: Any, dtype: torch.dtype, gain: fl
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_gradients(dtype: torch.dtype) -> None:
+def test_gradients_match_torch(dtype: torch.dtype) -> None:
     cell, x = TanhCell(20, norm=0.9, dtype=dtype), inputs(6, 20).to(dtype)
     layer = eq.DEQ(cell, stop=eq.Stop(rtol=1e-5, max_steps=100))
 

@@ -114,7 +114,8 @@ def uneven() -> tuple[Callable[..., Tensor], Tensor, Tensor]:
 @by_method
 def test_a_batch_equals_its_samples_alone(method: Method) -> None:
     cell, x, gain = uneven()
-    solver, stop = eq.SteadyState(method=method), eq.Stop(rtol=1e-6, atol=0, max_steps=900, on_failure="raise")
+    # at 1e-3 heun's error, not the stiffness of a sample, decides what is rejected, and counts can be equal by chance
+    solver, stop = eq.SteadyState(method=method, rtol=0.1), eq.Stop(rtol=1e-6, atol=0, max_steps=900, on_failure="raise")
     together = eq.fixed_point(cell, torch.zeros_like(x), x, gain, solver=solver, stop=stop)
     for i in range(4):
         one = slice(i, i + 1)
@@ -122,7 +123,8 @@ def test_a_batch_equals_its_samples_alone(method: Method) -> None:
         torch.testing.assert_close(together.z[one], alone.z, rtol=1e-9, atol=1e-9)
         assert together.stats.steps[i] == alone.stats.steps[0]
         assert together.stats.rejected[i] == alone.stats.rejected[0]
-    assert together.stats.rejected.any() and len(set(together.stats.steps.tolist())) == 4
+    # otherwise a step size given to the wrong sample would not be seen
+    assert len(set(together.stats.rejected.tolist())) > 1 and len(set(together.stats.steps.tolist())) > 1
 
 
 def test_a_rejected_sample_stands_still_while_the_others_go_on() -> None:
