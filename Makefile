@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help readme demo test test-all test-plain test-native-sanitized test-rounding test-torch fuzz lint bench docs dist test-dist clean
+.PHONY: help readme notebooks demo test test-all test-plain test-native-sanitized test-rounding test-torch fuzz lint bench docs dist test-dist clean
 .NOTPARALLEL:
 
 help: ## List the targets
@@ -60,6 +60,9 @@ readme: .venv/installed-train ## Write the figures of results/ into the README, 
 	$(BIN)/equilibria report results
 	$(BIN)/python docs/stored_figures.py
 	$(BIN)/equilibria report results
+
+notebooks: .venv/installed-dev ## Run the notebooks and write their outputs
+	OMP_NUM_THREADS=1 $(BIN)/python notebooks/execute.py
 
 docs: .venv/installed-docs ## Build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -16,11 +16,14 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 ENTRY = re.compile(r"^::: (equilibria[.\w]*)(?:\n +options:\n +members: \[([^\]]*)\])?", re.MULTILINE)
+NEEDS = {"monitoring.md": ("accelerate", "lightning", "transformers")}  # the extra `integrations`
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_code_runs(page: Path) -> None:
+    for library in NEEDS.get(page.name, ()):
+        pytest.importorskip(library, reason="needs the extra `integrations`: pip install 'equilibria[integrations]'")
     namespace: dict[str, object] = {"__name__": "__main__"}
     text = page.read_text()
     for block in BLOCK.finditer(text):
@@ -41,7 +44,7 @@ def test_the_api_page_has_every_public_name_and_no_other() -> None:
         shown.setdefault(home, set()).add(last)
         if members:
             shown.setdefault(name, set()).update(members.replace(",", " ").split())
-    rooms = {"analysis", "cells", "lab", "models", "native", "nn", "serving"}
+    rooms = {"analysis", "cells", "integrations", "lab", "models", "native", "nn", "serving"}
     assert shown.pop("equilibria") | rooms == set(eq.__all__)
     for name, members in shown.items():
         own = set(importlib.import_module(name).__all__) - set(eq.__all__)

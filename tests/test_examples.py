@@ -72,6 +72,27 @@ def test_a_reasoner_is_trained_on_sudoku(monkeypatch: pytest.MonkeyPatch, capsys
     assert len((EXAMPLES / "sudoku.py").read_text().splitlines()) < 80
 
 
+def test_optical_flow_is_trained(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run("optical_flow.py", ["--steps", "25", "--pairs", "48"], monkeypatch)
+    told = capsys.readouterr().out
+    assert "step 25: end-point error" in told and "warm starts: end-point error" in told
+    assert len((EXAMPLES / "optical_flow.py").read_text().splitlines()) < 100
+
+
+@pytest.mark.slow
+def test_the_pictures_of_flow_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("lightning_fabric")
+    from equilibria.lab.experiments import experiment
+    from equilibria.lab.training import Silent, Trainer
+
+    e = experiment("flow-scenes-deq", "debug").changed(["data.test=4"])
+    Trainer(e.task(), e.training, tmp_path / "run", config=e.config(), accelerator="cpu", listener=Silent()).fit()
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    monkeypatch.setattr(sys, "argv", ["flow_pictures.py", str(tmp_path / "run"), "--folder", str(tmp_path / "images")])
+    runpy.run_path(str(EXAMPLES.parent / "docs" / "flow_pictures.py"), run_name="__main__")
+    assert (tmp_path / "images" / "flow-fields.png").stat().st_size > 5_000
+
+
 @pytest.mark.slow
 def test_the_pictures_of_reasoners_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("lightning_fabric")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -354,3 +355,19 @@ def test_states_whose_squares_leave_the_dtype_do_not_claim_to_converge(scale: fl
     assert not bool(converged.any())
     z, _, (converged,) = program(torch.ones(2, 4))
     assert bool(converged.all()) and bool(((0.7 * z + 1 - z).abs() <= 1.01e-3 * (0.7 * z + 1)).all())
+
+
+@pytest.mark.parametrize(
+    "export",
+    [
+        pytest.param(lambda model, x: torch.export.export(model, (x,)), id="export"),
+        pytest.param(lambda model, x: torch.jit.trace(model, (x,)), id="jit"),
+    ],
+)
+def test_torchs_own_exporters_are_refused_with_the_way_that_works(export: Any) -> None:
+    if not hasattr(torch.compiler, "is_exporting"):
+        pytest.skip("this torch does not tell that it exports")
+    model = nn.Sequential(nn.Linear(4, 8), eq.DEQ(lambda z, x: torch.tanh(0.3 * z + x)), nn.Linear(8, 2)).eval()
+    with pytest.raises(RuntimeError, match=r"eq\.export\(model, inputs\)"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that jit.trace is deprecated
+        export(model, torch.randn(3, 4))

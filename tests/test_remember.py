@@ -108,6 +108,17 @@ def test_nothing_happens_outside_of_a_visit() -> None:
     assert len(memory) == 0
 
 
+def test_single_samples_are_forgotten() -> None:
+    memory, data = eq.Remember(), inputs(3, WIDTH)
+    deq = layer(memory)
+    visit(deq, [0, 1, 2], data)
+    memory.forget(torch.tensor([1, 7]))  # 7 was never stored
+    assert len(memory) == 2
+    again = visit(deq, [0, 1, 2], data).z0
+    assert torch.equal(again[1], torch.zeros(WIDTH, dtype=torch.float64)) and bool(again[[0, 2]].any(dim=1).all())
+    assert len(memory) == 3
+
+
 def test_first_step_and_memory_combine_both_ways() -> None:
     data = inputs(3, WIDTH)
     memory = eq.Remember(start=eq.FirstStep())

@@ -1,4 +1,4 @@
-"""Gradients next to the exact one: how far any of them is off, and what it costs."""
+"""Compare gradients with the exact one: their error and their cost."""
 
 from __future__ import annotations
 
@@ -15,33 +15,34 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from equilibria._core import autodiff_modes
-from equilibria._core.loop import Stop
+from equilibria._core.checks import require
 from equilibria._core.packing import Layout, State
 from equilibria.analysis.measuring import untouched
 from equilibria.deq import DEQ
 from equilibria.gradients.base import Gradient
 from equilibria.gradients.implicit import Implicit
 from equilibria.solution import ConvergenceWarning, Solution, Status
-from equilibria.solvers.base import require
 from equilibria.solvers.krylov import GMRES
+from equilibria.stop import Stop
 
 NAN = float("nan")
-DIRECTIONS = 100  # that the exact gradient's adjoint may keep where the default's do not suffice
+# directions that the adjoint solve of the exact gradient may keep where the default number does not suffice
+DIRECTIONS = 100
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """How a gradient g compares to the exact one, and what it cost; all but the names are nan or 0 where `error` is set."""
+    """How a gradient g compares with the exact one, and its cost; numbers are nan or 0 where `error` is set."""
 
     gradient: Gradient
     name: str
-    cosine: float  # of the angle between the two; nan where either is zero
+    cosine: float  # cosine of the angle between both; nan if either is zero
     norm_ratio: float  # |g| / |exact|
     relative_error: float  # |g - exact| / |exact|
     evaluations: int  # runs of the cell, forward and backward
-    products: int  # vector-Jacobian products of the cell: times a cotangent was sent back through a run of it
-    seconds: float  # forward and backward
-    error: str | None = None  # why there is none
+    products: int  # vector-Jacobian products of the cell
+    seconds: float  # time of forward and backward
+    error: str | None = None  # why there is no result
 
     def __str__(self) -> str:
         if self.error is not None:
@@ -59,27 +60,29 @@ def gradient_agreement(
     loss: Callable[[State], Tensor] | None = None,
     generator: torch.Generator | None = None,
 ) -> list[Agreement]:
-    """How well each of `gradients` would do in training `deq`, next to the exact gradient.
+    """Compare each of `gradients` with the exact gradient of `deq`, and measure its cost.
 
-    Compared are the gradients of all parameters of the DEQ and all inputs that require one, laid end to end. Each is run as
-    the DEQ would in training, with its solver and its `stop`, from the same random numbers; the exact one is Implicit with
-    both solves taken as far as the dtype reaches. The DEQ is left as it is: mode, buffers, `.grad` and random state.
+    The compared vector holds the gradients of all parameters of the DEQ and of all inputs that require one, concatenated.
+    Each gradient runs as in training, with the DEQ's solver and `stop`, from the same random state. The exact gradient is
+    Implicit with both solves run to the precision of the dtype. The DEQ is left unchanged: mode, buffers, `.grad` and random
+    state.
 
-    inputs     of the DEQ: a tensor, or a tuple of several
-    gradients  with names of their own, or by their repr; one that refuses, as Shine without Broyden, tells so in `error`
-    loss       equilibrium -> scalar; None: its product with a random vector
-    generator  of that vector, on the CPU; None: torch's own
+    inputs     inputs of the DEQ: a tensor, or a tuple of several
+    gradients  by name, or a sequence named by repr; a gradient that raises, such as Shine without Broyden, sets `error`
+    loss       equilibrium -> scalar; None: its inner product with a random vector
+    generator  for that vector, on the CPU; None: torch's own
     """
     named = gradients.items() if isinstance(gradients, Mapping) else [(repr(gradient), gradient) for gradient in gradients]
     for _, gradient in named:
         if not isinstance(gradient, Gradient):
-            raise TypeError(f"Gradients to compare are objects such as eq.JFB(), got {gradient!r}.")
+            raise TypeError(f"Gradients to compare must be objects such as eq.JFB(), got {gradient!r}.")
     bench = Bench(deq, inputs if isinstance(inputs, tuple) else (inputs,), loss or RandomFunctional(generator))
     exact = bench.exact()
     return [_compare(bench, name, gradient, exact) for name, gradient in named]
 
 
 def _compare(bench: Bench, name: str, gradient: Gradient, exact: Tensor) -> Agreement:
+    """Measure one gradient and compare it with `exact`, (numbers,); errors it raises are stored in the result."""
     try:
         measured = bench.measure(gradient)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -99,14 +102,14 @@ def _compare(bench: Bench, name: str, gradient: Gradient, exact: Tensor) -> Agre
 
 @dataclass(frozen=True)
 class _Measured:
-    gradient: Tensor  # (numbers,) on the CPU in double precision
+    gradient: Tensor  # (numbers,), on the CPU in float64
     solution: Solution
     meter: CellMeter
     seconds: float
 
     @property
     def residual(self) -> float:
-        """The worst of both solves, samples aside that are not finite."""
+        """Largest relative residual of both solves, without samples that are not finite."""
         stats, adjoint = self.solution.stats, self.solution.adjoint
         good = stats.status != Status.NONFINITE
         if not bool(good.any()):
@@ -127,13 +130,13 @@ class Bench:
         self.wanted = [tensor for tensor in (*deq.parameters(), *self.tensors) if tensor.requires_grad]
         require(
             bool(self.wanted),
-            "There is no gradient to compare: neither a parameter of the DEQ nor an input requires one. "
+            "Neither a parameter of the DEQ nor an input requires a gradient, so there is none to compare. "
             "Call requires_grad_() on an input.",
         )
 
     def exact(self) -> Tensor:
-        """The gradient by Implicit, both solves until only rounding moves their residuals; a warning where they fail."""
-        # rtol = 0 is never met, so that a sample stops at the rounding of its dtype, or after 100 steps without progress
+        """Return the gradient by Implicit, with both solves run to rounding; warns if they fail."""
+        # rtol = 0 is never reached, so a sample stops at the rounding of its dtype or after 100 steps without progress
         given = self.deq.stop
         tight = Stop(
             rtol=0.0,
@@ -146,19 +149,19 @@ class Bench:
             process_group=given.process_group,
         )
         measured = self.measure(Implicit(stop=tight), stop=tight)
-        if not measured.exact:  # then with the memory of as many directions as a stubborn adjoint may take
+        if not measured.exact:  # run again with as many directions as a difficult adjoint may need
             measured = self.measure(Implicit(solver=GMRES(restart=DIRECTIONS), stop=tight), stop=tight)
         if not measured.exact:
             warnings.warn(
-                f"The exact gradient, which the others are measured by, is not exact: its solves ended with a relative "
-                f"residual of {measured.residual:.1e}. Give the DEQ a solver that converges here, such as eq.Newton().",
+                "The exact gradient, which is the reference, is not exact: its solves ended with a relative residual of "
+                f"{measured.residual:.1e}. Use a solver that converges here, such as eq.Newton().",
                 ConvergenceWarning,
                 stacklevel=3,
             )
         return measured.gradient
 
     def measure(self, gradient: Gradient, **changes: Any) -> _Measured:
-        """Run it as the DEQ would in training, with some settings changed."""
+        """Run a gradient as in training, with some settings of the DEQ changed."""
         deq, meter = self.deq, CellMeter()
         with untouched(deq, self.tensors), meter.watch(deq.cell) as cell, torch.enable_grad():
             settings: dict[str, Any] = {"solver": deq.solver, "stop": deq.stop, "gradient": gradient, **changes}
@@ -182,7 +185,7 @@ class Bench:
 
 
 class RandomFunctional:
-    """z -> <v, z>, with v drawn for the first z and kept for the others."""
+    """z -> <v, z>; v is drawn for the first z and reused for the others."""
 
     def __init__(self, generator: torch.Generator | None) -> None:
         self.generator = generator
@@ -196,11 +199,13 @@ class RandomFunctional:
 
 
 class OutOfTime(Exception):  # noqa: N818
-    """A measurement took longer than it may. No RuntimeError: compaction takes one for a cell that needs the whole batch."""
+    """A measurement exceeded its time limit. Not a RuntimeError, which compaction takes for a cell that needs the full
+    batch.
+    """
 
 
 class CellMeter:
-    """Counts the runs of a cell, and the cotangents that are sent back through them; raises OutOfTime after `seconds`."""
+    """Counts the runs of a cell and the cotangents sent back through them; raises OutOfTime after `seconds`."""
 
     def __init__(self, seconds: float = math.inf) -> None:
         self.evaluations = self.products = 0
@@ -209,7 +214,7 @@ class CellMeter:
 
     @contextmanager
     def watch(self, cell: Callable[..., State]) -> Iterator[Callable[..., State]]:
-        """The cell to be run in place of `cell`, inside the block."""
+        """Yield the cell to run instead of `cell` inside the block."""
         if isinstance(cell, nn.Module):
             self._hooks.append(cell.register_forward_pre_hook(lambda module, inputs: self.begin()))
             self._hooks.append(cell.register_forward_hook(lambda module, inputs, output: self.follow(output)))
@@ -220,7 +225,7 @@ class CellMeter:
                 hook.remove()
 
     def begin(self) -> None:
-        """Count a run when it begins: torch's checkpoint breaks off one that has recomputed enough."""
+        """Count a run at its start: torch's checkpoint aborts a run that has recomputed enough."""
         self.evaluations += 1
         self._check()
 
@@ -239,7 +244,7 @@ class CellMeter:
 
 
 class _Watched:
-    """A plain callable whose runs are counted; in all else the callable itself."""
+    """A plain callable whose runs are counted; attributes are those of the callable."""
 
     def __init__(self, cell: Callable[..., State], meter: CellMeter) -> None:
         self._cell, self._meter = cell, meter

@@ -11,7 +11,7 @@ Pictures = Mapping[str, tuple[str, bytes]]  # (title, PNG) by name
 
 
 def document(title: str, body: str) -> str:
-    """A page whose stylesheet is inline. `title` is text and is escaped; `body` is HTML."""
+    """Return a page with an inline stylesheet. `title` is text and gets escaped; `body` is HTML."""
     style = files("equilibria.analysis").joinpath("style.css").read_text()
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -21,7 +21,7 @@ def document(title: str, body: str) -> str:
 
 
 def plots(pictures: Pictures) -> str:
-    """The pictures side by side, each with its title as the caption."""
+    """Return the pictures side by side, each with its title as the caption."""
     return '<div class="plots">' + "".join(_figure(title, content) for title, content in pictures.values()) + "</div>"
 
 

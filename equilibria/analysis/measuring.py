@@ -18,7 +18,7 @@ from equilibria.deq import DEQ, constant
 
 @dataclass(frozen=True)
 class Call:
-    """A layer and what it was given."""
+    """A layer and its inputs."""
 
     deq: DEQ
     inputs: tuple[Any, ...]
@@ -33,16 +33,16 @@ class _Solve(NamedTuple):
 
 
 def captured(model: nn.Module, batch: Any) -> dict[str, Call]:
-    """Every DEQ in `model` by name, with the inputs of its first solve in model(batch), cut from their graph.
+    """Return every DEQ in `model` by name, with the detached inputs of its first solve in model(batch).
 
-    Where that solve was told what to start from, the DEQ is a twin around the same cell that always starts there.
+    If that solve was called with `init`, the DEQ is a twin around the same cell that always starts there.
 
-    `batch` is a tensor, or a tuple or list of the model's arguments. Inputs of real numbers ask for gradients, as they do
-    in training. An inner equilibrium, inside of another one's cell, is left to that one.
+    `batch` is a tensor, or a tuple or list of the model's arguments. Floating-point inputs require gradients, as in
+    training. A DEQ inside another DEQ's cell is not returned.
     """
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, DEQ)]
     if not layers:
-        raise ValueError(f"There is no eq.DEQ in this {type(model).__name__}.")
+        raise ValueError(f"This {type(model).__name__} contains no eq.DEQ.")
     found: dict[str, _Solve] = {}
     with untouched(model, batch), torch.no_grad(), _watched(layers, found):
         model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
@@ -52,7 +52,7 @@ def captured(model: nn.Module, batch: Any) -> dict[str, Call]:
 
 @contextmanager
 def untouched(module: nn.Module, inputs: Any = ()) -> Iterator[None]:
-    """Inside the block the module has copies of its buffers; random numbers go on after it as if there had been none."""
+    """Give the module copies of its buffers inside the block, and restore the random state after it."""
     parts = list(module.modules())
     originals = [dict(part._buffers) for part in parts]
     copies = {id(buffer): buffer.clone() for buffer in module.buffers()}
@@ -73,7 +73,9 @@ def untouched(module: nn.Module, inputs: Any = ()) -> Iterator[None]:
 
 @contextmanager
 def muted(layers: Sequence[DEQ]) -> Iterator[None]:
-    """Let the layers neither warn nor raise, nor drop rows: compaction is tried once per cell and remembered."""
+    """Keep the layers from warning, raising and dropping rows inside the block; compaction is tried once per cell and
+    remembered.
+    """
     stops = [(layer, layer.stop, layer.eval_stop) for layer in layers]
     for layer, stop, eval_stop in stops:
         layer.stop = dataclasses.replace(stop, on_failure="ignore", compact=False)
@@ -100,6 +102,8 @@ def _watched(layers: Sequence[tuple[str, DEQ]], found: dict[str, _Solve]) -> Ite
 
 
 def _noting(name: str, deq: DEQ, found: dict[str, _Solve]) -> Any:
+    """Return a `solve` that records its first inputs and then solves."""
+
     def solve(*inputs: Any, init: Any = None) -> Any:
         if name not in found:
             found[name] = _Solve(deq, pytree.tree_map(_leaf, inputs), init)
@@ -109,7 +113,7 @@ def _noting(name: str, deq: DEQ, found: dict[str, _Solve]) -> Any:
 
 
 def _starting(deq: DEQ, start: Any) -> DEQ:
-    """The layer, or a twin of the same parts with another start."""
+    """Return the layer, or a twin of the same parts with another start."""
     if start is None:
         return deq
     twin = copy.copy(deq)
@@ -126,7 +130,7 @@ def _leaf(value: Any) -> Any:
 
 
 def brief(part: Any) -> str:
-    """Settings as one would write them: a dataclass by what differs from its defaults."""
+    """Return settings as source text; a dataclass shows the fields that differ from their defaults."""
     if isinstance(part, tuple):
         return f"({', '.join(map(brief, part))})"
     if not dataclasses.is_dataclass(part) or isinstance(part, type):

@@ -1,4 +1,4 @@
-"""How much memory a piece of work takes at its peak, as the allocator of torch counts it."""
+"""Peak memory of a function call, as counted by torch's allocator."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_memory(work: Callable[[], Any], device: torch.device | str = "cpu") -> int:
-    """Bytes that `work()` holds at its peak, above what was there before.
+    """Return the bytes that `work()` holds at its peak, above what was allocated before.
 
-    On the CPU every block is counted by torch's profiler, which makes the work a little slower. Run it once before, so that
-    what is kept for good is there already.
+    On the CPU torch's profiler counts every block, which makes the work slightly slower. Run the work once before, so that
+    caches it keeps are already allocated.
     """
     if torch.device(device).type == "cuda":
         return _peak_on_cuda(work, torch.device(device))
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or the profiler tells when it begins and ends
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler logs its start and end
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         work()
     now = peak = 0

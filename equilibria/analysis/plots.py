@@ -1,4 +1,4 @@
-"""Pictures of solves; they need matplotlib, which comes with the extra `train`."""
+"""Plots of solves; they need matplotlib, which comes with the extra `train`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ COLOURS = ("#3b5bdb", "#e8590c", "#2b8a3e", "#9c36b5", "#0c8599")
 
 
 def plot_trace(s: Solution | Stats, axes: Axes | None = None) -> Axes:
-    """The residual of every sample over the steps, the slowest one in bold; of a solve with `Stop(trace=True)`."""
+    """Plot the residual of every sample over the steps, the slowest in bold; needs a solve with `Stop(trace=True)`."""
     stats = s.stats if isinstance(s, Solution) else s
     if stats.trace is None:
-        raise ValueError("This solve kept no trace of its residuals: ask for it with Stop(trace=True).")
+        raise ValueError("This solve kept no trace of its residuals; solve with Stop(trace=True).")
     axes = new_axes() if axes is None else axes
     slowest = int(stats.steps.argmax()) if len(stats.steps) else 0
     for sample, trace in enumerate(stats.trace):
@@ -31,14 +31,14 @@ def plot_trace(s: Solution | Stats, axes: Axes | None = None) -> Axes:
 
 
 def plot_steps(s: Solution | Stats, axes: Axes | None = None) -> Axes:
-    """How many samples took how many steps; those that failed in another colour."""
+    """Plot a histogram of steps per sample; failed samples have another colour."""
     stats = s.stats if isinstance(s, Solution) else s
     axes = new_axes() if axes is None else axes
     return histogram(axes, stats.steps[stats.converged].tolist(), stats.steps[stats.failed].tolist())
 
 
 def plot_spectrum(eigenvalues: Tensor, axes: Axes | None = None) -> Axes:
-    """The eigenvalues of `jacobian_spectrum` in the complex plane, with the unit circle: inside, plain iteration settles."""
+    """Plot the eigenvalues of `jacobian_spectrum` in the complex plane; inside the unit circle plain iteration converges."""
     axes = new_axes() if axes is None else axes
     values = eigenvalues.detach().cpu().flatten()
     circle = torch.linspace(0, 2 * torch.pi, 200)
@@ -49,6 +49,7 @@ def plot_spectrum(eigenvalues: Tensor, axes: Axes | None = None) -> Axes:
 
 
 def histogram(axes: Axes, converged: Sequence[int], failed: Sequence[int]) -> Axes:
+    """Plot a stacked histogram of the steps of converged and of failed samples."""
     top = max([*converged, *failed, 1])
     width = max(1, -(-top // 40))
     bins = [edge - 0.5 for edge in range(0, top + 2 * width, width)]
@@ -60,7 +61,7 @@ def histogram(axes: Axes, converged: Sequence[int], failed: Sequence[int]) -> Ax
 
 
 def new_axes(width: float = 5.2, height: float = 3.4) -> Axes:
-    """A figure of one panel, drawn without a display."""
+    """Return the axes of a new figure that is drawn without a display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -70,7 +71,7 @@ def new_axes(width: float = 5.2, height: float = 3.4) -> Axes:
 
 
 def finish(axes: Axes, x: str, y: str, *, log: bool = False, legend: bool = False) -> Axes:
-    """Labels, light grid, no frame."""
+    """Set labels and a light grid, and remove the frame."""
     if log:
         axes.set_yscale("log")
     axes.set_xlabel(x, color=INK)
@@ -84,7 +85,7 @@ def finish(axes: Axes, x: str, y: str, *, log: bool = False, legend: bool = Fals
 
 
 def png(axes: Axes) -> bytes:
-    """The figure of these axes as a picture file."""
+    """Return the figure of these axes as a PNG file."""
     from io import BytesIO
 
     figure: Any = axes.figure

@@ -1,4 +1,4 @@
-"""The Jacobian at an equilibrium, for looking at: its spectral radius, largest singular value, dense matrix and spectrum."""
+"""The Jacobian at an equilibrium, for diagnosis: spectral radius, largest singular value, dense matrix and spectrum."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from equilibria._core.checks import require
 from equilibria._core.linear import Linearisation
 from equilibria._core.maps import FlatMap
 from equilibria.gradients.base import quarantine
 from equilibria.solution import Solution, Status
-from equilibria.solvers.base import divide, dot, require
+from equilibria.solvers.rowwise import divide, dot
 
 NAN = float("nan")
 
 
 @dataclass(frozen=True)
 class SpectralRadius:
-    """What `spectral_radius` found, sample by sample; nan for a sample whose solve or whose Jacobian is not finite."""
+    """The result of `spectral_radius` per sample; nan for a sample whose solve or Jacobian is not finite."""
 
     radius: Tensor  # (batch,) largest modulus of an eigenvalue
-    converged: Tensor  # (batch,) bool; where False, the radius is the mean growth over the later half of the steps
-    residual: Tensor  # (batch,) how far the last vectors are from spanning an invariant space, relative to |J'v|
-    rayleigh: Tensor  # (batch,) <J'v, v> of the last vector v, sign included; of a complex pair it says nothing
+    converged: Tensor  # (batch,) bool; where False, the radius is the mean growth over the second half of the steps
+    residual: Tensor  # (batch,) distance of the last vectors from spanning an invariant space, relative to |J'v|
+    rayleigh: Tensor  # (batch,) <J'v, v> of the last vector v, with its sign; not meaningful for a complex pair
     steps: int  # products with J'
 
     def __str__(self) -> str:
@@ -32,12 +33,12 @@ class SpectralRadius:
 
 @dataclass(frozen=True)
 class LargestSingularValue:
-    """What `largest_singular_value` found, sample by sample; nan for a sample whose solve or Jacobian is not finite."""
+    """The result of `largest_singular_value` per sample; nan for a sample whose solve or Jacobian is not finite."""
 
     value: Tensor  # (batch,) |J| in the Euclidean norm
-    converged: Tensor  # (batch,) bool; where False, the value is the mean growth over the later half of the steps
-    residual: Tensor  # (batch,) how far the last vectors are from spanning an invariant space of J'J, relative to |J'Jv|
-    rayleigh: Tensor  # (batch,) <J'Jv, v> of the last vector v: its root is a lower bound
+    converged: Tensor  # (batch,) bool; where False, the value is the mean growth over the second half of the steps
+    residual: Tensor  # (batch,) distance of the last vectors from spanning an invariant space of J'J, relative to |J'Jv|
+    rayleigh: Tensor  # (batch,) <J'Jv, v> of the last vector v; its square root is a lower bound
     steps: int  # products with J'J
 
     def __str__(self) -> str:
@@ -47,19 +48,19 @@ class LargestSingularValue:
 def spectral_radius(
     s: Solution, steps: int = 100, tolerance: float = 1e-3, generator: torch.Generator | None = None
 ) -> SpectralRadius:
-    """The spectral radius of J = df/dz at the equilibrium; below 1, plain iteration converges from nearby.
+    """Return the spectral radius of J = df/dz at the equilibrium; below 1, plain iteration converges from nearby.
 
-    Power iteration with vector-Jacobian products (J' has the spectrum of J) on one run of the cell. Dominant eigenvalues
-    that are a complex or a ± pair turn the vector for ever, but any three vectors in a row then satisfy w'' = a w' + b w,
-    and the roots of t² = a t + b are the pair. Where more than two eigenvalues share the largest modulus, as for an
-    orthogonal J, this does not converge either; the growth of the vectors still tends to the radius, and is returned.
+    The method is power iteration with vector-Jacobian products (J' has the spectrum of J) on one run of the cell. If the
+    dominant eigenvalues are a complex or a ± pair, the vector never settles, but any three consecutive vectors satisfy w'' =
+    a w' + b w, and the roots of t² = a t + b are the pair. If more than two eigenvalues share the largest modulus, as for an
+    orthogonal J, this does not converge either; the growth of the vectors still tends to the radius and is returned.
 
-    Samples that batch statistics couple have one Jacobian together: its radius is repeated for every sample.
+    Samples coupled by batch statistics have one joint Jacobian; its radius is repeated for every sample.
 
-    steps      products at most
-    tolerance  of the residual, and of the radius from one step to the next, for a sample to count as converged. The
-               radius is then exact for a Jacobian so close to J; how close it is for J depends on J's eigenvectors
-    generator  of the vectors to start from; None: torch's own
+    steps      largest number of products
+    tolerance  of the residual, and of the change of the radius per step, for a sample to count as converged. The radius is
+               then exact for a Jacobian that close to J; its error for J itself depends on J's eigenvectors
+    generator  for the starting vectors; None: torch's own
     """
     jacobian = _Jacobian(s)
     found = jacobian.iterate(jacobian.transposed, steps, tolerance, generator)
@@ -69,10 +70,10 @@ def spectral_radius(
 def largest_singular_value(
     s: Solution, steps: int = 100, tolerance: float = 1e-3, generator: torch.Generator | None = None
 ) -> LargestSingularValue:
-    """The largest singular value of J = df/dz at the equilibrium; below 1, the cell contracts there.
+    """Return the largest singular value of J = df/dz at the equilibrium; below 1, the cell contracts there.
 
-    Power iteration on J'J, a run of the cell in forward mode and a vector-Jacobian product a step. Coupled samples and
-    arguments as in `spectral_radius`.
+    The method is power iteration on J'J, with one forward-mode run of the cell and one vector-Jacobian product per step.
+    Coupled samples and arguments are as in `spectral_radius`.
     """
     jacobian = _Jacobian(s)
     found = jacobian.iterate(lambda v: jacobian.transposed(jacobian.product(v)), steps, tolerance, generator)
@@ -80,21 +81,21 @@ def largest_singular_value(
 
 
 def dense_jacobian(s: Solution, limit: int = 1024) -> Tensor:
-    """(batch, n, n), J[b, i, j] = df_i/dz_j of sample b on its packed state, by n vector-Jacobian products.
+    """Return J, (batch, n, n), with J[b, i, j] = df_i/dz_j of sample b on its packed state, by n vector-Jacobian products.
 
-    nan for samples whose solve ended NONFINITE. States of more than `limit` numbers are refused.
+    Samples whose solve ended NONFINITE are nan. Raises ValueError for states of more than `limit` numbers.
     """
     jacobian = _Jacobian(s)
     batch, n = jacobian.shape
     require(
         n <= limit,
-        f"A dense Jacobian takes n products and n² numbers a sample: got n = {n}, the limit is {limit}. Use "
-        "spectral_radius or largest_singular_value, which take neither, or raise the limit.",
+        f"A dense Jacobian takes n products and n² numbers per sample: got n = {n}, the limit is {limit}. Use "
+        "spectral_radius or largest_singular_value, which avoid both, or raise the limit.",
     )
     require(
         not jacobian.whole,
-        f"The {batch} samples are coupled by batch statistics and have no Jacobians of their own. Put the cell into eval "
-        "mode and solve again.",
+        f"The {batch} samples are coupled by batch statistics and have no separate Jacobians. Put the cell into eval mode "
+        "and solve again.",
     )
     rows = [
         jacobian.transposed(unit.expand(batch, n)) for unit in torch.eye(n, dtype=s.layout.dtype, device=s.layout.device)
@@ -104,16 +105,19 @@ def dense_jacobian(s: Solution, limit: int = 1024) -> Tensor:
 
 
 def jacobian_spectrum(s: Solution, limit: int = 1024) -> Tensor:
-    """(batch, n) eigenvalues of `dense_jacobian`, complex128, by falling modulus; nan where it is not finite."""
+    """Return the eigenvalues of `dense_jacobian`, (batch, n) complex128, by descending modulus; nan where it is not
+    finite.
+    """
     dense = dense_jacobian(s, limit).double()
     bad = ~torch.isfinite(dense).flatten(1).all(dim=1).unsqueeze(1)
-    eigenvalues = torch.linalg.eigvals(dense.masked_fill(bad.unsqueeze(2), 0.0))  # it raises for one nan in the batch
+    # eigvals raises if any sample of the batch is nan
+    eigenvalues = torch.linalg.eigvals(dense.masked_fill(bad.unsqueeze(2), 0.0))
     order = eigenvalues.abs().argsort(dim=1, descending=True)
     return eigenvalues.gather(1, order).masked_fill(bad, complex(NAN, NAN))
 
 
 class _Jacobian:
-    """df/dz at a solution: of every sample, or of the batch as one problem where its samples are coupled."""
+    """df/dz at a solution: per sample, or for the batch as one problem if its samples are coupled."""
 
     def __init__(self, s: Solution) -> None:
         z = s.layout.pack(s.z).detach()
@@ -130,7 +134,7 @@ class _Jacobian:
         return self.at.product(v.reshape(self.shape)).reshape(v.shape).detach()
 
     def iterate(self, product: FlatMap, steps: int, tolerance: float, generator: torch.Generator | None) -> _Estimate:
-        """A power iteration with `product`, told for every sample."""
+        """Run a power iteration with `product` and return the estimate per sample."""
         require(steps >= 1, f"A power iteration takes at least 1 step, got steps={steps}.")
         require(tolerance >= 0, f"A tolerance must not be negative, got {tolerance}.")
         z, good = self.at.z, self.good
@@ -145,7 +149,7 @@ class _Jacobian:
 
 @dataclass(frozen=True)
 class _Estimate:
-    """What a power iteration found; the fields are those of SpectralRadius."""
+    """The result of a power iteration; the fields are those of SpectralRadius."""
 
     radius: Tensor
     converged: Tensor
@@ -155,17 +159,17 @@ class _Estimate:
 
 
 def _power_iteration(product: FlatMap, start: Tensor, steps: int, tolerance: float) -> _Estimate:
-    """v <- A v / |A v|, until every row knows its dominant eigenvalues; start: (rows, n)."""
+    """Iterate v <- A v / |A v| until every row has converged; start: (rows, n)."""
     v = divide(start, _length(start))
-    before, growth = torch.zeros_like(v), torch.ones_like(v[:, :1])  # no third vector yet
+    before, growth = torch.zeros_like(v), torch.ones_like(v[:, :1])  # there is no third vector yet
     radius = residual = rayleigh = last = torch.full_like(v[:, 0], float("inf"))
     converged = torch.zeros_like(last, dtype=torch.bool)
     growths: list[Tensor] = []
     for _ in range(steps):
         y = product(v)
         now = _fit(before, growth, v, y)
-        # a row that has converged keeps its estimate: it may not wait for others, as a fit of nearly parallel vectors
-        # becomes worse again with every step
+        # a converged row keeps its estimate while others continue: the fit of nearly parallel vectors gets worse with every
+        # step
         radius, residual, rayleigh = (
             torch.where(converged, old, new) for old, new in zip((radius, residual, rayleigh), now, strict=True)
         )
@@ -176,21 +180,21 @@ def _power_iteration(product: FlatMap, start: Tensor, steps: int, tolerance: flo
         if bool((converged | ~torch.isfinite(radius)).all()):
             break
     later = torch.stack(growths[len(growths) // 2 :])
-    # not the fit: as long as it is poor, its roots lie anywhere inside the field of values
+    # not the fit: while it is poor, its roots lie anywhere inside the field of values
     radius = torch.where(converged, radius, later.log().mean(dim=0).exp())
     return _Estimate(radius, converged, residual, rayleigh, len(growths))
 
 
 def _fit(before: Tensor, growth: Tensor, v: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest modulus of an eigenvalue, the residual and the Rayleigh quotient, (rows,) each.
+    """Return the largest modulus of an eigenvalue, the residual and the Rayleigh quotient, (rows,) each.
 
-    A before = growth v and y = A v with `before` and v of length 1; before = 0 is no vector. Two fits by least squares,
-    y = r v for one real eigenvalue, y = a v + (b / growth) before for a pair; what counts is the one that comes closer to
-    an invariant space. Near a real eigenvalue `before` and v become parallel, and what the second one sees is rounding;
-    its residual, measured on the direction that v adds, tells.
+    A before = growth v and y = A v, with `before` and v normalised; before = 0 means there is no such vector. Two fits are
+    made by least squares: y = r v for one real eigenvalue, and y = a v + (b / growth) before for a pair. The one closer to
+    an invariant space is used. Near a real eigenvalue `before` and v become parallel and the second fit sees only rounding,
+    which shows in its residual, measured on the direction that v adds.
     """
     size = _length(y)
-    y = divide(y, size)  # squares of very large or small numbers would leave the dtype
+    y = divide(y, size)  # squares of very large or small numbers would over- or underflow
     rayleigh = dot(y, v)
     residual = _length(y - rayleigh * v)
     cosine = dot(before, v)
@@ -199,21 +203,21 @@ def _fit(before: Tensor, growth: Tensor, v: Tensor, y: Tensor) -> tuple[Tensor, 
     a = divide(dot(y, added), width.square())
     c = dot(y, before) - a * cosine
     residual_of_pair = _length(y - a * v - c * before) / width
-    pair = residual_of_pair < residual  # not where width is 0 and it is inf or nan
+    pair = residual_of_pair < residual  # false where width is 0 and it is inf or nan
     radius = size * torch.where(pair, _largest_root(a, c * divide(growth, size)), rayleigh.abs())
     residual = torch.where(pair, residual_of_pair, residual)
     return radius.squeeze(1), residual.squeeze(1), (size * rayleigh).squeeze(1)
 
 
 def _largest_root(a: Tensor, b: Tensor) -> Tensor:
-    """The largest modulus of a root of t² = a t + b; that of a complex pair is the root of their product -b."""
+    """Return the largest modulus of a root of t² = a t + b; for a complex pair it is the square root of their product -b."""
     discriminant = a.square() / 4 + b
     real = a.abs() / 2 + discriminant.clamp_min(0).sqrt()
     return torch.where(discriminant >= 0, real, (-b).clamp_min(0).sqrt())
 
 
 def _length(x: Tensor) -> Tensor:
-    """(rows, 1), the length of each row, of numbers whose squares leave the dtype too."""
+    """Return the norm of each row, (rows, 1), without overflow or underflow of squares."""
     if x.shape[1] == 0:
         return x.new_zeros(x.shape[0], 1)
     largest = x.abs().amax(dim=1, keepdim=True)
@@ -222,10 +226,11 @@ def _length(x: Tensor) -> Tensor:
 
 
 def _line(what: str, values: Tensor, converged: Tensor, steps: int) -> str:
+    """Return one line on the estimates: mean, maximum and how many converged."""
     known = values[~values.isnan()]
     if known.numel() == 0:
         return f"{what} unknown: no sample of {values.numel()} is finite"
     return (
         f"{what} {float(known.mean()):.4g} on average, {float(known.max()):.4g} at worst; "
-        f"{int(converged.sum())} of {values.numel()} estimates settled in {steps} steps"
+        f"{int(converged.sum())} of {values.numel()} estimates converged in {steps} steps"
     )

@@ -1,4 +1,4 @@
-"""What a model is made of, and how its equilibria are found."""
+"""A summary of a model: its parts, and how its equilibria are solved."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from equilibria._core.recording import record
 from equilibria.analysis.measuring import muted, untouched
 from equilibria.analysis.summary_table import Row, Settings, Shapes, Solves, Summary
 from equilibria.deq import DEQ
-from equilibria.solution import Solution
+from equilibria.solution import Solution, record
 
 
 def summary(model: nn.Module, *inputs: Any, depth: int = 2) -> Summary:
-    """The parts of a model with their sizes, and what its equilibria took in model(*inputs) where inputs are given.
+    """Return the parts of a model with their sizes and, if inputs are given, the statistics of its solves in model(*inputs).
 
         print(eq.models.summary(model, images))
 
-    The model runs in eval mode without gradients, failed solves are counted without a word, and it is left as it was.
-    Without inputs nothing runs: a model on the meta device will do.
+    The model runs in eval mode without gradients; failed solves are counted without a warning; the model is left unchanged.
+    Without inputs nothing runs, so the model may be on the meta device.
 
-    depth  how far down parts are shown: 1, those of the model; 2, the parts of these too. Equilibria are shown however deep
-           they lie. What is inside a cell is not, as it runs in every step: ask for summary(deq.cell, z, x)
+    depth  levels of parts shown: 1 for the direct parts of the model, 2 for their parts too. Equilibrium layers are shown at
+           any depth, the inside of a cell is not: use summary(deq.cell, z, x) for that
     """
     _check(model, inputs, depth)
     seen = _run(model, inputs) if inputs else _Seen({}, {})
@@ -45,22 +44,23 @@ class _Part(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """What a run recorded, by the names of modules."""
+    """Outputs and solutions recorded in a run, by module name."""
 
     outputs: dict[str, Shapes]
     solutions: dict[str, list[Solution]]
 
 
 def _check(model: nn.Module, inputs: Sequence[Any], depth: int) -> None:
+    """Raise TypeError or ValueError for arguments that `summary` cannot use."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"A summary is of an nn.Module, got {type(model).__name__}.")
+        raise TypeError(f"summary takes an nn.Module, got {type(model).__name__}.")
     if depth < 0:
-        raise ValueError(f"depth is how far down parts are shown, 0 or more, got {depth}.")
+        raise ValueError(f"depth must be 0 or more, got {depth}.")
     tensors = [*model.parameters(), *model.buffers()]
     if any(map(nn.parameter.is_lazy, tensors)):
-        raise ValueError("The model has parameters without a shape yet: run it once, then ask for its summary.")
+        raise ValueError("The model has lazy parameters without a shape: run it once before the summary.")
     if inputs and _layers(model) and any(tensor.is_meta for tensor in tensors):
-        raise ValueError("On the meta device there is nothing to solve: leave the inputs out, or use a real device.")
+        raise ValueError("A model on the meta device cannot be solved: leave the inputs out, or use a real device.")
 
 
 def _layers(model: nn.Module) -> dict[str, DEQ]:
@@ -68,7 +68,7 @@ def _layers(model: nn.Module) -> dict[str, DEQ]:
 
 
 def _parts(model: nn.Module, depth: int) -> Iterator[_Part]:
-    """What is shown, each module once, parents first."""
+    """Yield the modules that are shown, each once, parents first."""
     met: set[int] = set()
 
     def walk(name: str, module: nn.Module, above: _Part | None, down: int) -> Iterator[_Part]:
@@ -93,6 +93,7 @@ def _parts(model: nn.Module, depth: int) -> Iterator[_Part]:
 
 
 def _row(part: _Part, seen: _Seen) -> Row:
+    """Return the row of a part: counts, output shapes, and the settings of a DEQ."""
     module, settings = part.module, None
     if isinstance(module, DEQ):
         solutions = seen.solutions.get(part.name)
@@ -112,6 +113,7 @@ def _row(part: _Part, seen: _Seen) -> Row:
 
 
 def _solves(solutions: Sequence[Solution]) -> Solves:
+    """Return the statistics of all solves of a layer."""
     every = [solution.stats for solution in solutions]
     depth = torch.cat([stats.depth for stats in every]).double()
     residual = torch.cat([stats.residual.double() for stats in every])
@@ -128,7 +130,7 @@ def _solves(solutions: Sequence[Solution]) -> Solves:
 
 
 def _run(model: nn.Module, inputs: Sequence[Any]) -> _Seen:
-    """model(*inputs), watched."""
+    """Run model(*inputs) and record outputs and solutions."""
     layers = _layers(model)
     cells = [layer.cell for layer in layers.values() if isinstance(layer.cell, nn.Module)]
     inside = {id(part) for cell in cells for part in cell.modules()}
@@ -151,7 +153,7 @@ def _run(model: nn.Module, inputs: Sequence[Any]) -> _Seen:
 
 
 def _own(layer: DEQ, recorded: Mapping[str, list[Solution]], layers: Mapping[str, DEQ]) -> list[Solution]:
-    """The solves of a layer without those of layers inside of it."""
+    """Return the solves of a layer without those of layers inside it."""
     inner = {id(part) for part in layer.modules()} - {id(layer)}
     others = {id(s) for name, found in recorded.items() if id(layers[name]) in inner for s in found}
     return [s for name, found in recorded.items() if layers[name] is layer for s in found if id(s) not in others]
@@ -173,13 +175,13 @@ def _noting(name: str, part: nn.Module, outputs: dict[str, Shapes]) -> Iterator[
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """In eval mode; afterwards every part is in the mode in which it was."""
+    """Put the model in eval mode inside the block, and restore the mode of every part after it."""
     modes = [(part, part.training) for part in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        for part, mode in modes:  # parents first: one that sets more than a flag in `train` sets it for its own mode
+        for part, mode in modes:  # parents first: `train` of a parent may set more than a flag
             if part is model or part.training != mode:
                 part.train(mode)
 

@@ -1,4 +1,4 @@
-"""The parts of a model and the settings of its equilibria, and how they are printed."""
+"""The table that `summary` returns, and how it is printed."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from equilibria._core.loop import Stop
 from equilibria.analysis.measuring import brief
 from equilibria.gradients.base import Gradient
 from equilibria.solvers.fallback import AnySolver
+from equilibria.stop import Stop
 
-WIDTH = 100  # of the table
-NARROWEST = 16  # of a column of text that is cut
+WIDTH = 100  # characters of the table
+NARROWEST = 16  # least characters of a text column that is cut
 Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class Solves:
-    """What the solves of one layer took on some inputs."""
+    """Statistics of the solves of one layer."""
 
-    state: Shapes  # of the tensors of a sample's state
+    state: Shapes  # shapes of the tensors of a sample's state
     count: int
-    samples: int  # of all solves together, as the numbers that follow
+    samples: int  # summed over all solves, like the numbers below
     evaluations: int
     mean_depth: float
     max_depth: int
-    residual: float  # relative, of the worst sample
+    residual: float  # largest relative residual of a sample
     failed: int
 
     @property
     def numbers(self) -> int:
-        """The size of the state of a sample."""
+        """Size of the state of a sample."""
         return sum(map(math.prod, self.state))
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ class Solves:
 
 @dataclass(frozen=True)
 class Settings:
-    """How an equilibrium layer is set, and what its solves took where inputs were given that lead to it."""
+    """The settings of an equilibrium layer, and its solves if it ran."""
 
     solver: AnySolver
     stop: Stop
@@ -55,7 +55,7 @@ class Settings:
     solves: Solves | None
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """One line per setting."""
+        """Yield (name, text) of every setting."""
         yield "solver", brief(self.solver)
         yield "stop", _stop_text(self.stop)
         if self.eval_stop is not None:
@@ -68,17 +68,17 @@ class Settings:
 
 @dataclass(frozen=True)
 class Row:
-    """One part of a model with all that is inside of it.
+    """One part of a model, including everything inside it.
 
-    trained, frozen, buffers  numbers in them; tied ones count once
-    output                    shapes of the tensors it returned first; None: it was not run
-    equilibrium               of a DEQ
+    trained, frozen, buffers  counts of numbers; tied tensors count once
+    output                    shapes of the tensors it returned first; None: it did not run
+    equilibrium               settings, for a DEQ
     """
 
-    name: str  # in the model, "" for all of it
-    label: str  # the same below the part that it is shown under
+    name: str  # name in the model, "" for the model itself
+    label: str  # name relative to the part it is shown under
     kind: str
-    level: int  # how far it is indented
+    level: int  # indentation
     trained: int
     frozen: int
     buffers: int
@@ -88,34 +88,35 @@ class Row:
 
 @dataclass(frozen=True)
 class Summary:
-    """The parts of a model, the model itself first; printed, a table of at most 100 columns."""
+    """The parts of a model, the model itself first; prints as a table of at most 100 columns."""
 
     rows: tuple[Row, ...]
     bytes: int  # of parameters and buffers
 
     @property
     def parameters(self) -> int:
-        """Trained and frozen."""
+        """Number of trained and frozen parameters."""
         return self.rows[0].trained + self.rows[0].frozen
 
     @property
     def megabytes(self) -> float:
-        """Millions of bytes."""
+        """Size in millions of bytes."""
         return self.bytes / 1e6
 
     @property
     def equilibria(self) -> dict[str, Settings]:
-        """The settings of the equilibrium layers, by name."""
+        """Settings of the equilibrium layers, by name."""
         return {row.name: row.equilibrium for row in self.rows if row.equilibrium is not None}
 
     def __str__(self) -> str:
         return "\n".join([*self._table(), *self._equilibria(), "", self._totals()])
 
     def _table(self) -> list[str]:
+        """Return the lines of the table."""
         with_output = any(row.output is not None for row in self.rows)
         cells = [["part", "kind", *(["output"] if with_output else []), "trained", "frozen", "buffers"]]
         cells += [_cells(row, with_output) for row in self.rows]
-        text = 3 if with_output else 2  # columns of text stand left, numbers right
+        text = 3 if with_output else 2  # text columns are left-aligned, numbers right-aligned
         widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
         widths[:text] = _squeezed(widths[:text], WIDTH - sum(widths[text:]) - 2 * (len(widths) - 1))
         lines = []
@@ -126,6 +127,7 @@ class Summary:
         return [lines[0], "-" * len(lines[0]), *lines[1:]]
 
     def _equilibria(self) -> list[str]:
+        """Return the lines on the equilibrium layers."""
         lines: list[str] = []
         for name, settings in self.equilibria.items():
             lines += ["", f"{name or self.rows[0].kind}: an equilibrium"]
@@ -157,7 +159,7 @@ def _stop_text(stop: Stop) -> str:
 
 
 def _squeezed(widths: Sequence[int], room: int) -> list[int]:
-    """The widest of some columns made narrower, as long as they do not fit."""
+    """Shrink the widest columns until they fit into `room` characters."""
     found = list(widths)
     while sum(found) > room and max(found) > NARROWEST:
         found[found.index(max(found))] -= 1

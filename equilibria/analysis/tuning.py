@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from equilibria._core.loop import Stop
+from equilibria._core.checks import require
 from equilibria.analysis.agreement import NAN, Bench, RandomFunctional
 from equilibria.analysis.measuring import Call, brief, captured, untouched
 from equilibria.analysis.tuning_settings import MAX_STEPS, Candidates, Measurement, Setting, Tuning, Tunings, nearest_to
@@ -26,19 +26,19 @@ from equilibria.gradients.base import Gradient
 from equilibria.gradients.implicit import Implicit
 from equilibria.gradients.phantom import JFB
 from equilibria.solution import ConvergenceWarning, Stats, Status
-from equilibria.solvers.base import require
+from equilibria.stop import Stop
 
 T = TypeVar("T")
 
-CHEAP = JFB()  # what solvers are compared with: the gradient that works for every cell and has nothing to solve
-WORTH = 1.4  # a setting that can be expected to take so many times as long as the best is not looked at any closer
-CLOSE = 1.25  # settings so many times as slow as the fastest are timed again
-AGAIN = 3  # times as many rounds for these
-MISS = 1.3  # 1 - cosine over what is allowed, up to which a gradient may do with another solver
-HASTE = 10  # a candidate's first solve is given up after 1 / HASTE of its steps without progress,
-HOPELESS = 10  # or after so many times as long as another one took,
-GRACE = 1.0  # but not before so many seconds: the first forward-mode derivative of a process takes its time
-CLOCK = time.perf_counter if sys.platform == "win32" else time.thread_time  # which there ticks only every 16 ms
+CHEAP = JFB()  # the gradient with which solvers are compared: it works for every cell and solves nothing
+WORTH = 1.4  # a setting expected to take this many times as long as the best is not measured further
+CLOSE = 1.25  # settings slower than the fastest by at most this factor are timed again
+AGAIN = 3  # factor on the number of rounds for these
+MISS = 1.3  # largest ratio of 1 - cosine to the allowed value at which a gradient is tried with another solver
+HASTE = 10  # a candidate's first solve is stopped after 1 / HASTE of its steps without progress,
+HOPELESS = 10  # or after this many times the seconds of another candidate,
+GRACE = 1.0  # but not before this many seconds: the first forward-mode derivative of a process is slow
+CLOCK = time.perf_counter if sys.platform == "win32" else time.thread_time  # thread_time ticks only every 16 ms on Windows
 
 
 def tune(
@@ -52,33 +52,33 @@ def tune(
     backward: bool = True,
     generator: torch.Generator | None = None,
 ) -> Tunings:
-    """The fastest settings for every DEQ in `model`, measured on what it is given when the model runs on `batch`.
+    """Find the fastest settings for every DEQ in `model`, measured on the inputs it gets in model(batch).
 
         print(tunings := tune(model, x))
         tunings.apply(model)
 
-    Accepted is what solves every sample to the residual and, against the exact gradient of the same equilibrium, points
-    where it should. Time is that of a training step of the layer alone, for a random cotangent: all settings take turns, and
-    on the CPU the time that other processes take does not count.
-    The present setting always takes part. The model is left as it is: settings, mode, buffers, `.grad` and random state.
-    Takes as long as some 200 to 500 training steps of the layer.
+    A setting is accepted if it solves every sample to the residual and its gradient agrees with the exact gradient of the
+    same equilibrium. The time is that of a training step of the layer alone, for a random cotangent; rounds are interleaved,
+    and on the CPU time spent in other processes does not count. The present setting always takes part. The model is left
+    unchanged: settings, mode, buffers, `.grad` and random state. Tuning takes as long as about 200 to 500 training steps of
+    the layer.
 
-    batch       of the model: a tensor, or a tuple or list of several arguments
-    residual    largest relative residual of a sample
-    agreement   smallest cosine between the gradient and the exact one, over all parameters and inputs of the layer
-    candidates  what to try
-    rounds      times that each is run; the fastest get three times as many more
-    backward    False: inference alone, without gradients
-    generator   of the cotangent, on the CPU; None: torch's own
+    batch       input of the model: a tensor, or a tuple or list of several arguments
+    residual    largest allowed relative residual of a sample
+    agreement   smallest allowed cosine between the gradient and the exact one, over all parameters and inputs of the layer
+    candidates  settings to try
+    rounds      timed runs of each setting; the fastest get three times as many more
+    backward    False: inference only, without gradients
+    generator   for the cotangent, on the CPU; None: torch's own
     """
     require(residual > 0, f"The residual to reach must be positive, got {residual}.")
     require(0 < agreement <= 1, f"The agreement to reach is a cosine, in (0, 1], got {agreement}.")
     require(rounds >= 1, f"rounds must be at least 1, got {rounds}.")
     calls = captured(model, batch)
-    require(bool(calls), "The model has DEQs, but solves none of them when it runs on this batch: give it another one.")
+    require(bool(calls), "The model has DEQs but solves none of them on this batch; pass another batch.")
     found = {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # of Implicit(on_failure="fall_back"), which must not be silent
+        warnings.simplefilter("ignore", ConvergenceWarning)  # Implicit(on_failure="fall_back") always warns
         for name, call in calls.items():
             search = _Search(_Layer(call, backward, generator), residual, agreement if backward else None, rounds)
             found[name] = search.run(name, candidates or Candidates())
@@ -86,11 +86,11 @@ def tune(
 
 
 class _Trial:
-    """A setting while it is measured."""
+    """A setting and its measurements so far."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        self.step = NAN  # seconds over the reference's in the same rounds
+        self.step = NAN  # seconds relative to the reference in the same rounds
         self.residual = self.cosine = NAN
         self.evaluations = 0
         self.reason: str | None = None
@@ -111,12 +111,12 @@ class _Run:
 
 
 class _Layer:
-    """A DEQ with the inputs it gets, run with any setting: on a twin around the same cell."""
+    """A DEQ with its inputs, run with any setting on a twin around the same cell."""
 
     def __init__(self, call: Call, backward: bool, generator: torch.Generator | None) -> None:
         deq, self.inputs, loss = call.deq, call.inputs, RandomFunctional(generator)
         self.twin = DEQ(deq.cell, deq.init, gradient=deq.gradient, batched=deq.batched)
-        self.twin.training = backward  # of the twin alone: its cell stays in the mode it is in
+        self.twin.training = backward  # only the twin; its cell stays in its mode
         if self.twin.solves is not None and deq.solves is not None:
             self.twin.solves.copy_(deq.solves)
         self.bench = Bench(self.twin, self.inputs, loss) if backward else None
@@ -126,7 +126,7 @@ class _Layer:
         self.present = Setting(deq.solver, stop, deq.gradient if backward else None)
 
     def run(self, setting: Setting) -> _Run:
-        """Solve, and send a cotangent back where gradients are asked for."""
+        """Solve, and run a backward pass if gradients are wanted."""
         _silent(setting).apply(self.twin)
         grads: Sequence[Tensor | None] = ()
         with untouched(self.twin, self.inputs), torch.set_grad_enabled(self.bench is not None):
@@ -138,11 +138,11 @@ class _Layer:
 
     @contextmanager
     def limited(self, seconds: float) -> Iterator[None]:
-        """Runs of the cell later than that are refused; where it is a module, other cells have no place to ask."""
+        """Raise from runs of the cell after `seconds`; works for cells that are modules, others have no hook."""
 
         def look(module: nn.Module, inputs: Any) -> None:
             if self._now() > end:
-                raise RuntimeError(f"given up after {seconds:.2g} s, as other solvers were much faster")
+                raise RuntimeError(f"stopped after {seconds:.2g} s: other solvers were much faster")
 
         end, cell = self._now() + seconds, self.twin.cell
         hook = cell.register_forward_pre_hook(look) if isinstance(cell, nn.Module) else None
@@ -157,7 +157,9 @@ class _Layer:
         return float(torch.cosine_similarity(self.bench._flat(run.grads), exact, dim=0))
 
     def exact(self, setting: Setting) -> Tensor:
-        """The gradient of the equilibrium that this solver finds; a ConvergenceWarning is raised where it cannot be had."""
+        """Return the exact gradient at the equilibrium this solver finds; raises ConvergenceWarning if it cannot be
+        computed.
+        """
         assert self.bench is not None
         _silent(setting).apply(self.twin)
         with warnings.catch_warnings():
@@ -165,7 +167,7 @@ class _Layer:
             return self.bench.exact()
 
     def _now(self) -> float:
-        """Seconds; on the CPU the time of this thread, so that other load does not decide the comparison."""
+        """Return seconds; on the CPU the time of this thread, so that other load does not affect the comparison."""
         if not self.devices:
             return CLOCK()
         for device in self.devices:
@@ -174,9 +176,9 @@ class _Layer:
 
 
 class _Search:
-    """Solvers with one gradient, gradients with the fastest solver, then the combinations that these make promising.
+    """Tries solvers with one gradient, gradients with the fastest solver, then the promising combinations.
 
-    Forward and backward pass hardly depend on each other, so that the full product has little more to tell.
+    Forward and backward pass hardly affect each other, so the full product would add little.
     """
 
     def __init__(self, layer: _Layer, residual: float, agreement: float | None, rounds: int) -> None:
@@ -184,12 +186,13 @@ class _Search:
         self.present = _Trial(layer.present)
         self.reference = self.present  # runs in every round
         self.unit = math.inf  # its seconds
-        self.quickest = math.inf  # seconds of a first solve that came to its end
+        self.quickest = math.inf  # shortest first solve that finished, in seconds
         given = layer.present.stop
-        # without an absolute part, which for a small state would end the solve short of the relative residual asked for
+        # atol = 0: for a small state an absolute tolerance would end the solve before the required relative residual
         self.stop = replace(given, rtol=residual, atol=0.0, max_steps=max(given.max_steps, MAX_STEPS))
 
     def run(self, name: str, candidates: Candidates) -> Tuning:
+        """Measure all candidates of one layer and return the result."""
         cheap = None if self.agreement is None else CHEAP
         trials = [_Trial(Setting(solver, self.stop, cheap)) for solver in candidates.solvers]
         for trial in (self.present, *trials):
@@ -202,15 +205,16 @@ class _Search:
         return self._result(name, self._race([trial for trial in trials if trial.reason is None]), trials)
 
     def _result(self, name: str, best: _Trial | None, trials: Sequence[_Trial]) -> Tuning:
+        """Return the Tuning with the best setting, or the nearest one if none was accepted."""
         measured = sorted((trial.measurement(self.unit) for trial in trials), key=_rank)
         chosen = nearest_to(measured, self.residual) if best is None else best.measurement(self.unit)
         setting = chosen.setting
-        if math.isnan(chosen.cosine):  # a solver that was refused ran with a gradient that says nothing about the layer
+        if math.isnan(chosen.cosine):  # a rejected solver ran only with CHEAP
             setting = replace(setting, gradient=self.present.setting.gradient)
         return Tuning(name, self.residual, self.agreement, self.present.setting, setting, tuple(measured))
 
     def _combine(self, first: Sequence[_Trial], gradients: Sequence[Gradient]) -> list[_Trial]:
-        """Solvers with gradients; solvers alone that do not solve, or are too slow to be worth it."""
+        """Return trials of solvers with gradients; solvers that failed or are too slow appear without other gradients."""
         solved = [trial for trial in first if trial.reason is None]
         self._take_turns(solved, self.rounds)
         solved.sort(key=lambda trial: trial.step)
@@ -220,12 +224,12 @@ class _Search:
             settings = [replace(trial.setting, gradient=g) for g in self._promising(gradients, found, delay)]
             if not settings:
                 slower, fastest = trial.step / solved[0].step, brief(solved[0].setting.solver)
-                trial.reason = f"{slower:.1f} times as slow as {fastest}, tried with no other gradient"
+                trial.reason = f"{slower:.1f} times as slow as {fastest}, not tried with other gradients"
             found += self._compare([_Trial(setting) for setting in settings]) or [trial]
         return [*found, *(trial for trial in first if trial not in solved)]
 
     def _promising(self, gradients: Sequence[Gradient], found: Sequence[_Trial], delay: float) -> list[Gradient]:
-        """Gradients for a solver so much slower than the first one, which was tried with all of them."""
+        """Return the gradients to try with a solver that is slower than the first one by `delay`."""
         best = min((trial.step for trial in found if trial.reason is None), default=math.inf)
         if math.isinf(best):
             return list(gradients)
@@ -238,7 +242,7 @@ class _Search:
         ]
 
     def _check(self, trial: _Trial) -> None:
-        """True if the setting solves the layer; this run also warms up, and stops early without progress."""
+        """Run the setting once, stopping early without progress, and set its reason if it does not solve the layer."""
         stop = trial.setting.stop
         hasty = stop if trial is self.present else replace(stop, patience=stop.patience or stop.max_steps // HASTE)
         with self.layer.limited(max(HOPELESS * self.quickest, GRACE)):
@@ -248,6 +252,7 @@ class _Search:
             self.quickest = min(self.quickest, run.seconds)
 
     def _judge(self, trial: _Trial, stats: Stats) -> None:
+        """Store residual and evaluations, and the reason if the solve missed the requirements."""
         trial.residual, trial.evaluations = float(stats.residual.max()), stats.evaluations
         lost = stats.count(Status.NONFINITE)
         if lost:
@@ -256,10 +261,10 @@ class _Search:
             trial.reason = f"residual {trial.residual:.4e}"
         elif trial.setting.stop.on_failure != "ignore" and not bool(stats.converged.all()):
             short = int((~stats.converged).sum())
-            trial.reason = f"would warn: {short} of {stats.status.numel()} samples miss its own tolerance"
+            trial.reason = f"would warn: {short} of {stats.status.numel()} samples miss the tolerance of the setting"
 
     def _compare(self, trials: list[_Trial]) -> list[_Trial]:
-        """Cosines of settings with one solver and stop. Another solver may find another equilibrium, of other gradients."""
+        """Measure the cosines of settings with one solver and stop; another solver may find another equilibrium."""
         exact: list[Tensor] = []
 
         def compare(trial: _Trial) -> None:
@@ -278,7 +283,7 @@ class _Search:
         return trials
 
     def _race(self, trials: Sequence[_Trial]) -> _Trial | None:
-        """The fastest setting: candidates get more rounds, close ones more still."""
+        """Return the fastest setting; close ones get more rounds. None without trials."""
         self._take_turns(_leaders(trials, WORTH), self.rounds)
         close = _leaders(trials, CLOSE)
         if len(close) > 1:
@@ -286,16 +291,16 @@ class _Search:
         return min(close, key=lambda trial: trial.step, default=None)
 
     def _take_turns(self, trials: Sequence[_Trial], rounds: int) -> None:
-        """Measure their steps, in rounds in which each of them runs once."""
+        """Time the settings in rounds in which each runs once."""
         runners = [self.reference, *(trial for trial in trials if trial is not self.reference)]
         times = [[self.layer.run(trial.setting).seconds for trial in runners] for _ in range(rounds)]
         unit, *_ = medians = [statistics.median(seconds) for seconds in zip(*times, strict=True)]
         for trial, seconds in zip(runners, medians, strict=True):
-            trial.step = seconds / unit  # of the same rounds: a machine has slow minutes
+            trial.step = seconds / unit  # relative to the same rounds: machine load varies over time
         self.unit = min(self.unit, unit)
 
     def _attempt(self, trial: _Trial, measure: Callable[[_Trial], None]) -> None:
-        """Run a setting; one that raises, as Shine without Broyden, keeps the reason."""
+        """Run `measure` on a setting; an error, as from Shine without Broyden, becomes its reason."""
         try:
             measure(trial)
         except (TypeError, ValueError, RuntimeError, ConvergenceWarning) as error:
@@ -303,7 +308,7 @@ class _Search:
 
 
 def _leaders(trials: Sequence[_Trial], factor: float) -> list[_Trial]:
-    """Those that take at most so many times as long as the fastest; and those of which nothing is known."""
+    """Return the trials at most `factor` times as slow as the fastest, and those not timed yet."""
     best = min((trial.step for trial in trials), default=NAN)
     return [trial for trial in trials if not trial.step > factor * best]
 
@@ -313,7 +318,7 @@ def _rank(m: Measurement) -> tuple[bool, bool, float]:
 
 
 def _silent(part: T) -> T:
-    """The same settings, ignoring samples that fail. To filter warnings would not do: each is given once per cell."""
+    """Return the same settings with on_failure="ignore". Filtering warnings would not do: each is issued once per cell."""
     if isinstance(part, Stop):
         return replace(part, on_failure="ignore")
     if not isinstance(part, (Setting, Gradient)) or not dataclasses.is_dataclass(part):

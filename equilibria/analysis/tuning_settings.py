@@ -1,4 +1,4 @@
-"""Settings of a DEQ: which ones there are to try, and what was measured about them."""
+"""Settings of a DEQ that tuning tries, and their measurements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from equilibria._core.loop import Stop, check_solver
+from equilibria._core.loop import check_solver
 from equilibria.analysis.measuring import brief
 from equilibria.deq import DEQ
 from equilibria.gradients.base import Gradient
@@ -23,9 +23,10 @@ from equilibria.solvers.fallback import AnySolver
 from equilibria.solvers.krylov import GMRES, BiCGSTAB
 from equilibria.solvers.newton import Newton
 from equilibria.solvers.picard import Picard
+from equilibria.stop import Stop
 
-MAX_STEPS = 200  # of a candidate's solves: the tolerance is to end them
-WIDEST = 100  # what a table shows of a reason
+MAX_STEPS = 200  # max_steps of a candidate's solves; the tolerance should end them
+WIDEST = 100  # characters of a reason shown in a table
 
 
 def _implicit() -> Iterator[Implicit]:
@@ -52,7 +53,7 @@ GRADIENTS: tuple[Gradient, ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Candidates:
-    """What `tune` tries: solvers, and gradients to go with those that are fast."""
+    """The settings that `tune` tries: solvers, and gradients to combine with the fast ones."""
 
     solvers: tuple[AnySolver, ...] = SOLVERS
     gradients: tuple[Gradient, ...] = GRADIENTS
@@ -62,19 +63,19 @@ class Candidates:
             check_solver(solver)
         for gradient in self.gradients:
             if not isinstance(gradient, Gradient):
-                raise TypeError(f"Gradients to try are objects such as eq.JFB(), got {gradient!r}.")
+                raise TypeError(f"Gradients to try must be objects such as eq.JFB(), got {gradient!r}.")
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What to set on a DEQ; without a gradient, for inference alone."""
+    """Settings of a DEQ; without a gradient they are for inference only."""
 
     solver: AnySolver
     stop: Stop
     gradient: Gradient | None
 
     def apply(self, deq: DEQ) -> DEQ:
-        """Set it, in place. For inference that is solver and `eval_stop`: `stop` and `gradient` are left to training."""
+        """Set these settings on `deq` in place. For inference only solver and `eval_stop` are set."""
         deq.solver = self.solver
         if self.gradient is None:
             deq.eval_stop = self.stop
@@ -90,14 +91,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Measurement:
-    """How a setting did; nan where it was refused before that was known."""
+    """The measurement of a setting; nan for what was not measured."""
 
     setting: Setting
-    seconds: float  # of solve and backward pass, for inference of the solve: median
-    residual: float  # relative, of the worst sample
-    cosine: float  # of the angle to the exact gradient
+    seconds: float  # median time of solve and backward pass; for inference, of the solve
+    residual: float  # largest relative residual of a sample
+    cosine: float  # cosine of the angle to the exact gradient
     evaluations: int  # runs of the cell in the solve
-    reason: str | None  # why it was refused
+    reason: str | None  # why it was rejected
 
     @property
     def accepted(self) -> bool:
@@ -107,16 +108,16 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Tuning:
-    """What was found out about one DEQ.
+    """The result for one DEQ.
 
-    best          the fastest setting that reaches residual and agreement; where there is none (`reached` is False), the one
+    best          the fastest setting that reaches residual and agreement; if there is none (`reached` is False), the one
                   that comes nearest
-    measurements  of all settings: those accepted from fast to slow, then those refused
+    measurements  all settings: accepted ones from fast to slow, then rejected ones
     """
 
-    name: str  # of the DEQ in the model
-    residual: float  # asked for
-    agreement: float | None  # asked for; None: inference
+    name: str  # name of the DEQ in the model
+    residual: float  # required residual
+    agreement: float | None  # required cosine; None: inference
     present: Setting
     best: Setting
     measurements: tuple[Measurement, ...]
@@ -133,17 +134,18 @@ class Tuning:
         return "\n".join([f"{self.name or 'DEQ'}: {target}", found, *self._advice(), *self._table()])
 
     def _advice(self) -> list[str]:
+        """Return advice if no setting meets the requirements."""
         if self.reached:
             return []
         nearest = nearest_to(self.measurements, self.residual)
         if not nearest.residual <= self.residual:
             return [
-                f"No setting reaches the residual, this one ends at {nearest.residual:.1e}. Ask for less, give the layer "
-                "a Stop with more max_steps, compute in a wider dtype, or keep the cell contractive."
+                f"No setting reaches the residual; this one ends at {nearest.residual:.1e}. Require less, give the layer a "
+                "Stop with more max_steps, compute in a wider dtype, or keep the cell contractive."
             ]
         return [
-            f"No setting reaches the cosine, this one has {nearest.cosine:.4f}. Ask for a smaller residual too, as the "
-            "gradient is that of the equilibrium found, or add gradients to the Candidates."
+            f"No setting reaches the cosine; this one has {nearest.cosine:.4f}. Require a smaller residual too, since the "
+            "gradient is that of the solution found, or add gradients to the Candidates."
         ]
 
     def _table(self) -> list[str]:
@@ -153,7 +155,7 @@ class Tuning:
         return ["  ".join([*map(str.rjust, row, widths), row[-1]]) for row in rows]
 
     def _row(self, m: Measurement, unit: float) -> tuple[str, ...]:
-        """Time in units of the present setting's and in milliseconds, residual, cosine, what it is about."""
+        """Return the time relative to the present setting and in milliseconds, residual, cosine and description."""
         parts = (m.setting.solver, m.setting.gradient)
         text = ", ".join(brief(part) for part in parts if part is not None)
         text = f"present: {text}, {brief(m.setting.stop)}" if m.setting == self.present else text
@@ -164,19 +166,19 @@ class Tuning:
 
 @dataclass(frozen=True, eq=False)
 class Tunings(Mapping[str, Tuning]):
-    """A Tuning for every DEQ in a model, by name; printed, all tables."""
+    """A Tuning for every DEQ in a model, by name; prints all tables."""
 
     layers: dict[str, Tuning]
 
     @property
     def best(self) -> Setting:
-        """Of a model with one DEQ."""
+        """The best setting of a model with one DEQ."""
         if len(self.layers) != 1:
-            raise ValueError(f"The model has {len(self)} DEQs, {list(self)}: ask for the best of one, tunings[name].best.")
+            raise ValueError(f"The model has {len(self)} DEQs, {list(self)}: use tunings[name].best.")
         return next(iter(self.layers.values())).best
 
     def apply(self, model: nn.Module) -> nn.Module:
-        """Set the best on every DEQ of the model, in place, but for those where it does not reach what was asked for."""
+        """Set the best settings on every DEQ of the model in place, except where they miss the requirements."""
         for name, tuning in self.layers.items():
             if tuning.reached:
                 tuning.best.apply(cast(DEQ, model.get_submodule(name)))
@@ -196,7 +198,7 @@ class Tunings(Mapping[str, Tuning]):
 
 
 def nearest_to(measurements: Sequence[Measurement], residual: float) -> Measurement:
-    """To what was asked for: first of all a solve."""
+    """Return the measurement nearest to the requirements; the residual comes first, then the cosine."""
 
     def distance(m: Measurement) -> tuple[bool, float]:
         solved = m.residual <= residual

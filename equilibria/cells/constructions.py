@@ -1,8 +1,8 @@
 """The representation theorems of deep equilibrium models, as constructions that run.
 
 - One DEQ is enough: equilibrium layers in series are one equilibrium on the concatenated state (`stack`).
-- Weight tying is universal: any feed-forward network is a weight-tied, input-injected one, and the equilibrium of it
-  (`weight_tied_form`).
+- Weight tying is universal: any feed-forward network equals a weight-tied network with input injection, and the equilibrium
+of its cell (`weight_tied_form`).
 
 Both are from Bai, Kolter, Koltun 2019, "Deep Equilibrium Models".
 """
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.dropout import _DropoutNd
 
-from equilibria._core.loop import Stop
 from equilibria._core.packing import State
 from equilibria.deq import DEQ
 from equilibria.explicit import WeightTied
@@ -28,6 +27,7 @@ from equilibria.gradients.base import Gradient
 from equilibria.gradients.implicit import Implicit
 from equilibria.solvers.fallback import AnySolver
 from equilibria.starts import Init, prepared, start_of
+from equilibria.stop import Stop
 
 
 def stack(
@@ -39,19 +39,19 @@ def stack(
     gradient: Gradient | None = None,
     eval_stop: Stop | None = None,
 ) -> DEQ:
-    """DEQs in series as one DEQ: the equilibrium of [f1(w1, x); f2(w2, w1); ...] is (w1, w2, ...).
+    """Join DEQs in series into one DEQ: the equilibrium of [f1(w1, x); f2(w2, w1); ...] is (w1, w2, ...).
 
-    Its last part is `second(first(x))`, with the same derivatives: the Jacobian is block triangular, so the joint
-    equation has an equilibrium exactly where the series has one, and plain iteration converges where it does for every
-    part. The weights are those of the parts, not copies.
+    The last part of its state is `second(first(x))`, with the same derivatives. The Jacobian is block triangular, so the
+    joint equation has an equilibrium exactly where the series has one, and plain iteration converges where it converges for
+    every part. The weights are shared with the parts, not copied.
 
-    first, second, more  DEQs, or cells (taken with the defaults of a DEQ); the equilibrium of each is the one input of
-                         the next. A stack may be `second`; as `first` it hands the tuple of its parts on
-    solver               None: that of the last
-    stop, eval_stop      None: that of the last with the strictest tolerances and the steps of all together
-    gradient             None: that of the last, where all are Implicit. One of another kind may be given, but what is
-                         approximate for each part is another approximation for all: JFB of a stack sends nothing to
-                         the first
+    first, second, more  DEQs, or cells (wrapped in a DEQ with default settings); each takes the equilibrium of the one
+                         before as its only input. A stack may be `second`; as `first` it passes the tuple of its parts on
+    solver               default: that of the last part
+    stop, eval_stop      default: that of the last part, with the strictest tolerances and the sum of all `max_steps`
+    gradient             default: that of the last part, if all are Implicit. Other gradients must be passed explicitly:
+                         an approximate gradient of the joint equation differs from those of the parts. JFB of a stack
+                         gives no gradient to the first part
     """
     parts = [_as_deq(part) for part in (first, second, *more)]
     _check_stackable(parts, gradient)
@@ -65,20 +65,20 @@ def stack(
         eval_stop=eval_stop or (None if stop else _joint_eval_stop(parts)),
         batched=parts[0].batched,
     )
-    # keep the training mode of the parts, which .train() would change
+    # keep each part's training mode, which .train() would change
     joined.training = cell.training = any(part.training for part in parts)
     return joined
 
 
 class Stacked(nn.Module):
-    """(w1, w2, ...) -> (f1(w1, x), f2(w2, w1), ...): cells in series as one cell."""
+    """Cells in series as one cell: (w1, w2, ...) -> (f1(w1, x), f2(w2, w1), ...)."""
 
     def __init__(self, cells: Sequence[Any]) -> None:
         super().__init__()
         self.parts = nn.ModuleList(cells)
 
     def prepare(self, *inputs: Any) -> tuple[Any, ...]:
-        """The inputs that the first cell prepares; those of the other cells are states and are prepared in every step."""
+        """Prepare the inputs of the first cell; the other cells take states, which they prepare in every step."""
         return prepared(self.parts[0], inputs)
 
     def forward(self, z: Sequence[State], *given: Any) -> tuple[State, ...]:
@@ -89,11 +89,11 @@ class Stacked(nn.Module):
 
 
 class _StackedStart(nn.Module):
-    """The start of every part, computed by its `init` from the start of the part before it."""
+    """An `init` that computes the start of every part by the part's own `init`, from the start of the part before."""
 
     def __init__(self, cell: Stacked, inits: Sequence[Init], batched: bool) -> None:
         super().__init__()
-        # in tuples, or the cells would be listed among the weights of the DEQ a second time
+        # tuples, not modules: otherwise the DEQ would list the weights of the cells twice
         self.cells, self.inits = tuple(cell.parts), tuple(inits)
         self.predictors = nn.ModuleList(init for init in inits if isinstance(init, nn.Module))
         self.batched = batched
@@ -111,7 +111,7 @@ def _bound(cell: nn.Module, inputs: Sequence[Any]) -> Callable[[State], State]:
 
 
 def _both(first: Stop, second: Stop) -> Stop:
-    """The stop with the stricter tolerances and the sum of both numbers of steps, which the series may take."""
+    """Return a Stop with the stricter tolerances of both and the sum of their `max_steps`."""
     return dataclasses.replace(
         second,
         rtol=min(first.rtol, second.rtol),
@@ -123,48 +123,52 @@ def _both(first: Stop, second: Stop) -> Stop:
 
 
 def _joint_eval_stop(parts: Sequence[DEQ]) -> Stop | None:
+    """Return the combined `eval_stop` of the parts; None if no part has one."""
     if all(part.eval_stop is None for part in parts):
         return None
     return reduce(_both, [part.eval_stop or part.stop for part in parts])
 
 
 def _as_deq(part: Any) -> DEQ:
+    """Return `part` as a DEQ. Raises TypeError for a WeightTied and for cells that are not nn.Modules."""
     if isinstance(part, WeightTied):
         raise TypeError(
-            f"Equilibria are stacked, and a WeightTied of depth {part.depth} is none: give stack its cell, or eq.DEQ(cell)."
+            f"stack takes DEQs or their cells, got a WeightTied of depth {part.depth}, which has no equilibrium. Pass its "
+            "cell, or eq.DEQ(cell)."
         )
     cell = part.cell if isinstance(part, DEQ) else part
     if not isinstance(cell, nn.Module):
         raise TypeError(
-            "stack takes DEQs whose cells are nn.Modules, or such cells: gradients do not reach what a plain callable "
-            f"inside another cell closes over. Got {cell!r}; make it the forward of an nn.Module."
+            "stack takes nn.Module cells, or DEQs of such cells: a plain callable inside another cell gets no gradients "
+            f"for the tensors it closes over. Got {cell!r}; make it the forward of an nn.Module."
         )
     return part if isinstance(part, DEQ) else DEQ(cell)
 
 
 def _check_stackable(parts: Sequence[DEQ], gradient: Gradient | None) -> None:
+    """Raise ValueError if the parts disagree on `batched`, or if their gradients are approximate and none was passed."""
     if len({part.batched for part in parts}) > 1:
         raise ValueError(
-            "One state has a batch dimension or it has none: got DEQs with batched=True and batched=False. Build them alike."
+            "All parts of a stack must agree on `batched`: got DEQs with batched=True and batched=False. Build them alike."
         )
     approximate = [part.gradient for part in parts if not isinstance(part.gradient, Implicit)]
     if gradient is None and approximate:
         raise ValueError(
-            f"DEQs in series are one DEQ for exact gradients only: got {approximate[0]!r}, which for all parts at once is "
-            "another approximation. Say which gradient the stack is to have, as gradient=eq.Implicit()."
+            f"A stack takes over the gradients of its parts only if all are Implicit: got {approximate[0]!r}, which is a "
+            "different approximation for the joint equation. Pass the gradient of the stack, as in gradient=eq.Implicit()."
         )
 
 
 def weight_tied_form(layers: Any) -> TiedLayers:
-    """A feed-forward network as the cell of a weight-tied one: L layers are L steps, and an equilibrium.
+    """Return a feed-forward network as a weight-tied cell; L layers become L steps, and the equilibrium.
 
         cell = weight_tied_form(mlp)
         cell.readout(WeightTied(cell, cell.depth, cell.start)(x))       # mlp(x)
         cell.readout(DEQ(cell, cell.start, solver=Picard())(x))         # mlp(x), after cell.depth steps
 
-    `layers` is an nn.Sequential, or any sequence, of nn.Linear, each followed by its activations if any; widths and
-    activations may differ from layer to layer. Pairs (linear, activation), nested sequences, and None for no activation
-    are understood. The weights are those of the layers, not copies.
+    `layers` is an nn.Sequential, or any sequence, of nn.Linear, each followed by zero or more activations; widths and
+    activations may differ from layer to layer. Pairs (linear, activation), nested sequences, and None for no activation are
+    accepted. The weights are shared with the layers, not copied.
     """
     linears: list[nn.Linear] = []
     activations: list[nn.Sequential] = []
@@ -177,7 +181,7 @@ def weight_tied_form(layers: Any) -> TiedLayers:
             _check_activation(part, linears)
             activations[-1].append(part)
     if not linears:
-        raise ValueError("A network has at least one nn.Linear, got none.")
+        raise ValueError("The network has no nn.Linear; at least one is needed.")
     return TiedLayers(linears, activations)
 
 
@@ -189,8 +193,8 @@ class TiedLayers(nn.Module):
               [    .  .     ]          [ . ]        [ . ]
               [      W_L  0 ]          [ 0 ]        [b_L]
 
-    After i steps from anywhere the first i blocks hold the activations of the first i layers, and stay. W_z is nilpotent:
-    the only equilibrium is reached after L steps, exactly. The price is the width, the sum of all widths.
+    After i steps from any start, the first i blocks hold the activations of the first i layers and no longer change. W_z is
+    nilpotent, so L steps reach the only equilibrium exactly. The width of the state is the sum of all widths.
     """
 
     def __init__(self, linears: Sequence[nn.Linear], activations: Sequence[nn.Module]) -> None:
@@ -201,23 +205,23 @@ class TiedLayers(nn.Module):
 
     @property
     def depth(self) -> int:
-        """L, the steps to the equilibrium."""
+        """Number of layers L, which is the number of steps to the equilibrium."""
         return len(self.widths)
 
     def start(self, x: Tensor) -> Tensor:
-        """Zeros to start from, an `init`; x: (..., inputs of the first layer)."""
+        """Return zeros to start from, (..., n), for x of shape (..., inputs of the first layer); an `init` of a DEQ."""
         return x.new_zeros(*x.shape[:-1], sum(self.widths))
 
     def blocks(self, z: Tensor) -> tuple[Tensor, ...]:
-        """The activations of every layer."""
+        """Split a state into the activations of every layer."""
         return z.split(self.widths, dim=-1)
 
     def readout(self, z: Tensor) -> Tensor:
-        """The activations of the last layer: the output of the network."""
+        """Return the activations of the last layer, which are the output of the network."""
         return z[..., -self.widths[-1] :]
 
     def matrices(self) -> tuple[Tensor, Tensor, Tensor]:
-        """W_z, W_x and b, made of the weights of the layers: gradients reach these."""
+        """Return W_z, W_x and b, assembled from the weights of the layers so that gradients reach them."""
         first, *rest = (cast(nn.Linear, linear) for linear in self.linears)
         n = sum(self.widths)
         w = torch.block_diag(*[linear.weight for linear in rest]) if rest else first.weight.new_zeros(0, 0)
@@ -226,13 +230,13 @@ class TiedLayers(nn.Module):
         return w, u, torch.cat([_bias(linear) for linear in (first, *rest)])
 
     def prepare(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """W_z and W_x x + b."""
+        """Return W_z, (1, n, n), and W_x x + b, (..., n)."""
         w, u, b = self.matrices()
-        # a leading 1: a matrix of as many rows as the batch has samples would be taken for one row per sample
+        # leading dimension of 1: a matrix with as many rows as the batch has samples would be taken for one row per sample
         return w.unsqueeze(0), F.linear(x, u, b)
 
     def forward(self, z: Tensor, w: Tensor, injected: Tensor) -> Tensor:
-        """z: (..., n); w: (1, n, n); injected: (..., n)."""
+        """Apply one step to z, (..., n), with w, (1, n, n), and injected, (..., n)."""
         blocks = self.blocks(F.linear(z, w[0]) + injected)
         return torch.cat([sigma(block) for sigma, block in zip(self.activations, blocks, strict=True)], dim=-1)
 
@@ -242,7 +246,7 @@ def _bias(linear: nn.Linear) -> Tensor:
 
 
 def _flat(layers: Any) -> Iterator[Any]:
-    """The modules of nested sequences, one after the other."""
+    """Yield the modules of nested sequences in order."""
     if isinstance(layers, nn.Sequential | nn.ModuleList | list | tuple):
         for part in layers:
             yield from _flat(part)
@@ -251,26 +255,29 @@ def _flat(layers: Any) -> Iterator[Any]:
 
 
 def _check_linear(linear: nn.Linear, before: Sequence[nn.Linear]) -> None:
+    """Raise if `linear` overrides forward (TypeError) or does not fit the width of the layer before (ValueError)."""
     if type(linear).forward is not nn.Linear.forward:
         raise TypeError(
-            f"A layer is its weight and its bias: got {linear!r}, a Linear with a forward of its own. Merge what it adds "
-            "into an nn.Linear."
+            f"A layer must be a plain nn.Linear: got {linear!r}, which overrides forward. Merge what it adds into an "
+            "nn.Linear."
         )
     if before and linear.in_features != before[-1].out_features:
         raise ValueError(
-            f"Each layer takes the width of the one before: layer {len(before) + 1} takes {linear.in_features}, "
-            f"layer {len(before)} gives {before[-1].out_features}."
+            f"The widths of consecutive layers must match: layer {len(before) + 1} takes {linear.in_features} inputs, "
+            f"layer {len(before)} has {before[-1].out_features} outputs."
         )
 
 
 def _check_activation(activation: Any, before: Sequence[nn.Linear]) -> None:
+    """Raise if `activation` is no module (TypeError), comes before any nn.Linear, or is active dropout (ValueError)."""
     if not isinstance(activation, nn.Module):
-        raise TypeError(f"Layers and activations are modules, as nn.Linear(3, 3) and nn.Tanh(), got {activation!r}.")
+        raise TypeError(f"Layers and activations must be modules such as nn.Linear(3, 3) or nn.Tanh(), got {activation!r}.")
     if not before:
         raise ValueError(
-            f"A network begins with an nn.Linear, got {activation!r} first. Apply what comes before it to the input."
+            f"The network must begin with an nn.Linear, got {activation!r} first. Apply it to the input instead."
         )
     if isinstance(activation, _DropoutNd) and activation.p > 0:
         raise ValueError(
-            f"A cell is the same function in every step, and dropout is not: got {activation!r}. Leave it out, or set p=0."
+            f"A cell must be the same function in every step, so dropout is not allowed: got {activation!r}. Remove it or "
+            "set p=0."
         )

@@ -1,10 +1,10 @@
-"""Monotone operator cells: equilibria that exist, are unique, and that a splitting always finds.
+"""Monotone operator cells, whose equilibrium exists, is unique, and is found by operator splitting.
 
-If the symmetric part of I - W is at least m I with m > 0, then z = relu(W z + U x + b) has exactly one solution for every
-x, however large W is. W = (1 - m) I - A'A + B - B' gives all such matrices and nothing else, so that A and B train
-freely (Winston and Kolter, Monotone operator equilibrium networks, 2020).
+If the symmetric part of I - W is at least m I with m > 0, then z = relu(W z + U x + b) has exactly one solution for every x,
+however large W is. W = (1 - m) I - A'A + B - B' parametrises exactly these matrices, so A and B are trained without
+constraints (Winston and Kolter, Monotone operator equilibrium networks, 2020).
 
-The plain map diverges where |W| is large; `equilibria.cells.splitting` has maps with the same answer that do not.
+Plain iteration diverges where |W| is large; the maps of `equilibria.cells.splitting` have the same solution and converge.
 """
 
 from __future__ import annotations
@@ -26,106 +26,107 @@ Tensors = Any  # a tensor, or tuples of tensors
 
 @dataclass(frozen=True)
 class Certificate:
-    """What makes an equilibrium unique, as computed from the weights a cell has now."""
+    """Bounds that prove an equilibrium unique, computed from the current weights of a cell."""
 
     monotonicity: float  # the smallest eigenvalue of the symmetric part of I - W: at least m, up to rounding
     norm: float  # |I - W|
 
     @property
     def alpha(self) -> float:
-        """Forward-backward splitting converges below this step, 2 m / |I - W|^2."""
+        """The step 2 m / |I - W|^2 below which forward-backward splitting converges."""
         return 2 * self.monotonicity / self.norm**2
 
 
 class MonotoneCell(nn.Module, ABC):
-    """z = s(W z + c), with I - W >= m I, c from the inputs, and s the projection onto what a state may be.
+    """z = s(W z + c) with I - W >= m I, c computed from the inputs, and s the projection onto the allowed states.
 
-    Here s is relu, the projection onto z >= 0. A solve takes c (`source`) and W (`operator`) from `prepare`, so that
-    they are computed once. Start it with `init=cell.start`.
+    Here s is relu, the projection onto z >= 0. A solve gets c (`source`) and W (`operator`) from `prepare`, which computes
+    them once. Start it with `init=cell.start`.
     """
 
     def __init__(self, m: float) -> None:
         super().__init__()
         if not m > 0:
             raise ValueError(
-                f"m must be positive, got {m}: I - W >= m I is what makes the equilibrium unique. Leave it at 1.0, or "
-                "take it smaller for a larger choice of W and slower solves."
+                f"m must be positive, got {m}: I - W >= m I makes the equilibrium unique. Leave it at 1.0, or lower it for "
+                "a larger set of W and slower solves."
             )
         self.m = float(m)
         self._known: _Inverse | None = None
 
     @abstractmethod
     def source(self, *inputs: Any) -> Tensors:
-        """c, as `affine` and `project` want it."""
+        """Return c in the form that `affine` and `project` expect."""
 
     @abstractmethod
     def operator(self) -> Tensors:
-        """W, assembled from the parameters.
+        """Return W, assembled from the parameters.
 
-        Its tensors have a leading dimension of 1: one of the length of the batch would pass for rows of samples.
+        Its tensors have a leading dimension of 1: a tensor as long as the batch would be taken for one row per sample.
         """
 
     @abstractmethod
     def multiply(self, z: State, operator: Tensors) -> State:
-        """W z."""
+        """Return W z."""
 
     @abstractmethod
     def multiply_transposed(self, z: State, operator: Tensors) -> State:
-        """W'z."""
+        """Return W'z."""
 
     @abstractmethod
     def invert(self, operator: Tensors, alpha: float) -> Tensors:
-        """What `solve` needs to know of ((1 + alpha) I - alpha W)^{-1}, with a leading dimension of 1 as well."""
+        """Return the form of ((1 + alpha) I - alpha W)^{-1} that `solve` takes, also with a leading dimension of 1."""
 
     @abstractmethod
     def solve(self, y: State, inverse: Tensors) -> State:
-        """((1 + alpha) I - alpha W)^{-1} y."""
+        """Return ((1 + alpha) I - alpha W)^{-1} y."""
 
     @abstractmethod
     def solve_transposed(self, y: State, inverse: Tensors) -> State:
-        """((1 + alpha) I - alpha W')^{-1} y."""
+        """Return ((1 + alpha) I - alpha W')^{-1} y."""
 
     @abstractmethod
     def certificate(self) -> Certificate:
-        """How monotone I - W is and how large, computed from the weights."""
+        """Return the monotonicity and the norm of I - W for the current weights."""
 
     @abstractmethod
     def start(self, *inputs: Any) -> State:
-        """Zeros of the shape of the state: the `init` of a DEQ."""
+        """Return zeros of the shape of the state; the `init` of a DEQ."""
 
     def prepare(self, *inputs: Any) -> tuple[Tensors, Tensors]:
-        """Source and operator, once per solve."""
+        """Return source and operator, computed once per solve."""
         return self.source(*inputs), self.operator()
 
     def forward(self, z: State, source: Tensors, operator: Tensors) -> State:
         return self.project(self.affine(z, source, operator), source)
 
     def affine(self, z: State, source: Tensors, operator: Tensors) -> State:
-        """W z + c."""
+        """Return W z + c."""
         self.check_state(z)
         return each(torch.add, self.multiply(z, operator), self.injection(source))
 
     def injection(self, source: Tensors) -> State:
-        """c alone, of the shape of the state."""
+        """Return c, of the shape of the state."""
         return source
 
     def project(self, u: State, source: Tensors) -> State:
-        """s(u)."""
+        """Return s(u)."""
         return each(F.relu, u)
 
     def readout(self, u: State, *inputs: Any) -> State:
-        """s(u), which is z for u = z; the inputs of the solve are needed only where s depends on them."""
+        """Return s(u), which is z for u = z; `inputs` are those of the solve, for cells whose s depends on them."""
         return self.project(u, None)
 
     def active(self, z: State) -> State:
-        """Where s has the derivative 1 at the equilibrium z, and not 0."""
+        """Return a mask of the shape of z: where the derivative of s at the equilibrium z is 1 rather than 0."""
         return each(lambda part: part > 0, z)
 
     def inverse(self, alpha: float) -> Tensors:
-        """((1 + alpha) I - alpha W)^{-1} for `solve`; kept, and taken again for the same W, where nothing is differentiated.
+        """Return ((1 + alpha) I - alpha W)^{-1} for `solve`; without gradients, the last inverse is reused if W and alpha
+        are the same.
 
-        W is compared by value: parameters can change behind their version counters (`weight.data.copy_`), and their
-        addresses are used again.
+        W is compared by value: parameters can change without their version counters (`weight.data.copy_`), and addresses are
+        reused.
         """
         operator = self.operator()
         tensors = pytree.tree_leaves(operator)
@@ -137,7 +138,7 @@ class MonotoneCell(nn.Module, ABC):
         return self._known.value
 
     def check_state(self, z: State) -> None:
-        """Raise ValueError for what is not a state of this cell."""
+        """Raise ValueError if `z` is not a state of this cell."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_known": None}
@@ -148,7 +149,7 @@ class MonotoneLinear(MonotoneCell):
 
     inputs  length of x, (batch, inputs)
     width   length of z, (batch, width)
-    m       how monotone: I - W >= m I
+    m       monotonicity: I - W >= m I
     """
 
     def __init__(self, inputs: int, width: int, m: float = 1.0) -> None:
@@ -160,10 +161,11 @@ class MonotoneLinear(MonotoneCell):
         self.B = nn.Parameter(torch.empty(width, width).uniform_(-bound, bound))
 
     def source(self, x: Tensor) -> Tensor:
+        """Return U x + b, (batch, width); raises ValueError unless x is (batch, inputs)."""
         if x.dim() != 2 or x.shape[1] != self.U.in_features:
             raise ValueError(
-                f"MonotoneLinear takes x of shape (batch, {self.U.in_features}), got {tuple(x.shape)}. Flatten what "
-                f"belongs to a sample, or make the cell with inputs={x.shape[-1] if x.dim() else 1}."
+                f"MonotoneLinear takes x of shape (batch, {self.U.in_features}), got {tuple(x.shape)}. Flatten each sample, "
+                f"or make the cell with inputs={x.shape[-1] if x.dim() else 1}."
             )
         return self.U(x)
 
@@ -204,19 +206,19 @@ class MonotoneLinear(MonotoneCell):
 
 
 def each(f: Any, *states: State) -> State:
-    """`f` on states of one shape, part by part."""
+    """Apply `f` to states of one structure, part by part, and return a state of that structure."""
     if isinstance(states[0], Tensor):
         return f(*states)
     return tuple(f(*parts) for parts in zip(*states, strict=True))
 
 
 def widened(x: Any) -> Any:
-    """A tensor in at least float32: torch has no inverse, eigenvalues or Fourier transform in half precision."""
+    """Cast a tensor to at least float32: torch has no inverse, eigenvalues or Fourier transform in half precision."""
     return x.float() if isinstance(x, Tensor) and x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def bounds(W: Tensor) -> Certificate:
-    """The certificate of a W that falls into independent blocks, (..., n, n), real or complex."""
+    """Return the certificate of a block-diagonal W given by its blocks, (..., n, n), real or complex."""
     W = widened(W)
     identity = torch.eye(W.shape[-1], dtype=W.dtype, device=W.device)
     rest = identity - W
@@ -225,18 +227,20 @@ def bounds(W: Tensor) -> Certificate:
 
 
 def full_precision(like: Tensor) -> torch.autocast:
-    """Autocast off: W and its inverse are computed once, and an error in them is one in every step."""
+    """Return a context that turns autocast off: an error in W or its inverse would affect every step."""
     return torch.autocast(like.device.type, enabled=False)
 
 
 def check_shape(z: Any, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless `z` is a tensor of shape (batch, *shape)."""
     if not isinstance(z, Tensor) or tuple(z.shape[1:]) != shape:
         seen = tuple(z.shape) if isinstance(z, Tensor) else type(z).__name__
         expected = ", ".join(map(str, ("batch", *shape)))
-        raise ValueError(f"The state of this cell has the shape ({expected}), got {seen}. Start with init=cell.start.")
+        raise ValueError(f"The state of this cell must have shape ({expected}), got {seen}. Start with init=cell.start.")
 
 
 def check_sizes(**sizes: int) -> None:
+    """Raise ValueError for the first size below 1, naming it."""
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}.")
@@ -244,7 +248,7 @@ def check_sizes(**sizes: int) -> None:
 
 @dataclass(frozen=True)
 class _Inverse:
-    """An inverse, and what it is the inverse of."""
+    """An inverse with the operator and the alpha it was computed from."""
 
     alpha: float
     operator: list[Tensor]
@@ -255,12 +259,12 @@ class _Inverse:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    # what was computed in inference mode cannot be used in a graph outside it
+    # tensors made in inference mode cannot be used in a graph outside it
     alike = a.dtype == b.dtype and a.device == b.device and a.is_inference() == b.is_inference()
     return alike and torch.equal(a, b)
 
 
 def _is_followed(x: Tensor) -> bool:
-    """True if it is differentiated or mapped over: a cached value would drop the derivative silently."""
+    """Return True if `x` is differentiated or vmapped: a cached value would silently drop the derivative."""
     wrapped: bool = torch._C._functorch.is_functorch_wrapped_tensor(x)
     return x.requires_grad or wrapped or forward_ad.unpack_dual(x).tangent is not None

@@ -1,8 +1,8 @@
-"""Monotone convolutional cells: one image, or a pyramid of them. W is made of circular convolutions.
+"""Monotone convolutional cells on one image or on a pyramid of images; W consists of circular convolutions.
 
-On a torus (1 + alpha) I - alpha W falls into one small matrix per frequency, so its inverse is at hand. Images are not
-tori: they get a frame of zeros, which s sets to zero again in every step, so that nothing reaches round the edge and the
-interior sees ordinary zero padding. Setting entries to zero is a projection too, and the theory holds unchanged.
+On a torus, (1 + alpha) I - alpha W splits into one small matrix per frequency, which is cheap to invert. Images are not
+tori: they get a frame of zeros, which s sets to zero again in every step. Nothing then crosses the edge, and the interior
+sees ordinary zero padding. Setting entries to zero is a projection too, so the theory holds unchanged.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Image = int | tuple[int, int]
 
 
 class Kernel(nn.Module):
-    """scale K / |K|, K of shape (channels, inputs, size, size), its Frobenius norm a parameter that starts at 1."""
+    """The kernel scale * K / |K| with K of shape (channels, inputs, size, size); `scale` is a parameter that starts at 1."""
 
     def __init__(self, inputs: int, channels: int, size: int) -> None:
         super().__init__()
@@ -59,16 +59,17 @@ class Kernel(nn.Module):
 
 
 class MonotoneConv2d(MonotoneCell):
-    """z = relu(W z + U x + b), W = (1 - m) I - A'A + B - B', all of them convolutions, A = g A0 / |A0|, B = h B0 / |B0|.
+    """z = relu(W z + U x + b) with W = (1 - m) I - A'A + B - B', all convolutions, A = g A0 / |A0|, B = h B0 / |B0|.
 
-    in_channels  of x, (batch, in_channels, height, width)
-    channels     of z, (batch, channels, height + 2 f, width + 2 f) with a frame of f = kernel_size // 2 zeros
-    kernel_size  of A, B and U, odd
+    in_channels  channels of x, (batch, in_channels, height, width)
+    channels     channels of z, (batch, channels, height + 2 f, width + 2 f) with a frame of f = kernel_size // 2 zeros
+    kernel_size  odd size of A, B and U
     image        (height, width) of x, or one number for both
-    m            how monotone: I - W >= m I
+    m            monotonicity: I - W >= m I
     frame        False: no frame, the image is a torus
 
-    The released code has the term g A'A, which is not monotone for g < 0; here it is g^2 A'A, which always is.
+    The code released with the paper has the term g A'A, which is not monotone for g < 0; here it is g^2 A'A, which always
+    is.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class MonotoneConv2d(MonotoneCell):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """The shape of the state of a sample: channels, height and width with the frame."""
+        """Shape of the state of one sample: channels, height and width including the frame."""
         height, width = self.image
         return self.U.out_channels, height + 2 * self.frame, width + 2 * self.frame
 
@@ -103,7 +104,7 @@ class MonotoneConv2d(MonotoneCell):
         return convolve(z, transposed(operator[0]))
 
     def invert(self, operator: Tensor, alpha: float) -> tuple[Tensor, Torus]:
-        """The matrices per frequency, and the torus that takes an image there."""
+        """Return the inverse as real matrices per frequency, and the torus that transforms images."""
         torus = Torus(self.shape[1:], operator)
         matrices = torch.linalg.inv(_shifted(torus.response(operator[0]).squeeze(1), alpha))
         return real_blocks(matrices).unsqueeze(0), torus
@@ -121,7 +122,7 @@ class MonotoneConv2d(MonotoneCell):
 
     @torch.no_grad()
     def certificate(self) -> Certificate:
-        """The certificate of the whole torus; with a frame, a bound for the interior, which is a part of it."""
+        """Return the certificate of W on the torus; with a frame it is a bound for W on the interior."""
         return bounds(response(widened(self.operator()[0]), self.shape[1:]))
 
     def start(self, x: Tensor) -> Tensor:
@@ -135,14 +136,14 @@ class MonotoneConv2d(MonotoneCell):
 
 
 class MonotoneTiers2d(MonotoneCell):
-    """A pyramid of images, tier i with channels[i] and half the height and width of the one before; x enters at tier 0.
+    """A pyramid of images; tier i has channels[i] channels and half the height and width of tier i - 1; x enters at tier 0.
 
     W = (1 - m) I - A'A + B - B' for A with A_i on the diagonal and stride-2 convolutions L_i, from tier i to tier i + 1,
-    below it. The skew part between tiers is chosen to cancel what would go up, so that W is lower bidiagonal:
+    below it. The skew part between tiers cancels the coupling from tier i + 1 to tier i, so W is lower bidiagonal:
 
         (W z)_i = ((1 - m) I - A_i'A_i + B_i - B_i' - L_i'L_i) z_i - 2 A_i'L_{i-1} z_{i-1}
 
-    The state is a tuple of images, each with its frame. in_channels, kernel_size, m and frame as in MonotoneConv2d;
+    The state is a tuple of images, each with its frame. in_channels, kernel_size, m and frame are as in MonotoneConv2d;
     height and width must be divisible by 2^(tiers - 1).
     """
 
@@ -167,11 +168,14 @@ class MonotoneTiers2d(MonotoneCell):
         self.L = nn.ModuleList(Kernel(c, d, kernel_size) for c, d in pairwise(channels))
 
     def _shapes(self, channels: tuple[int, ...], kernel_size: int) -> tuple[tuple[int, int, int], ...]:
+        """Return (channels, height, width) of every tier, frames included; raises ValueError if the image cannot be halved
+        so often.
+        """
         halvings = 2 ** (len(channels) - 1)
         if any(side % halvings or side // halvings + 2 * self.frame < kernel_size for side in self.image):
             raise ValueError(
                 f"{len(channels)} tiers halve the image {len(channels) - 1} times: height and width must be divisible by "
-                f"{halvings} and leave room for the kernel, got {self.image}. Pad the image or take fewer tiers."
+                f"{halvings} and stay at least as large as the kernel, got {self.image}. Pad the image or use fewer tiers."
             )
         height, width = self.image
         border = 2 * self.frame
@@ -183,13 +187,14 @@ class MonotoneTiers2d(MonotoneCell):
         return first, *(first.new_zeros(len(x), *shape) for shape in self.shapes[1:])
 
     def operator(self) -> Tensors:
-        """(kernels of the convolutions within tiers, A_i, L_i), each a tuple over tiers."""
+        """Return (kernels within tiers, A_i, L_i), each a tuple over tiers."""
         with full_precision(self.U.weight):
             A, B, L = ([kernel() for kernel in kernels] for kernels in (self.A, self.B, self.L))
             within = [_monotone_kernel(a, b, self.m) for a, b in zip(A, B, strict=True)]
         return tuple(tuple(kernel.unsqueeze(0) for kernel in kernels) for kernels in (within, A, L))
 
     def multiply(self, z: tuple[Tensor, ...], operator: Tensors) -> tuple[Tensor, ...]:
+        """Return W z: the convolutions within tiers and the contribution of every tier to the next coarser one."""
         within, A, L = operator
         down = [convolve(part, kernel[0], stride=2) for part, kernel in zip(z, L, strict=False)]
         out = [convolve(part, kernel[0]) for part, kernel in zip(z, within, strict=True)]
@@ -199,6 +204,7 @@ class MonotoneTiers2d(MonotoneCell):
         return tuple(out)
 
     def multiply_transposed(self, z: tuple[Tensor, ...], operator: Tensors) -> tuple[Tensor, ...]:
+        """Return W'z: the convolutions within tiers and the contribution of every tier to the next finer one."""
         within, A, L = operator
         out = [convolve(part, transposed(kernel[0])) for part, kernel in zip(z, within, strict=True)]
         for i, kernel in enumerate(L):
@@ -207,7 +213,9 @@ class MonotoneTiers2d(MonotoneCell):
         return tuple(out)
 
     def invert(self, operator: Tensors, alpha: float) -> Tensors:
-        """(D_i^{-1}, their tori, 2 alpha A_i, L_i), tuples over tiers; D_i is on the diagonal of (1 + alpha) I - alpha W."""
+        """Return (D_i^{-1}, tori, 2 alpha A_i, L_i), tuples over tiers; D_i are the diagonal blocks of (1 + alpha) I - alpha
+        W.
+        """
         within, A, L = operator
         folds = [2] * len(L) + [1]
         tori = tuple(Torus(shape[1:], within[0], fold) for shape, fold in zip(self.shapes, folds, strict=True))
@@ -217,7 +225,7 @@ class MonotoneTiers2d(MonotoneCell):
         return diagonal, tori, tuple(2 * alpha * kernel for kernel in A), L
 
     def solve(self, y: tuple[Tensor, ...], inverse: Tensors) -> tuple[Tensor, ...]:
-        """Solve from the first tier down; each tier gets the contribution of the one before."""
+        """Solve by forward substitution from the first tier; each tier gets the contribution of the one before."""
         diagonal, tori, A, L = inverse
         out = [tori[0].apply(y[0], diagonal[0].squeeze(0))]
         for i in range(1, len(y)):
@@ -227,7 +235,7 @@ class MonotoneTiers2d(MonotoneCell):
         return tuple(out)
 
     def solve_transposed(self, y: tuple[Tensor, ...], inverse: Tensors) -> tuple[Tensor, ...]:
-        """Solve from the last tier up."""
+        """Solve the transposed system by backward substitution from the last tier."""
         diagonal, tori, A, L = inverse
         out = [tori[-1].apply(y[-1], diagonal[-1].squeeze(0).mT)]
         for i in reversed(range(len(y) - 1)):
@@ -236,11 +244,11 @@ class MonotoneTiers2d(MonotoneCell):
         return tuple(reversed(out))
 
     def _extend(self, coarse: Tensor) -> Tensor:
-        """Half a framed image has half a frame; the other half is added at the right and the bottom."""
+        """Pad a decimated framed image, whose frame is half as wide, to a full frame at the right and the bottom."""
         return F.pad(coarse, (0, self.frame, 0, self.frame))
 
     def _shrink(self, image: Tensor) -> Tensor:
-        """The adjoint of `_extend`."""
+        """Crop what `_extend` pads; its adjoint."""
         return image[..., : image.shape[-2] - self.frame, : image.shape[-1] - self.frame]
 
     def project(self, u: tuple[Tensor, ...], source: Tensors) -> tuple[Tensor, ...]:
@@ -248,10 +256,11 @@ class MonotoneTiers2d(MonotoneCell):
 
     @torch.no_grad()
     def certificate(self) -> Certificate:
-        """m itself, and an upper bound of the norm: tiers of different tori have no common frequencies.
+        """Return m itself and an upper bound of the norm; tiers of different sizes have no common frequencies for an exact
+        value.
 
         The symmetric part of I - W is m I + A'A by construction. |I - W| is at most the largest norm of a diagonal block
-        plus the largest of one below it.
+        plus the largest norm of a block below it.
         """
         sizes = [shape[1:] for shape in self.shapes]
         operator = pytree.tree_map(widened, self.operator())
@@ -265,6 +274,7 @@ class MonotoneTiers2d(MonotoneCell):
         return tuple(x.new_zeros(x.shape[0], *shape) for shape in self.shapes)
 
     def check_state(self, z: State) -> None:
+        """Raise ValueError unless `z` is a tuple with one image of the right shape per tier."""
         if not isinstance(z, tuple) or len(z) != len(self.shapes):
             seen = f"a tuple of {len(z)}" if isinstance(z, tuple) else type(z).__name__
             raise ValueError(f"The state is a tuple of {len(self.shapes)} tiers, got {seen}. Start with init=cell.start.")
@@ -276,7 +286,7 @@ class MonotoneTiers2d(MonotoneCell):
 
 
 def _monotone_kernel(A: Tensor, B: Tensor, m: float) -> Tensor:
-    """The kernel of (1 - m) I - A'A + B - B', of size 2 k - 1."""
+    """Return the kernel of (1 - m) I - A'A + B - B', of size 2 k - 1."""
     square = gram(A)
     skew = B - transposed(B)
     size = square.shape[-1]
@@ -284,18 +294,19 @@ def _monotone_kernel(A: Tensor, B: Tensor, m: float) -> Tensor:
 
 
 def _shifted(W: Tensor, alpha: float) -> Tensor:
-    """(1 + alpha) I - alpha W, in blocks."""
+    """Return (1 + alpha) I - alpha W for blocks W, (..., n, n)."""
     return (1 + alpha) * torch.eye(W.shape[-1], dtype=W.dtype, device=W.device) - alpha * W
 
 
 def _inverse_between(kernel: Tensor, down: Tensor, torus: Torus, alpha: float) -> Tensor:
-    """D^{-1} for D = F + alpha L'L, F = (1 + alpha) I - alpha K a convolution on the torus, per group of frequencies.
+    """Return D^{-1} per group of frequencies for D = F + alpha L'L, where F = (1 + alpha) I - alpha K is a convolution on
+    the torus.
 
-    L drops pixels, so L'L mixes the four frequencies of a group. The Woodbury identity inverts small matrices only:
-    D^{-1} = F^{-1} - F^{-1} L' alpha H^{-1} L F^{-1} with H = I + alpha L F^{-1} L'.
+    L drops pixels, so L'L mixes the four frequencies of a group. The Woodbury identity inverts only small matrices: D^{-1} =
+    F^{-1} - F^{-1} L' alpha H^{-1} L F^{-1} with H = I + alpha L F^{-1} L'.
     """
     inverse = torch.linalg.inv(_shifted(torus.response(kernel[0]), alpha))  # (groups, 4, in, in)
-    L = torus.response(down[0]) / torus.fold  # (groups, 4, out, in); of 4 pixels one is kept: lengths are halved
+    L = torus.response(down[0]) / torus.fold  # (groups, 4, out, in); one of 4 pixels is kept, which halves lengths
     left, right = (inverse @ L.mH).flatten(1, 2), (L @ inverse).transpose(1, 2).flatten(2, 3)
     H = torch.eye(L.shape[2], dtype=L.dtype, device=L.device) + alpha * (L @ inverse @ L.mH).sum(1)
     same = torch.eye(torus.fold**2, dtype=L.dtype, device=L.device)[:, None, :, None]
@@ -304,17 +315,17 @@ def _inverse_between(kernel: Tensor, down: Tensor, torus: Torus, alpha: float) -
 
 
 def _lift(coarse: Tensor, kernel: Tensor) -> Tensor:
-    """L'y, from half a torus to the whole."""
+    """Return L'y, from the torus of half the size to the full one."""
     return convolve(spread(coarse), transposed(kernel[0]))
 
 
 def _norm(matrices: Tensor) -> float:
-    """The norm of a convolution: the largest of its norms over the frequencies."""
+    """Return the norm of a convolution: the largest spectral norm over its frequencies."""
     return torch.linalg.matrix_norm(matrices, 2).max().item()
 
 
 class _Rectified(torch.autograd.Function):
-    """relu inside, 0 in the frame: one pass over the image in either direction, where relu and a mask would take two."""
+    """relu inside and 0 in the frame, in one pass over the image; relu followed by a mask would take two."""
 
     @staticmethod
     def forward(u: Tensor, frame: int) -> Tensor:
@@ -343,6 +354,7 @@ class _Rectified(torch.autograd.Function):
 
 
 def _rectified(image: Tensor, frame: int) -> Tensor:
+    """Return relu of `image` with its frame set to zero; traced graphs get the same from plain torch functions."""
     if frame == 0:
         return F.relu(image)
     if is_traced():
@@ -351,21 +363,22 @@ def _rectified(image: Tensor, frame: int) -> Tensor:
 
 
 def _where_positive(t: Tensor, z: Tensor) -> Tensor:
-    """t where z > 0, and 0 elsewhere: the derivative of relu. torch.where takes six times as long for it."""
+    """Return t where z > 0 and 0 elsewhere, the derivative of relu; torch.where takes six times as long."""
     out: Tensor = torch.ops.aten.threshold_backward(t, z, 0)
     return out
 
 
 def _injection(in_channels: int, channels: int, kernel_size: int, frame: int) -> nn.Conv2d:
-    """U x + b on the framed image; beyond a frame of zeros a torus has zeros again."""
+    """Return the convolution U x + b onto the framed image; outside the frame the torus has zeros again."""
     if frame:
         return nn.Conv2d(in_channels, channels, kernel_size, padding=2 * frame)
     return nn.Conv2d(in_channels, channels, kernel_size, padding=kernel_size // 2, padding_mode="circular")
 
 
 def _checked_image(image: Image, kernel_size: int) -> tuple[int, int]:
+    """Return (height, width); raises ValueError for an even kernel or an image smaller than the kernel."""
     if kernel_size < 1 or kernel_size % 2 == 0:
-        raise ValueError(f"kernel_size must be odd, so that a kernel has a middle, got {kernel_size}. Use 3.")
+        raise ValueError(f"kernel_size must be odd, so that the kernel has a centre, got {kernel_size}. Use 3.")
     height, width = (image, image) if isinstance(image, int) else image
     if min(height, width) < kernel_size:
         raise ValueError(f"The image must be at least as large as the kernel, {kernel_size}, got {(height, width)}.")
@@ -373,8 +386,9 @@ def _checked_image(image: Image, kernel_size: int) -> tuple[int, int]:
 
 
 def _check_images(x: Tensor, channels: int, image: tuple[int, int]) -> None:
+    """Raise ValueError unless x has shape (batch, channels, *image)."""
     if tuple(x.shape[1:]) != (channels, *image):
         raise ValueError(
-            f"This cell takes x of shape (batch, {channels}, {image[0]}, {image[1]}), got {tuple(x.shape)}. The inverse "
+            f"This cell takes x of shape (batch, {channels}, {image[0]}, {image[1]}), got {tuple(x.shape)}. Its inverse "
             "depends on the size: resize the images, or make the cell with another `image`."
         )

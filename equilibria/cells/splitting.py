@@ -1,11 +1,11 @@
-"""Operator splittings: maps with the answer of a monotone cell on which iteration converges.
+"""Operator splittings: maps with the same solution as a monotone cell, on which iteration converges.
 
     layer = Readout(eq.DEQ(PeacemanRachford(MonotoneLinear(784, 87)), solver=eq.Picard()))
     z = layer(x)                                          # z = relu(W z + U x + b)
 
-Any solver runs them, any gradient differentiates them. The reverse pass by splitting of the paper needs nothing of its own:
-eq.Implicit(solver=eq.Picard()) iterates with the transposed map, which contracts as the map does. As an equation of its
-own it is there too: the adjoint of a monotone cell is a monotone cell, `AdjointCell`.
+Any solver and any gradient works with them. The paper's backward pass by splitting needs no code of its own:
+eq.Implicit(solver=eq.Picard()) iterates the transposed map, which contracts at the same rate. The adjoint of a monotone cell
+is also available as a monotone cell, `AdjointCell`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from equilibria.cells.monotone import Certificate, MonotoneCell, State, Tensors,
 
 
 class Splitting(nn.Module):
-    """A monotone cell taken apart with a step alpha > 0, which may be changed between solves."""
+    """A splitting of a monotone cell with the step alpha > 0, which may be changed between solves."""
 
     def __init__(self, cell: MonotoneCell, alpha: float) -> None:
         super().__init__()
         if not isinstance(cell, MonotoneCell):
             raise TypeError(
-                f"A splitting is of a monotone cell, got {type(cell).__name__}. Pass a MonotoneLinear, MonotoneConv2d or "
-                "MonotoneTiers2d, not yet wrapped in a DEQ."
+                f"A splitting takes a monotone cell, got {type(cell).__name__}. Pass a MonotoneLinear, MonotoneConv2d or "
+                "MonotoneTiers2d that is not yet wrapped in a DEQ."
             )
         self.cell = cell
         self.alpha = alpha
@@ -40,16 +40,16 @@ class Splitting(nn.Module):
     def alpha(self, value: float) -> None:
         if not value > 0:
             raise ValueError(
-                f"alpha must be positive, got {value}: it is the length of a step. Start from 1.0 and use tune_alpha."
+                f"alpha must be positive, got {value}: it is the step length. Start from 1.0 and use tune_alpha."
             )
         self._alpha = float(value)
 
     def start(self, *inputs: Any) -> State:
-        """Zeros of the shape of the state: the `init` of a DEQ."""
+        """Return zeros of the shape of the state; the `init` of a DEQ."""
         return self.cell.start(*inputs)
 
     def readout(self, state: State, *inputs: Any) -> State:
-        """The cell's equilibrium z from that of the splitting; `inputs` are those of the solve."""
+        """Return the cell's equilibrium z for an equilibrium of the splitting; `inputs` are those of the solve."""
         return state
 
     def extra_repr(self) -> str:
@@ -57,7 +57,7 @@ class Splitting(nn.Module):
 
 
 class ForwardBackward(Splitting):
-    """z -> s((1 - alpha) z + alpha (W z + c)), whose equilibrium is z itself.
+    """z -> s((1 - alpha) z + alpha (W z + c)); its equilibrium is the cell's z.
 
     Iteration converges for alpha < 2 m / |I - W|^2, which is `cell.certificate().alpha`; alpha = 1 is the plain map.
     """
@@ -66,7 +66,7 @@ class ForwardBackward(Splitting):
         super().__init__(cell, alpha)
 
     def prepare(self, *inputs: Any) -> tuple[Tensors, Tensors, float]:
-        # alpha goes along: a backward pass runs the map again, perhaps after alpha has been tuned
+        # alpha is passed on: a backward pass runs the map again, possibly after alpha was tuned
         return (*self.cell.prepare(*inputs), self.alpha)
 
     def forward(self, z: State, source: Tensors, operator: Tensors, alpha: float) -> State:
@@ -75,10 +75,10 @@ class ForwardBackward(Splitting):
 
 
 class PeacemanRachford(Splitting):
-    """u -> 2 V(r + alpha c) - r with r = 2 s(u) - u and V = ((1 + alpha) I - alpha W)^{-1}; the equilibrium is z = s(u).
+    """u -> 2 V(r + alpha c) - r with r = 2 s(u) - u and V = ((1 + alpha) I - alpha W)^{-1}; the cell's z is s(u).
 
-    Iteration converges for every alpha > 0, in few steps. `readout` makes z of u, and `Readout` does so in a layer.
-    V is computed once per solve; without gradients, once per change of the weights.
+    Iteration converges for every alpha > 0, in few steps. `readout` computes z from u; the module `Readout` does so as a
+    layer. V is computed once per solve; without gradients, once per change of the weights.
     """
 
     def __init__(self, cell: MonotoneCell, alpha: float = 1.0) -> None:
@@ -89,28 +89,28 @@ class PeacemanRachford(Splitting):
 
     def forward(self, u: State, source: Tensors, inverse: Tensors, alpha: float) -> State:
         self.cell.check_state(u)
-        # with -r and V(-r - alpha c), every line is one pass over the state, in either direction
+        # written with -r and V(-r - alpha c): each line is one pass over the state, forward and backward
         minus_r = each(lambda a, s: torch.add(a, s, alpha=-2), u, self.cell.project(u, source))
         right = each(lambda a, c: torch.add(a, c, alpha=-alpha), minus_r, self.cell.injection(source))
         solved = self.cell.solve(each(widened, right), inverse)  # V is at least float32
         return each(lambda a, v: torch.add(a, v.to(a.dtype), alpha=-2), minus_r, solved)
 
     def readout(self, state: State, *inputs: Any) -> State:
-        """z = s(u)."""
+        """Return z = s(u)."""
         return self.cell.readout(state, *inputs)
 
 
 class Readout(nn.Module):
-    """A DEQ of a splitting, or of a monotone cell, as a layer that gives the cell's z and starts from zeros by itself."""
+    """A layer around a DEQ of a splitting or of a monotone cell; it returns the cell's z and starts from zeros."""
 
     def __init__(self, deq: nn.Module) -> None:
         super().__init__()
         if not isinstance(getattr(deq, "cell", None), (Splitting, MonotoneCell)):
-            raise TypeError(f"Readout is of eq.DEQ(splitting) or eq.DEQ(monotone cell), got {deq!r}.")
+            raise TypeError(f"Readout takes eq.DEQ(splitting) or eq.DEQ(monotone cell), got {deq!r}.")
         self.deq = deq
 
     def forward(self, *inputs: Any, init: Any = None) -> State:
-        """z; `init` starts this solve from a state or an earlier Solution of the DEQ inside."""
+        """Solve and return z; `init` starts this solve from a state or from an earlier Solution of the inner DEQ."""
         cell: Any = self.deq.cell
         if init is None and self.deq.init is None:
             init = cell.start(*inputs)
@@ -120,8 +120,8 @@ class Readout(nn.Module):
 class AdjointCell(MonotoneCell):
     """u = s'(g + W'u): the adjoint of a cell at its equilibrium z for the cotangent g, as a monotone cell.
 
-    s' is 1 where z > 0 and 0 elsewhere, so it is a projection, and I - W' is as monotone as I - W. Inputs: z, g. Its
-    solution is the gradient of U x + b, and all others follow from it:
+    s' is 1 where z > 0 and 0 elsewhere, so it is a projection, and I - W' is as monotone as I - W. The inputs are z and g.
+    The solution is the gradient with respect to U x + b, from which all other gradients follow:
 
         adjoint = PeacemanRachford(AdjointCell(cell))
         u = Readout(eq.DEQ(adjoint, solver=eq.Picard()))(z, g)
@@ -147,7 +147,7 @@ class AdjointCell(MonotoneCell):
         return self.project(u, self.source(z, g))
 
     def active(self, z: State) -> State:
-        raise TypeError("The adjoint of an adjoint is not a function of its solution; differentiate with eq.Implicit.")
+        raise TypeError("An AdjointCell has no adjoint of its own; differentiate with eq.Implicit.")
 
     def operator(self) -> Tensors:
         return self.of.operator()
@@ -181,11 +181,12 @@ class AdjointCell(MonotoneCell):
 
 
 def tune_alpha(splitting: Splitting, steps: Callable[[], float | Tensor], largest: float = 1.0, halvings: int = 12) -> float:
-    """Halve alpha from `largest` on as long as a solve takes no more steps for it; sets it and returns it.
+    """Halve alpha, starting from `largest`, while the number of steps does not grow; set the best value and return it.
 
-    steps  solves some batch and says how long it took: lambda: deq.solve(x).stats.steps.max()
+    steps     solves a batch and returns its number of steps: lambda: deq.solve(x).stats.steps.max()
+    halvings  most halvings to try
 
-    Weights move, and the best alpha with them: tune now and then during training.
+    The best alpha changes with the weights: tune it from time to time during training.
     """
     before = splitting.alpha
     try:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from equilibria._core.loop import Stop
+from equilibria._core.checks import require
 from equilibria._core.packing import State
 from equilibria.deq import DEQ
 from equilibria.solution import Solution
-from equilibria.solvers.base import require
+from equilibria.stop import Stop
 
 Keep = Literal["residual", "vote"]
 Answer = Callable[[State], Tensor]

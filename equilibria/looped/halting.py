@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from equilibria._core.loop import Stop
+from equilibria._core.checks import require
 from equilibria._core.packing import State
-from equilibria.solvers.base import require
+from equilibria.stop import Stop
 
 By = Literal["head", "convergence", "both", "either", "limit"]
 Step = Callable[[Any, State | None], tuple[Any, Tensor, State, Tensor]]

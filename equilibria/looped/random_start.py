@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from equilibria.solvers.base import require
+from equilibria._core.checks import require
 
 
 @dataclass(frozen=True, kw_only=True)

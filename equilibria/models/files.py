@@ -3,8 +3,8 @@
     eq.models.save(model, "digits.safetensors")
     model = eq.models.load("digits.safetensors")
 
-A file is there whole or not at all, is checked when it is read, and cannot run code. Any program that reads safetensors
-reads the weights. It needs safetensors, which comes with the extra `train`.
+Files are written atomically, verified when they are read, and cannot run code. Any program that reads safetensors can read
+the weights. This needs safetensors, which comes with the extra `train`.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ from equilibria.models.registry import create
 from equilibria.models.states import bare, check_fit, check_storable, identities, on_host, take_dtypes
 
 FORMAT = 1
-KEY = "equilibria"  # one alone: safetensors writes several in any order, and the same model would not give the same bytes
+# a single key: safetensors writes several in arbitrary order, and equal models would give different bytes
+KEY = "equilibria"
 
 State = dict[str, Any]
 M = TypeVar("M", bound=nn.Module)
 
 
 class ModelFileError(RuntimeError):
-    """A file does not hold a model, or not the one that was asked for."""
+    """A file holds no model, or not the requested one."""
 
 
 @dataclass(frozen=True)
 class SavedModel:
-    """What a file says of the model in it.
+    """The description of a model in a file.
 
     kind     its class
-    name     by which `create` made it; None: it was made by hand
-    lost     options that a file cannot hold, and what they were; without them the model cannot be made again
-    version  of the library that wrote it; None: another program did
-    shapes   of the tensors in the file
-    aliases  names of tensors that are another name's tensor, as of tied weights
+    name     the name by which `create` made it; None: it was constructed directly
+    lost     options that a file cannot hold, with a description; such a model cannot be created from the file
+    version  version of the library that wrote it; None: another program did
+    shapes   shapes of the tensors in the file
+    aliases  names that refer to another name's tensor, as for tied weights
     """
 
     path: Path
@@ -57,7 +58,7 @@ class SavedModel:
     version: str | None
     shapes: Mapping[str, tuple[int, ...]]
     aliases: Mapping[str, str]
-    notes: Mapping[str, Any] = field(repr=False)  # all of this as it stands in the file
+    notes: Mapping[str, Any] = field(repr=False)  # the metadata as stored in the file
 
     @property
     def options(self) -> dict[str, Any]:
@@ -67,15 +68,15 @@ class SavedModel:
         except (TypeError, ValueError) as error:
             raise ModelFileError(
                 f"{self.path} has options that this version of the library, {equilibria.__version__}, cannot read: {error} "
-                f"It was written by version {self.version}. Install that one, or make the model and load(path, model)."
+                f"It was written by version {self.version}. Install that version, or create the model and load(path, model)."
             ) from error
 
 
 def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
-    """Write the weights and buffers of a model, and what `create` made it from.
+    """Write the weights and buffers of a model, and the arguments of `create` that made it; returns the path.
 
-    What was changed on a model after it was made, such as `model.layer.solver`, is not in the file. Folders on the way are
-    made; a file of that name is replaced in one moment.
+    Changes made to the model after its creation, such as `model.layer.solver`, are not saved. Missing folders are created;
+    an existing file is replaced atomically.
     """
     path, model = Path(path), bare(model)
     tensors, notes = _described(model)
@@ -91,14 +92,14 @@ def load(path: str | os.PathLike[str]) -> nn.Module: ...
 @overload
 def load(path: str | os.PathLike[str], model: M) -> M: ...
 def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
-    """The model in a file.
+    """Return the model in a file.
 
-    Without a `model`, one is created by the name and options in the file; it has the dtypes that were saved. Otherwise the
-    weights go into `model`, in the dtypes that it has; where they do not fit, it is left as it was.
+    Without a `model`, one is created by the name and options in the file, with the saved dtypes. Otherwise the weights are
+    copied into `model`, in its own dtypes; if they do not fit, it is left unchanged and ModelFileError is raised.
     """
     with _opened(Path(path)) as file:
         saved = _saved(Path(path), file)
-        state = _state(saved, file)  # checked before anything is made of it
+        state = _state(saved, file)  # verified before a model is created
     target = _created(saved) if model is None else model
     if problem := check_fit(bare(target), state):
         raise ModelFileError(f"{path} does not fit this {type(bare(target)).__name__}: {problem} {_advice(saved, model)}")
@@ -109,13 +110,13 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
 
 
 def read_info(path: str | os.PathLike[str]) -> SavedModel:
-    """What a file says of its model; the weights are neither read nor checked."""
+    """Return the description of the model in a file; the weights are neither read nor verified."""
     with _opened(Path(path)) as file:
         return _saved(Path(path), file)
 
 
 def _described(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors to write, each once, and everything else."""
+    """Return the tensors to write, each once, and the metadata."""
     state = model.state_dict()
     extra = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
     every = {name: value for name, value in state.items() if name not in extra}
@@ -141,7 +142,7 @@ def _described(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _divided(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The options as JSON data, and descriptions of those that cannot be."""
+    """Return the options as JSON data, and descriptions of those that JSON cannot hold."""
     kept, lost = {}, {}
     for name, value in options.items():
         try:
@@ -155,11 +156,11 @@ def _extra(name: str, value: Any) -> Any:
     try:
         return to_data(value)
     except TypeError as error:
-        raise TypeError(f"The state of the model holds at {name} what a file cannot: {error}") from error
+        raise TypeError(f"The state of the model has a value at {name} that a file cannot hold: {error}") from error
 
 
 def _digest(tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> str:
-    """The checksum of everything in the file."""
+    """Return the checksum of all tensors and metadata."""
     rest = {name: value for name, value in notes.items() if name != "sha256"}
     sums = hashlib.sha256(json.dumps(rest, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
@@ -170,21 +171,23 @@ def _digest(tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors file; raises FileNotFoundError or ModelFileError with a remedy."""
     safetensors = optional("safetensors", "train")
     if not path.is_file():
-        seen = "is a folder" if path.is_dir() else "is not there"
-        raise FileNotFoundError(f"{path} {seen}: give the path of a file that save(model, path) wrote.")
+        seen = "is a folder" if path.is_dir() else "does not exist"
+        raise FileNotFoundError(f"{path} {seen}: pass the path of a file written by save(model, path).")
     try:
         with safetensors.safe_open(str(path), framework="pt") as file:
             yield file
     except safetensors.SafetensorError as error:
         raise ModelFileError(
-            f"{path} is damaged or not a safetensors file: {error}. Copy it anew, or save the model again with "
-            "save(model, path). A file of torch.save is read by torch.load(path, weights_only=True)."
+            f"{path} is damaged or not a safetensors file: {error}. Copy it again, or save the model again with "
+            "save(model, path). Files of torch.save are read by torch.load(path, weights_only=True)."
         ) from error
 
 
 def _saved(path: Path, file: Any) -> SavedModel:
+    """Parse the metadata of an open file; raises ModelFileError for a newer format or damaged metadata."""
     text = (file.metadata() or {}).get(KEY)
     try:
         notes = {} if text is None else json.loads(text)
@@ -199,31 +202,34 @@ def _saved(path: Path, file: Any) -> SavedModel:
         kind, name, version = (notes.get(key) for key in ("kind", "name", "version"))
         return SavedModel(path, kind, name, notes.get("lost", {}), version, shapes, notes.get("aliases", {}), notes)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelFileError(f"{path} is damaged: its metadata make no sense ({error}). Save the model again.") from error
+        raise ModelFileError(f"{path} is damaged: its metadata is invalid ({error}). Save the model again.") from error
 
 
 def _state(saved: SavedModel, file: Any) -> State:
-    """The state dict, checked against its sum where the file has one."""
-    # copies have torch's own alignment: to copy complex numbers from where the file has them ended the process
+    """Return the state dict, verified against the checksum if the file has one."""
+    # copied to torch's own alignment: copying complex numbers directly from the mapped file crashed the process
     tensors = {name: torch.clone(file.get_tensor(name)) for name in file.keys()}
     if saved.notes and _digest(tensors, saved.notes) != saved.notes.get("sha256"):
-        raise ModelFileError(f"{saved.path} is damaged: its sha256 differs. Copy it anew, or save the model again.")
+        raise ModelFileError(f"{saved.path} is damaged: its sha256 differs. Copy it again, or save the model again.")
     state: State = tensors | {name: torch.view_as_complex(tensors[name]) for name in saved.notes.get("complex", ())}
     state |= {name: state[other] for name, other in saved.aliases.items()}
     return state | {name: from_data(data) for name, data in saved.notes.get("extra", {}).items()}
 
 
 def _created(saved: SavedModel) -> nn.Module:
-    by_hand = "Make the model and load the weights into it: load(path, model)."
+    """Create the model from its name and options; raises ModelFileError if the file does not determine it."""
+    by_hand = "Create the model yourself and load the weights into it: load(path, model)."
     if saved.name is None:
-        what = f"It holds a {saved.kind} made by hand" if saved.kind else "Another program wrote it"
-        raise ModelFileError(f"{saved.path} does not say how to make its model. {what}. {by_hand}")
+        what = f"It holds a {saved.kind} that create() did not make" if saved.kind else "Another program wrote it"
+        raise ModelFileError(f"{saved.path} does not describe how to create its model. {what}. {by_hand}")
     if saved.lost:
         what = ", ".join(f"{name} (a {kind})" for name, kind in saved.lost.items())
-        raise ModelFileError(f"{saved.path} could not keep these options of its {saved.name}: {what}. {by_hand}")
+        raise ModelFileError(
+            f"{saved.path} lacks these options of its {saved.name}, which a file cannot hold: {what}. {by_hand}"
+        )
     options = saved.options
     try:
-        with torch.random.fork_rng(devices=[]):  # the first weights are thrown away: so are the numbers drawn for them
+        with torch.random.fork_rng(devices=[]):  # the initial weights are discarded, and the random state is restored
             return create(saved.name, **options)
     except (TypeError, ValueError) as error:
         raise ModelFileError(
@@ -233,11 +239,12 @@ def _created(saved: SavedModel) -> nn.Module:
 
 
 def _advice(saved: SavedModel, model: nn.Module | None) -> str:
+    """Return a remedy for weights that do not fit."""
     if model is None:
         return (
-            f"It was changed after it was made, or version {saved.version} made it differently: make it as it was and load "
+            f"It was changed after its creation, or version {saved.version} created it differently: recreate it so and load "
             "the weights into it, load(path, model)."
         )
     if saved.name is None or saved.lost:
-        return "Make the model as the one that was saved."
-    return f"The file is of {saved.name}: load(path) makes it, read_info(path).options tells how."
+        return "Create the model with the options of the saved one."
+    return f"The file holds {saved.name}: load(path) creates it, and read_info(path).options are its options."

@@ -15,7 +15,7 @@ from typing import Any, TypeGuard, TypeVar
 
 from torch import nn
 
-from equilibria._core.norms import euclidean_norm, max_norm, rms_norm
+from equilibria.stop import euclidean_norm, max_norm, rms_norm
 
 PACKAGE = "equilibria."
 NORMS = {norm.__name__: norm for norm in (rms_norm, euclidean_norm, max_norm)}
@@ -33,13 +33,13 @@ class Origin:
 
 
 def remember_origin(model: M, name: str, options: Mapping[str, Any]) -> M:
-    """Store on the model what it was made from; copies and pickles keep it."""
+    """Store the name and options of a model on it; copies and pickles keep them."""
     setattr(model, _ATTRIBUTE, Origin(name, dict(options)))
     return model
 
 
 def origin_of(model: nn.Module) -> Origin | None:
-    """What the model was made from; None if it was not made by `create`."""
+    """Return the name and options a model was made from; None if `create` did not make it."""
     found = getattr(model, _ATTRIBUTE, None)
     return found if isinstance(found, Origin) else None
 
@@ -65,7 +65,7 @@ def to_data(value: Any) -> Any:
 
 
 def from_data(data: Any) -> Any:
-    """What `to_data` was given; ValueError for anything else."""
+    """Return the value that `to_data` was given; raises ValueError for anything else."""
     if isinstance(data, list):
         return [from_data(each) for each in data]
     if not isinstance(data, dict):
@@ -86,7 +86,7 @@ def from_data(data: Any) -> Any:
 
 
 def _made(kind: type, values: dict[str, Any]) -> Any:
-    """Settings from their fields, checked by their own constructor where it takes fields."""
+    """Return settings built from their fields, checked by their constructor if it takes fields."""
     unknown = sorted(set(values) - set(_field_names(kind)))
     if unknown:
         raise ValueError(f"{kind.__name__} has no setting {', '.join(unknown)} in this version of the library.")

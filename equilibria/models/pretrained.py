@@ -22,12 +22,12 @@ FOLDER = Path(__file__).parent / "weights"
 
 
 def names() -> list[str]:
-    """Models that have weights."""
+    """Return the names of models that have weights."""
     return sorted(path.stem for path in FOLDER.glob("*.safetensors"))
 
 
 def weights(name: str) -> Path:
-    """The file of a model's weights, whose checksum was compared with its card."""
+    """Return the path of a model's weights, after comparing its checksum with the card."""
     if name not in names():
         raise ValueError(
             f"There are no weights of {name!r}: pretrained=True is for {', '.join(names())}. {nearest(name, names())}"
@@ -40,7 +40,7 @@ def weights(name: str) -> Path:
 
 
 def card(name: str) -> dict[str, Any]:
-    """What is known of a model's weights."""
+    """Return the card of a model's weights: experiment, metrics, checksums and commit."""
     path = FOLDER / f"{name}.json"
     if not path.is_file():
         raise ValueError(f"There is no card of {name!r}. {nearest(name, names())}")

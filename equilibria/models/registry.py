@@ -13,12 +13,12 @@ from equilibria.models.origins import remember_origin
 
 
 def names() -> list[str]:
-    """All models."""
+    """Return the names of all models."""
     return list(_MODELS)
 
 
 def info(name: str) -> ModelInfo:
-    """The description of a model; the model is not created."""
+    """Return the description of a model without creating it."""
     if name not in _MODELS:
         raise ValueError(f"There is no model {name!r}. {nearest(name, _MODELS)}")
     return _MODELS[name]
@@ -42,6 +42,7 @@ def create(name: str, *, pretrained: bool = False, **options: Any) -> nn.Module:
 
 
 def _created(name: str, options: dict[str, Any]) -> nn.Module:
+    """Create a model from its entry; raises TypeError for an unknown option, with the nearest name."""
     entry = info(name)
     signature = inspect.signature(entry.build)
     if "num_classes" in options and "classes" in signature.parameters:

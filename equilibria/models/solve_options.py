@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from equilibria._core.loop import Stop
 from equilibria.gradients.base import Gradient
 from equilibria.gradients.implicit import Implicit
 from equilibria.gradients.phantom import JFB, NeumannPhantom, UnrolledPhantom
@@ -16,6 +15,7 @@ from equilibria.solvers.broyden import Broyden
 from equilibria.solvers.krylov import GMRES
 from equilibria.solvers.picard import Picard
 from equilibria.solvers.steady_state import SteadyState
+from equilibria.stop import Stop
 
 SolverName = Literal["anderson", "broyden", "picard", "tsit5", "bs3"]
 GradientName = Literal["implicit", "upg", "npg", "jfb", "bptt"]
@@ -60,6 +60,7 @@ class SolveOptions:
         return {"solver": self.make_solver(), "stop": self.stop, "gradient": self.make_gradient()}
 
     def make_solver(self) -> Solver[Any]:
+        """Return the forward solver by its name."""
         match self.solver:
             case "anderson":
                 return Anderson()
@@ -71,6 +72,7 @@ class SolveOptions:
                 return SteadyState(method=self.solver, first_step=self.first_step)
 
     def make_gradient(self) -> Gradient:
+        """Return the gradient by its name."""
         match self.gradient:
             case "upg":
                 return UnrolledPhantom(steps=self.phantom_steps, damping=self.damping)
@@ -84,6 +86,7 @@ class SolveOptions:
                 return Implicit(solver=self._adjoint_solver(), stop=self.adjoint_stop)
 
     def _adjoint_solver(self) -> Solver[Any]:
+        """Return the solver of the adjoint equation by its name."""
         match self.adjoint:
             case "gmres":
                 return GMRES(restart=self.directions)

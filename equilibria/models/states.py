@@ -15,7 +15,7 @@ SHOWN = 3  # names in a message
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The model inside of what `torch.compile` or data parallelism wrapped around it."""
+    """Return the model inside the wrappers of `torch.compile` and of data parallelism."""
     while True:
         inner = getattr(model, "_orig_mod", None)
         if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
@@ -26,7 +26,7 @@ def bare(model: nn.Module) -> nn.Module:
 
 
 def identities(tensors: Mapping[str, Tensor]) -> dict[str, Hashable]:
-    """Names by what they name: tied weights have equal values here, views of other shapes do not."""
+    """Return a key per name that is equal for tied weights; views of other shapes have different keys."""
     found: dict[str, Hashable] = {}
     for name, tensor in tensors.items():
         place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
@@ -35,6 +35,7 @@ def identities(tensors: Mapping[str, Tensor]) -> dict[str, Hashable]:
 
 
 def check_storable(name: str, tensor: Tensor) -> None:
+    """Raise ValueError for lazy, meta and sparse tensors, which a file cannot hold."""
     if nn.parameter.is_lazy(tensor):
         raise ValueError(f"{name} has no shape yet: run the model once before it is saved.")
     if tensor.is_meta:
@@ -44,7 +45,7 @@ def check_storable(name: str, tensor: Tensor) -> None:
 
 
 def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """As safetensors takes them: contiguous, complex ones as pairs of reals, and no two in the same memory."""
+    """Return the tensors as safetensors requires: contiguous, complex ones as pairs of reals, none sharing memory."""
     stored: dict[str, Tensor] = {}
     used: set[int] = set()
     for name, tensor in tensors.items():
@@ -57,7 +58,7 @@ def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_fit(model: nn.Module, state: Mapping[str, Any]) -> str | None:
-    """Sentences that describe what does not fit."""
+    """Return sentences on what does not fit between state and model; None if all fits."""
     own = model.state_dict()
     if any(isinstance(value, Tensor) and value.is_meta for value in own.values()):
         return "the model is on the meta device and has no memory. Give it some: model.to_empty(device=...)."
@@ -72,7 +73,7 @@ def check_fit(model: nn.Module, state: Mapping[str, Any]) -> str | None:
 
 
 def take_dtypes(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Give the tensors of a model the dtypes of a state that fits it; tied ones stay tied."""
+    """Convert the model's tensors to the dtypes of a state that fits it; tied tensors stay tied."""
     tensors = [value for value in state.values() if isinstance(value, Tensor)]
     floating = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
     if len(floating) == 1 and not any(tensor.is_complex() for tensor in tensors):
@@ -83,7 +84,7 @@ def take_dtypes(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def _difference(name: str, given: Any, own: Any) -> str | None:
-    """The difference between a tensor in the file and the model's own, in words."""
+    """Return the difference between a tensor in the file and the model's own as text; None if they agree."""
     if not isinstance(given, Tensor) or not isinstance(own, Tensor):
         return None if isinstance(given, Tensor) == isinstance(own, Tensor) else f"{name} is a tensor in one of them alone"
     if not nn.parameter.is_lazy(own) and given.shape != own.shape:
@@ -99,7 +100,7 @@ def _sort(tensor: Tensor) -> tuple[bool, ...]:
 
 
 def _torn(own: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
-    """Pairs of names that are one tensor in the model and two different ones in the file."""
+    """Return pairs of names that are one tensor in the model and different tensors in the file."""
     first: dict[Hashable, str] = {}
     shared = {name: value for name, value in own.items() if isinstance(value, Tensor) and not nn.parameter.is_lazy(value)}
     pairs = [(first.setdefault(key, name), name) for name, key in identities(shared).items() if name in state]

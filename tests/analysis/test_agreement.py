@@ -1,4 +1,4 @@
-"""Gradients next to the exact one."""
+"""Comparison of gradients with the exact one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def layer(cell: nn.Module | None = None, stop: eq.Stop = TIGHT, **parts: Any) ->
 
 
 def weights() -> Tensor:
-    """Of a loss that is linear in the equilibrium, and so has the same cotangent everywhere."""
+    """Gradients of a loss that is linear in the equilibrium, so its cotangent is constant."""
     return inputs(3, 5, seed=9)
 
 
@@ -77,7 +77,7 @@ def neumann_cotangent(steps: int, damping: float) -> Callable[[Tensor, Tensor], 
     ],
     ids=lambda part: repr(part) if isinstance(part, eq.Gradient) else "",  # a function's address differs between workers
 )
-def test_agreement_is_that_of_the_formulas(gradient: eq.Gradient, cotangent: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_agreement_matches_the_formulas(gradient: eq.Gradient, cotangent: Callable[[Tensor, Tensor], Tensor]) -> None:
     deq, x = layer()
     (found,) = gradient_agreement(deq, x, [gradient], linear_loss)
     g, exact = pulled(deq, x, cotangent), pulled(deq, x, exact_cotangent)
@@ -99,7 +99,7 @@ def test_random_functional_is_drawn_from_the_generator_once() -> None:
     assert first[0].cosine == first[1].cosine == again[0].cosine != other[0].cosine
 
 
-def test_nested_states_and_parameters_that_stand_still() -> None:
+def test_nested_states_and_frozen_parameters() -> None:
     deq = eq.DEQ(NestedCell(), NestedCell.zeros, stop=TIGHT)
     deq.cell.a.requires_grad_(False)  # type: ignore[attr-defined]
     found = gradient_agreement(deq, inputs(3, 4), {"exact": eq.Implicit(), "cheap": eq.JFB()})
@@ -120,7 +120,7 @@ def test_batch_norm_is_compared_as_one_problem() -> None:
     assert found[0].relative_error < SOLVED and found[1].relative_error > 1e-3
 
 
-def test_the_layer_is_left_as_it_was() -> None:
+def test_the_layer_is_not_modified() -> None:
     class Everything(BatchNormCell):
         def __init__(self) -> None:
             super().__init__(5)
@@ -155,7 +155,7 @@ def test_the_layer_is_left_as_it_was() -> None:
     assert not cell._forward_hooks and not cell._forward_pre_hooks and not x._backward_hooks
 
 
-def test_warmup_is_where_the_layer_is() -> None:
+def test_warmup_uses_the_solve_count_of_the_layer() -> None:
     warmup = eq.Warmup(first=eq.JFB(), then=eq.Implicit(), until=5)
     deq, x = layer(gradient=warmup)
     assert gradient_agreement(deq, x, [warmup])[0].relative_error > 1e-3
@@ -171,15 +171,15 @@ def test_layer_in_eval_mode_is_run_as_in_training() -> None:
     assert found.relative_error < SOLVED and not deq.training
 
 
-def test_costs_are_counted() -> None:
+def test_evaluations_and_products_are_counted() -> None:
     deq, x = layer(stop=LOOSE)
-    deq.solve(x)  # the first solve may try whether rows can be left out
+    deq.solve(x)  # the first solve may test whether rows can be dropped
     steps = deq.solve(x).stats.evaluations
     exact, free, series = gradient_agreement(deq, x, [eq.Implicit(), eq.JFB(), eq.NeumannPhantom(steps=5)], linear_loss)
     s = deq.solve(x)
     torch.autograd.grad(linear_loss(s.z), [x])
     assert s.adjoint is not None
-    assert exact.products == s.adjoint.evaluations + 1  # the last one goes on to the parameters
+    assert exact.products == s.adjoint.evaluations + 1  # the last one continues to the parameters
     assert (free.evaluations, free.products) == (steps + 1, 1)
     assert (series.evaluations, series.products) == (steps + 1, 5)
     assert exact.evaluations > steps and all(agreement.seconds > 0 for agreement in (exact, free, series))
@@ -200,7 +200,7 @@ def test_plain_functions_are_compared_and_counted() -> None:
     assert free.evaluations > 5 and free.products == 1 and w.grad is None
 
 
-def test_gradients_that_refuse_tell_why() -> None:
+def test_a_gradient_that_raises_stores_its_error() -> None:
     deq, x = layer()
     shine, reversible, exact = gradient_agreement(deq, x, [eq.Shine(), eq.Reversible(), eq.Implicit()])
     assert shine.error is not None and "take solver=eq.Broyden()" in shine.error
@@ -210,7 +210,7 @@ def test_gradients_that_refuse_tell_why() -> None:
     assert not deq.cell._forward_hooks  # type: ignore[attr-defined]
 
 
-def test_solve_that_raises_is_told() -> None:
+def test_a_solve_that_raises_stores_its_error() -> None:
     deq, x = layer(stop=eq.Stop(rtol=1e-13, max_steps=2, on_failure="raise"))
     (found,) = gradient_agreement(deq, x, [eq.JFB()])
     assert found.error is not None and "did not converge" in found.error
@@ -222,7 +222,7 @@ def test_unsolvable_reference_warns() -> None:
         gradient_agreement(deq, inputs(2, 3).requires_grad_(), [eq.JFB()])
 
 
-def test_a_stubborn_adjoint_gets_more_directions() -> None:
+def test_a_difficult_adjoint_gets_more_directions() -> None:
     """I - 3 P, where P moves 40 numbers round, has eigenvalues all around zero: GMRES with 20 directions is lost."""
     ring = torch.arange(4000).view(-1, 40).roll(1, 1).flatten()
     tight = eq.Stop(rtol=1e-12, atol=0, max_steps=300, on_failure="ignore")
@@ -233,15 +233,15 @@ def test_a_stubborn_adjoint_gets_more_directions() -> None:
     assert few.relative_error > 1e-3 and many.relative_error < torch.finfo(torch.float64).eps ** 0.5
 
 
-def test_nothing_to_compare_and_no_gradient_are_refused() -> None:
-    with pytest.raises(ValueError, match="neither a parameter of the DEQ nor an input requires one"):
+def test_invalid_arguments_raise() -> None:
+    with pytest.raises(ValueError, match="Neither a parameter of the DEQ nor an input requires a gradient"):
         gradient_agreement(eq.DEQ(lambda z, x: torch.cos(z)), inputs(2, 3), [eq.JFB()])
     deq, x = layer()
     with pytest.raises(TypeError, match=r"objects such as eq\.JFB\(\), got <class"):
         gradient_agreement(deq, x, [eq.JFB])  # type: ignore[list-item]
 
 
-def test_agreements_read_well() -> None:
+def test_agreements_print_their_numbers() -> None:
     good = Agreement(eq.JFB(), "JFB", 0.98765, 0.5, 0.25, 12, 1, 0.0321)
     assert str(good) == ("JFB: cosine 0.9877, norm ratio 0.5, relative error 0.25; 12 evaluations, 1 products, 0.032 s")
     assert str(Agreement(eq.JFB(), "JFB", math.nan, math.nan, math.nan, 0, 0, math.nan, error="why")) == "JFB: why"

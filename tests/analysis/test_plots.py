@@ -1,4 +1,4 @@
-"""Pictures of solves, drawn without a display."""
+"""Plots of solves, drawn without a display."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_trace_has_a_line_per_sample_on_a_logarithmic_scale() -> None:
     assert eq.analysis.plot_trace(s.stats, axes) is axes
 
 
-def test_a_trace_that_was_not_kept_is_asked_for() -> None:
+def test_a_solve_without_a_trace_raises() -> None:
     with pytest.raises(ValueError, match=r"Stop\(trace=True\)"):
         eq.analysis.plot_trace(solution(eq.Stop()))
 

@@ -64,7 +64,7 @@ MATRICES = {
 
 
 def affine_solution(w: Tensor, batch: int = 2) -> eq.Solution:
-    """The equilibrium itself to start from: where the radius exceeds 1, not every solver would find it."""
+    """Start from the equilibrium itself: where the radius exceeds 1, not every solver finds it."""
     x = inputs(batch, len(w))
     z = torch.linalg.solve(torch.eye(len(w), dtype=torch.float64) - w, x.T).T
     return eq.fixed_point(AffineCell(w), z, x, stop=eq.Stop(rtol=1e-9))
@@ -112,7 +112,7 @@ def test_radius_matches_dense_eigenvalues(name: str, seed: int) -> None:
 @pytest.mark.parametrize("tolerance", [1e-3, 1e-6])
 @pytest.mark.parametrize("seed", range(SEED, SEED + 3))
 def test_radius_of_a_defective_matrix_is_exact_for_one_within_the_tolerance(tolerance: float, seed: int) -> None:
-    """What the tolerance promises. The eigenvalues themselves move by the root of what a defective matrix is off."""
+    """The tolerance bounds the distance to a matrix; eigenvalues of a defective matrix move by its root."""
     w = MATRICES["defective"]
     found = spectral_radius(affine_solution(w, batch=8), steps=3000, tolerance=tolerance, generator=generator(seed))
     assert found.converged.all() and (found.residual <= tolerance).all()
@@ -121,8 +121,8 @@ def test_radius_of_a_defective_matrix_is_exact_for_one_within_the_tolerance(tole
     assert (distance <= tolerance * torch.linalg.matrix_norm(w, 2)).all()
 
 
-def test_an_estimate_does_not_wait_for_its_neighbours() -> None:
-    """A row that has converged keeps what it found, whatever the others take."""
+def test_a_converged_estimate_is_kept_while_others_continue() -> None:
+    """A converged row keeps its estimate while others continue."""
     slow = similar([number(0.9), number(0.88), number(0.86), number(0.3)])
     fast = MATRICES["complex pair"]
     rows = torch.randn(2, 4, dtype=torch.float64, generator=generator(SEED))
@@ -139,8 +139,8 @@ def test_rayleigh_quotient_has_the_sign_of_the_eigenvalue(name: str) -> None:
     torch.testing.assert_close(found.rayleigh, torch.full_like(found.radius, 0.9 if "positive" in name else -0.9), **FOUND)
 
 
-def test_orthogonal_jacobian_is_told_by_its_growth_and_as_unconverged() -> None:
-    """Six eigenvalues of one modulus: the vectors never settle, but each is as long as it should be."""
+def test_an_orthogonal_jacobian_is_unconverged_with_the_right_radius() -> None:
+    """Six eigenvalues of one modulus: the vectors do not converge, but their growth is the radius."""
     found = spectral_radius(affine_solution(matrix("orthogonal", 6, 0.8)), generator=generator(SEED))
     assert not found.converged.any() and found.steps == 100
     torch.testing.assert_close(found.radius, torch.full_like(found.radius, 0.8), **REORDERED)
@@ -183,7 +183,7 @@ def test_radius_of_a_state_without_batch() -> None:
     torch.testing.assert_close(spectral_radius(s, **FINE).radius, torch.tensor([0.9], dtype=torch.float64), **FOUND)
 
 
-def test_defaults_are_right_to_the_percent() -> None:
+def test_defaults_are_accurate_to_one_percent() -> None:
     s = tanh_solution(kind="symmetric", batch=8)
     found = spectral_radius(s, generator=generator(SEED))
     torch.testing.assert_close(found.radius, largest(jacobian_spectrum(s)), rtol=1e-2, atol=0)
@@ -250,13 +250,13 @@ def test_jacobians_of_any_size(size: float) -> None:
     torch.testing.assert_close(found.radius.double() / size, torch.ones(2).double(), rtol=1e-2, atol=0.0)
 
 
-def test_a_product_that_leaves_the_dtype_is_no_answer() -> None:
+def test_an_overflowing_product_gives_nan() -> None:
     s = eq.fixed_point(lambda z: 1e25 * z, torch.zeros(2, 3), stop=LOOSE)
     found = largest_singular_value(s, generator=generator(SEED))  # J'J v is of size 1e50
     assert not found.converged.any() and not torch.isfinite(found.value).any()
 
 
-def test_no_finite_sample_at_all() -> None:
+def test_a_batch_without_finite_samples() -> None:
     x = torch.full((2, 3), float("nan"), dtype=torch.float64)
     s = eq.DEQ(TanhCell(3), stop=LOOSE).solve(x)
     found = spectral_radius(s)
@@ -282,7 +282,7 @@ def test_batch_norm_in_eval_mode_is_per_sample() -> None:
     torch.testing.assert_close(spectral_radius(s, **FINE).radius, largest(jacobian_spectrum(s)), **FOUND)
 
 
-def test_running_statistics_stay() -> None:
+def test_running_statistics_do_not_change() -> None:
     cell = BatchNormCell(3)
     s = eq.DEQ(cell, stop=TIGHT).solve(inputs(5, 3))
     before = [buffer.clone() for buffer in cell.buffers()]
@@ -302,7 +302,7 @@ def test_results_are_detached_with_and_without_gradients_around() -> None:
     assert w.grad is None
 
 
-def test_impossible_settings_are_refused() -> None:
+def test_invalid_settings_raise() -> None:
     s = tanh_solution()
     with pytest.raises(ValueError, match="at least 1 step, got steps=0"):
         spectral_radius(s, steps=0)
@@ -310,10 +310,10 @@ def test_impossible_settings_are_refused() -> None:
         largest_singular_value(s, tolerance=-1)
 
 
-def test_results_read_well() -> None:
+def test_results_print_their_numbers() -> None:
     numbers = torch.tensor([0.5, 0.25, float("nan")])
     converged = torch.tensor([True, False, False])
-    line = "0.375 on average, 0.5 at worst; 1 of 3 estimates settled in 7 steps"
+    line = "0.375 on average, 0.5 at worst; 1 of 3 estimates converged in 7 steps"
     assert str(SpectralRadius(numbers, converged, numbers, numbers, 7)) == f"spectral radius {line}"
     assert str(LargestSingularValue(numbers, converged, numbers, numbers, 7)) == f"largest singular value {line}"
 
@@ -345,7 +345,7 @@ def test_dense_jacobian_matches_torch_func(solution: Callable[[], eq.Solution]) 
     torch.testing.assert_close(dense_jacobian(s), expected, **REORDERED)
 
 
-def test_spectrum_is_sorted_by_falling_modulus() -> None:
+def test_spectrum_is_sorted_by_descending_modulus() -> None:
     w = MATRICES["one negative"]
     found = jacobian_spectrum(affine_solution(w))
     assert found.shape == (2, 4) and found.dtype == torch.complex128
@@ -357,7 +357,7 @@ def test_spectrum_is_sorted_by_falling_modulus() -> None:
 
 
 @pytest.mark.parametrize("dense", [dense_jacobian, jacobian_spectrum])
-def test_large_states_are_refused(dense: Callable[..., Tensor]) -> None:
+def test_large_states_raise(dense: Callable[..., Tensor]) -> None:
     with pytest.raises(ValueError, match=r"got n = 6, the limit is 5.*spectral_radius"):
         dense(tanh_solution(), limit=5)
     assert dense(tanh_solution(), limit=6).shape[1] == 6

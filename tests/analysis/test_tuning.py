@@ -74,7 +74,7 @@ class Pair(nn.Module):
 
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More of them make better times, of which nothing is asked here."""
+    """One round suffices: times are not checked here."""
     monkeypatch.setattr("equilibria.analysis.tuning.AGAIN", 1)
 
 
@@ -98,7 +98,7 @@ def test_recommendation_reaches_the_targets(residual: float, agreement: float) -
     assert found.cosine >= agreement
 
 
-def test_measurements_are_those_of_the_settings() -> None:
+def test_measurements_match_runs_of_their_settings() -> None:
     deq, x = eq.DEQ(TanhCell(5, norm=0.9), stop=eq.Stop(rtol=1e-8, max_steps=200)), inputs(6, 5)
     # one solver: of several, a slow one is not tried with all gradients
     tuning = only(deq, x, candidates=dataclasses.replace(FEW, solvers=(eq.Picard(),)), generator=generator(SEED))
@@ -114,7 +114,7 @@ def test_measurements_are_those_of_the_settings() -> None:
         assert m.accepted == (m.residual <= 1e-3 and m.cosine >= 0.99)
 
 
-def test_every_solver_and_gradient_by_default() -> None:
+def test_the_default_candidates_run() -> None:
     tuning = only(eq.DEQ(TanhCell(4, norm=0.6)), inputs(3, 4), candidates=None)
     tried = [m.setting for m in tuning.measurements]
     assert tuning.reached
@@ -122,7 +122,7 @@ def test_every_solver_and_gradient_by_default() -> None:
     assert all(any(setting.gradient == gradient for setting in tried) for gradient in Candidates().gradients)
 
 
-def test_divergent_solver_is_refused() -> None:
+def test_a_divergent_solver_is_rejected() -> None:
     cell = TanhCell(6, norm=1.5, kind="rotation")
     tuning = only(eq.DEQ(cell, solver=eq.Picard()), inputs(4, 6))
     refused = row(tuning, eq.Picard())
@@ -131,31 +131,31 @@ def test_divergent_solver_is_refused() -> None:
     assert tuning.best.solver == eq.Anderson() and tuning.reached
 
 
-def test_gradients_that_refuse_tell_why() -> None:
+def test_a_gradient_that_raises_stores_its_reason() -> None:
     candidates = Candidates(solvers=(eq.Anderson(),), gradients=(eq.Shine(), eq.Implicit()))
     tuning = only(eq.DEQ(TanhCell(4, norm=0.5)), inputs(3, 4), candidates=candidates)
     (reason,) = [m.reason for m in tuning.measurements if m.setting.gradient == eq.Shine()]
     assert tuning.reached and reason is not None and "take solver=eq.Broyden()" in reason
 
 
-def test_hopeless_solver_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_far_slower_solver_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("equilibria.analysis.tuning.GRACE", 0.0)
-    monkeypatch.setattr("equilibria.analysis.tuning.HOPELESS", 1e-9)  # whatever another one took, it is over by now
+    monkeypatch.setattr("equilibria.analysis.tuning.HOPELESS", 1e-9)  # the limit has passed, whatever another solver took
     deq = eq.DEQ(TanhCell(4), solver=eq.Broyden())
     tuning = only(deq, inputs(3, 4), candidates=ONE)
     refused = row(tuning, eq.Anderson())
-    assert refused.reason is not None and "given up after" in refused.reason
+    assert refused.reason is not None and "stopped after" in refused.reason
     assert tuning.best == tuning.present and not deq.cell._forward_pre_hooks  # type: ignore[attr-defined]
 
 
-def test_samples_that_are_not_finite_are_told() -> None:
+def test_nonfinite_samples_reject_a_setting() -> None:
     x = inputs(4, 4)
     x[1] = math.inf
     tuning = only(eq.DEQ(lambda z, x: 0.5 * z + x), x)
     assert not tuning.reached and {m.reason for m in tuning.measurements} == {"1 of 4 samples are not finite"}
 
 
-def test_exact_gradient_that_cannot_be_had() -> None:
+def test_an_unavailable_exact_gradient_is_reported() -> None:
     """Rounding to three digits: solved to 1e-2, and no further."""
 
     def coarse(z: Tensor, x: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ def test_exact_gradient_that_cannot_be_had() -> None:
     assert any("exact gradient" in (m.reason or "") for m in tuning.measurements)
 
 
-def test_model_is_left_as_it_was() -> None:
+def test_the_model_is_not_modified() -> None:
     cell = BatchNormCell(4)
     warmup = eq.Warmup(first=eq.Unrolled(depth=3), then=eq.Implicit(), until=5)
     stop, eval_stop = eq.Stop(rtol=1e-12, max_steps=2, on_failure="raise"), eq.Stop(on_failure="raise")
@@ -192,7 +192,7 @@ def test_model_is_left_as_it_was() -> None:
     assert torch.equal(cell.inner.b.grad, torch.ones_like(cell.inner.b)) and not x.requires_grad
 
 
-def test_failing_candidates_do_not_use_up_the_warnings() -> None:
+def test_failing_candidates_do_not_consume_warnings() -> None:
     deq, x = eq.DEQ(TanhCell(6, norm=1.5, kind="rotation"), solver=eq.Picard()), inputs(4, 6)
     tune(deq, x, candidates=ONE, **ROUND)
     with pytest.warns(eq.ConvergenceWarning, match="forward solve did not converge"):
@@ -206,7 +206,7 @@ def test_batch_statistics_are_tuned_as_one_problem() -> None:
     assert float(tuning.best.apply(deq).solve(x).stats.residual.max()) <= 1e-5
 
 
-def test_several_layers_of_a_model() -> None:
+def test_every_layer_of_a_model_is_tuned() -> None:
     model, x = Classifier(), inputs(5, 4)
     tunings = tune(model, [x, 0.5], candidates=ONE, residual=1e-5, **ROUND)
     assert list(tunings) == ["first", "blocks.0"] and len(tunings) == 2
@@ -223,7 +223,7 @@ def test_several_layers_of_a_model() -> None:
     assert model.blocks[1].extra_repr() == unused
 
 
-def test_nested_inputs_and_states() -> None:
+def test_nested_inputs_and_states_are_tuned() -> None:
     parts: dict[str, Any] = {"a": inputs(3, 4), "rest": (inputs(3, 4, seed=5), torch.tensor([[1], [0], [2]]))}
     deq = eq.DEQ(Pair(), eq.Zeros(4))
     tuning = only(deq, (parts,), candidates=ONE)
@@ -231,35 +231,35 @@ def test_nested_inputs_and_states() -> None:
     assert only(eq.DEQ(NestedCell(), NestedCell.zeros), inputs(3, 4), candidates=ONE).reached
 
 
-def test_plain_functions() -> None:
+def test_plain_functions_are_tuned() -> None:
     w = matrix("orthogonal", 4, 0.6).requires_grad_()
     tunings = tune(eq.DEQ(lambda z, x: torch.tanh(z @ w.T + x)), inputs(3, 4), candidates=ONE, **ROUND)
     assert tunings[""].reached and tunings.best == tunings[""].best and w.grad is None
 
 
-def test_unreachable_residual() -> None:
+def test_an_unreachable_residual_gives_the_nearest_setting() -> None:
     deq = eq.DEQ(TanhCell(24, dtype=torch.float32))
     tunings = tune(deq, inputs(8, 24, dtype=torch.float32), residual=1e-12, candidates=FEW, **ROUND)
     tuning = tunings[""]
     assert not tuning.reached and tuning.best.gradient == deq.gradient
     smallest = min(m.residual for m in tuning.measurements)
     assert smallest in [m.residual for m in tuning.measurements if m.setting.solver == tuning.best.solver]
-    assert "No setting reaches the residual, this one ends at" in str(tuning) and "wider dtype" in str(tuning)
+    assert "No setting reaches the residual; this one ends at" in str(tuning) and "wider dtype" in str(tuning)
     tunings.apply(deq)
-    assert deq.stop == eq.Stop()  # what does not reach the target is left to its user
+    assert deq.stop == eq.Stop()  # a setting that misses the target is not applied
 
 
-def test_unreachable_agreement() -> None:
+def test_an_unreachable_agreement_gives_the_nearest_setting() -> None:
     cheap = Candidates(solvers=(eq.Anderson(),), gradients=(eq.JFB(), eq.NeumannPhantom(steps=2)))
     deq = eq.DEQ(TanhCell(4, norm=0.9), gradient=eq.JFB())
     tuning = only(deq, inputs(3, 4), agreement=0.999999, candidates=cheap)
     assert not tuning.reached
     nearest = max(m.cosine for m in tuning.measurements if m.residual <= 1e-3)
     assert next(m.cosine for m in tuning.measurements if m.setting == tuning.best) == nearest
-    assert f"No setting reaches the cosine, this one has {nearest:.4f}" in str(tuning)
+    assert f"No setting reaches the cosine; this one has {nearest:.4f}" in str(tuning)
 
 
-def test_inference() -> None:
+def test_inference_tunes_solver_and_eval_stop() -> None:
     deq, x = eq.DEQ(TanhCell(5, norm=0.9), solver=eq.Picard(), eval_stop=eq.Stop(rtol=1e-6)).eval(), inputs(6, 5)
     with torch.no_grad():
         tuning = only(deq, x, backward=False, residual=1e-4)
@@ -271,8 +271,8 @@ def test_inference() -> None:
     assert float(deq.solve(x).stats.residual.max()) <= 1e-4
 
 
-def test_what_misses_its_own_tolerance_is_not_recommended() -> None:
-    """It solves to the residual asked for, and would warn at every use."""
+def test_a_setting_that_misses_its_own_tolerance_is_not_recommended() -> None:
+    """It reaches the required residual but would warn at every solve."""
     short = eq.Stop(rtol=1e-12, atol=0.0, max_steps=80)
     deq, x = eq.DEQ(TanhCell(5, norm=0.9), solver=eq.Picard(), stop=short), inputs(6, 5)
     present = next(m for m in only(deq, x, residual=1e-3).measurements if m.setting.stop == short)
@@ -286,11 +286,11 @@ def test_what_misses_its_own_tolerance_is_not_recommended() -> None:
 def test_inference_needs_nothing_to_differentiate() -> None:
     deq, x = eq.DEQ(lambda z, x: torch.cos(z), eq.Zeros(3)), torch.ones(2, 3, dtype=torch.int64)
     assert only(deq, x, backward=False).reached
-    with pytest.raises(ValueError, match="neither a parameter of the DEQ nor an input requires one"):
+    with pytest.raises(ValueError, match="Neither a parameter of the DEQ nor an input requires a gradient"):
         tune(deq, x)
 
 
-def test_settings_are_applied() -> None:
+def test_apply_sets_solver_stop_and_gradient() -> None:
     deq = eq.DEQ(TanhCell(4))
     setting = Setting(eq.Broyden(), eq.Stop(rtol=1e-5), eq.JFB())
     assert setting.apply(deq) is deq
@@ -306,7 +306,7 @@ def test_settings_of_the_layer_are_kept() -> None:
     assert row(tuning, eq.Anderson()).setting.stop == dataclasses.replace(given, rtol=1e-5, atol=0.0)
 
 
-def test_table() -> None:
+def test_tunings_print_a_table() -> None:
     present = Setting(eq.Picard(), eq.Stop(), eq.Implicit())
     best = Setting(eq.Anderson(history=3), eq.Stop(atol=0.0), eq.Implicit(solver=eq.BiCGSTAB()))
     rows = (
@@ -322,7 +322,7 @@ def test_table() -> None:
     ]
 
 
-def test_arguments_are_checked() -> None:
+def test_invalid_arguments_raise() -> None:
     deq, x = eq.DEQ(TanhCell(4)), inputs(3, 4)
     with pytest.raises(ValueError, match="residual to reach must be positive, got 0"):
         tune(deq, x, residual=0)
@@ -338,7 +338,7 @@ def test_arguments_are_checked() -> None:
         tune(nn.Linear(2, 2), x)
 
 
-def test_model_that_solves_nothing() -> None:
+def test_a_model_that_solves_nothing_raises() -> None:
     class Idle(nn.Module):
         def __init__(self) -> None:
             super().__init__()

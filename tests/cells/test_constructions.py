@@ -34,7 +34,7 @@ def leaves(tree: Any) -> list[Tensor]:
 
 
 def gradients(f: Callable[[Tensor], Any], x: Tensor, parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Value, and gradients of the input and the parameters, under fixed cotangents."""
+    """Return the value and the gradients of the input and the parameters, for fixed cotangents."""
     x = x.detach().clone().requires_grad_()
     out = leaves(f(x))
     loss = sum(((1 + i) * leaf.square().sum() + leaf.sin().sum() for i, leaf in enumerate(out)), torch.zeros(()))
@@ -93,7 +93,7 @@ PAIRS: dict[str, Callable[[], tuple[eq.DEQ, eq.DEQ]]] = {
 
 
 @pytest.mark.parametrize("make", PAIRS.values(), ids=PAIRS.keys())
-def test_two_in_series_are_one(make: Callable[[], tuple[eq.DEQ, eq.DEQ]]) -> None:
+def test_two_deqs_in_series_equal_one_stack(make: Callable[[], tuple[eq.DEQ, eq.DEQ]]) -> None:
     first, second = make()
     weights, x = parameters(first, second), inputs(3, 4)
     joined = stack(first, second)
@@ -107,19 +107,19 @@ def test_two_in_series_are_one(make: Callable[[], tuple[eq.DEQ, eq.DEQ]]) -> Non
         w = first(x)
         return w, second(w)
 
-    assert_close(gradients(joined, x, weights), gradients(both, x, weights))  # losses may look at either part
+    assert_close(gradients(joined, x, weights), gradients(both, x, weights))  # losses may depend on either part
 
 
 @pytest.mark.parametrize("solver", [eq.Picard(), eq.Anderson(), eq.Broyden(), eq.Newton()], ids=name)
 @pytest.mark.parametrize("adjoint", [eq.GMRES(), eq.Picard(), eq.BiCGSTAB()], ids=name)
-def test_with_any_solver_of_either_pass(solver: AnySolver, adjoint: AnySolver) -> None:
+def test_a_stack_works_with_any_forward_and_adjoint_solver(solver: AnySolver, adjoint: AnySolver) -> None:
     first, second = tanh(0), tanh(5)
     weights, x = parameters(first, second), inputs(3, 4)
     joined = stack(first, second, solver=solver, gradient=eq.Implicit(solver=adjoint))
     assert_close(gradients(lambda x: joined(x)[1], x, weights), gradients(lambda x: second(first(x)), x, weights))
 
 
-def test_more_than_two_at_once_or_nested() -> None:
+def test_stacks_of_three_flat_or_nested_agree() -> None:
     a, b, c = tanh(0), tanh(5), tanh(9)
     weights, x = parameters(a, b, c), inputs(3, 4)
     series = gradients(lambda x: c(b(a(x))), x, weights)
@@ -127,7 +127,7 @@ def test_more_than_two_at_once_or_nested() -> None:
     assert_close(gradients(lambda x: stack(a, stack(b, c))(x)[1][1], x, weights), series)
 
 
-def test_the_same_layer_twice() -> None:
+def test_a_stack_may_contain_the_same_layer_twice() -> None:
     deq, x = tanh(0), inputs(3, 4)
     weights = parameters(deq)
     ours = gradients(lambda x: stack(deq, deq)(x)[1], x, weights)
@@ -135,7 +135,7 @@ def test_the_same_layer_twice() -> None:
     assert all(a is b for a, b in zip(deq.parameters(), weights, strict=True))
 
 
-def test_gradcheck_to_second_order() -> None:
+def test_a_stack_passes_gradcheck_to_second_order() -> None:
     joined = stack(eq.DEQ(TanhCell(2, norm=0.6), stop=TIGHT), eq.DEQ(TanhCell(2, norm=0.5, seed=4), stop=TIGHT))
     names = [key for key, _ in joined.named_parameters()]
 
@@ -147,7 +147,7 @@ def test_gradcheck_to_second_order() -> None:
     assert gradgradcheck(f, args)
 
 
-def test_several_inputs_and_a_whole_problem() -> None:
+def test_several_inputs_and_an_unbatched_problem() -> None:
     class Scaled(TanhCell):
         def forward(self, z: Tensor, x: Tensor, scale: Tensor | None = None) -> Tensor:
             return torch.tanh(self.w @ z + (x if scale is None else scale * x))
@@ -202,7 +202,7 @@ def test_settings_come_from_the_parts_or_the_arguments() -> None:
     assert stack(TanhCell(4), TanhCell(4)).stop == dataclasses.replace(eq.Stop(), max_steps=80)
 
 
-def test_the_mode_of_the_parts_is_kept() -> None:
+def test_stack_keeps_the_training_mode_of_its_parts() -> None:
     first, second = tanh(0).eval(), tanh(5).eval()
     assert not stack(first, second).training
     assert not any(module.training for module in stack(first, second).modules() if isinstance(module, TanhCell))
@@ -224,18 +224,18 @@ class Rough(eq.Gradient):
     ("parts", "error", "message"),
     [
         ((tanh(0), "deq"), TypeError, "Got 'deq'; make it the forward of an nn.Module"),
-        ((eq.DEQ(torch.cos), tanh(0)), TypeError, "whose cells are nn.Modules.*cos"),
-        ((WeightTied(TanhCell(4), 7), tanh(0)), TypeError, "a WeightTied of depth 7 is none: give stack its cell"),
+        ((eq.DEQ(torch.cos), tanh(0)), TypeError, "takes nn.Module cells.*cos"),
+        ((WeightTied(TanhCell(4), 7), tanh(0)), TypeError, "got a WeightTied of depth 7, which has no equilibrium"),
         ((tanh(0), tanh(0, batched=False)), ValueError, "batched=True and batched=False. Build them alike"),
-        ((tanh(0, gradient=Rough()), tanh(0)), ValueError, r"exact gradients only: got Rough\(\).*gradient=eq.Implicit\(\)"),
+        ((tanh(0, gradient=Rough()), tanh(0)), ValueError, r"if all are Implicit: got Rough\(\).*gradient=eq.Implicit\(\)"),
     ],
 )
-def test_what_cannot_be_stacked(parts: Any, error: type[Exception], message: str) -> None:
+def test_invalid_parts_of_a_stack_raise(parts: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         stack(*parts)
 
 
-def test_another_gradient_has_to_be_asked_for() -> None:
+def test_an_approximate_gradient_must_be_passed_explicitly() -> None:
     first, second = tanh(0, gradient=Rough()), tanh(5)
     assert stack(first, second, gradient=second.gradient)(inputs(2, 4))[1].requires_grad
     assert stack(first, second, gradient=Rough()).gradient is not None
@@ -268,17 +268,17 @@ EVERY_NETWORK = pytest.mark.parametrize("net", NETWORKS.values(), ids=NETWORKS.k
 
 
 @EVERY_NETWORK
-def test_a_network_is_a_weight_tied_one(net: nn.Sequential) -> None:
+def test_a_network_equals_its_weight_tied_form(net: nn.Sequential) -> None:
     cell, weights, x = weight_tied_form(net), list(net.parameters()), inputs(5, 3)
     tied = WeightTied(cell, cell.depth, cell.start)
     expected = gradients(net, x, weights)
     assert_close(gradients(read(cell, tied), x, weights), expected, REORDERED)
-    further = WeightTied(cell, cell.depth + 3, cell.start)  # it has arrived, and stays
+    further = WeightTied(cell, cell.depth + 3, cell.start)  # further steps change nothing
     assert torch.equal(further(x), tied(x))
 
 
 @EVERY_NETWORK
-def test_a_network_is_an_equilibrium(net: nn.Sequential) -> None:
+def test_a_network_equals_the_equilibrium_of_its_weight_tied_form(net: nn.Sequential) -> None:
     cell, weights, x = weight_tied_form(net), list(net.parameters()), inputs(5, 3)
     expected = gradients(net, x, weights)
     for solver in (eq.Picard(), eq.Anderson(), eq.Newton()):
@@ -289,14 +289,14 @@ def test_a_network_is_an_equilibrium(net: nn.Sequential) -> None:
 @EVERY_NETWORK
 def test_plain_iteration_takes_as_many_steps_as_there_are_layers(net: nn.Sequential) -> None:
     cell, x = weight_tied_form(net), inputs(5, 3)
-    # without dropping rows: products of another number of rows may round otherwise, and here every bit counts
+    # rows are not dropped: products with another number of rows may round differently, and every bit is compared here
     exactly = eq.Stop(rtol=0, atol=0, max_steps=50, on_failure="raise", compact=False)
-    # the residual of the adjoint is measured anew by products that may round otherwise: nothing is left of it but that
+    # the residual of the adjoint is measured again by products that may round differently; only rounding is left of it
     rounding = dataclasses.replace(exactly, rtol=1e-14)
     gradient = eq.Implicit(solver=eq.Picard(), stop=rounding)
     s = eq.DEQ(cell, cell.start, solver=eq.Picard(), stop=exactly, gradient=gradient).solve(x)
     assert int(s.stats.steps.max()) == cell.depth and s.stats.residual.tolist() == [0.0] * 5
-    if not any(isinstance(part, nn.ReLU) for part in net):  # a sample without a live unit has nothing to wait for
+    if not any(isinstance(part, nn.ReLU) for part in net):  # a sample whose units are all inactive converges earlier
         assert s.stats.steps.tolist() == [cell.depth] * 5
     cell.readout(s.z).sum().backward()
     assert s.adjoint is not None and bool((s.adjoint.steps <= cell.depth).all())  # the adjoint is nilpotent as well
@@ -330,7 +330,7 @@ def test_the_matrices_are_those_of_the_theorem() -> None:
     assert torch.equal(power, torch.zeros_like(w)) and bool(torch.linalg.matrix_power(w, cell.depth - 1).any())
 
 
-def test_layers_in_other_wrappings_share_their_weights() -> None:
+def test_nested_layers_and_pairs_share_their_weights() -> None:
     a, b, act = nn.Linear(3, 4).double(), nn.Linear(4, 2).double(), nn.Tanh()
     x = inputs(5, 3)
     expected = b(act(a(x)))
@@ -346,7 +346,7 @@ def test_layers_in_other_wrappings_share_their_weights() -> None:
         torch.testing.assert_close(cell.readout(WeightTied(cell, 2, cell.start)(x)), expected, **REORDERED)
 
 
-def test_a_layer_used_twice_gathers_both_gradients() -> None:
+def test_a_layer_used_twice_sums_both_gradients() -> None:
     layer = nn.Linear(3, 3).double()
     net, x = nn.Sequential(layer, nn.Tanh(), layer, nn.ReLU()), inputs(5, 3)
     cell, weights = weight_tied_form(net), list(layer.parameters())
@@ -362,8 +362,8 @@ class Fragile(nn.Module):
 
 
 @pytest.mark.parametrize("batch", [2, 9])
-def test_a_sample_without_a_value_leaves_the_others_alone(batch: int) -> None:
-    """9 is the width of the state: the block matrix must not be taken for one row per sample, and lose one."""
+def test_a_nan_sample_does_not_change_the_others(batch: int) -> None:
+    """With batch 9, the width of the state, the block matrix must not be taken for one row per sample."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 7), Fragile(), nn.Linear(7, 2)).double()
     cell, x, weights = weight_tied_form(net), inputs(batch, 3), list(net.parameters())
@@ -394,15 +394,15 @@ class Adapted(nn.Linear):
 @pytest.mark.parametrize(
     ("layers", "error", "message"),
     [
-        ([], ValueError, "at least one nn.Linear, got none"),
-        ([nn.ReLU(), nn.Linear(3, 3)], ValueError, r"begins with an nn.Linear, got ReLU\(\) first"),
-        ([nn.Linear(3, 4), nn.Linear(3, 4)], ValueError, "layer 2 takes 3, layer 1 gives 4"),
-        ([nn.Linear(3, 4), torch.tanh], TypeError, r"are modules, as nn.Linear\(3, 3\) and nn.Tanh\(\), got .*tanh"),
-        ([nn.Linear(3, 4), nn.Dropout(0.1)], ValueError, "dropout is not: got Dropout.*or set p=0"),
-        ([Adapted(3, 4)], TypeError, "Adapted.*a Linear with a forward of its own"),
-        (3, TypeError, "are modules.*got 3"),
+        ([], ValueError, "no nn.Linear; at least one is needed"),
+        ([nn.ReLU(), nn.Linear(3, 3)], ValueError, r"begin with an nn.Linear, got ReLU\(\) first"),
+        ([nn.Linear(3, 4), nn.Linear(3, 4)], ValueError, "layer 2 takes 3 inputs, layer 1 has 4 outputs"),
+        ([nn.Linear(3, 4), torch.tanh], TypeError, r"must be modules such as nn.Linear\(3, 3\) or nn.Tanh\(\), got .*tanh"),
+        ([nn.Linear(3, 4), nn.Dropout(0.1)], ValueError, "dropout is not allowed: got Dropout.*or set p=0"),
+        ([Adapted(3, 4)], TypeError, "Adapted.*overrides forward"),
+        (3, TypeError, "must be modules.*got 3"),
     ],
 )
-def test_what_is_no_such_network(layers: Any, error: type[Exception], message: str) -> None:
+def test_invalid_networks_raise(layers: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         weight_tied_form(layers)

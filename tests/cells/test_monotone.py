@@ -181,7 +181,7 @@ def test_the_operator_of_tiers_is_its_formula(kind: str) -> None:
 
 
 @torch.no_grad()
-def test_a_frame_makes_the_torus_an_image_with_zero_padding() -> None:
+def test_a_framed_torus_equals_zero_padding() -> None:
     cell = make("conv")
     assert isinstance(cell, MonotoneConv2d)
     z = torch.randn(2, 3, 4, 5, dtype=torch.float64, generator=generator(2))
@@ -250,6 +250,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.fixture(params=["by matrices", "by matrices, channel by channel", "by fast transforms"])
 def all_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a test with matrix products, with matrix products one channel at a time, and with the FFT."""
     if request.param == "by fast transforms":
         monkeypatch.setattr(circular, "LONGEST", 0)
     if request.param == "by matrices, channel by channel":
@@ -259,7 +260,7 @@ def all_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.usefixtures("all_ways")
 @pytest.mark.parametrize("size", [(6, 8), (5, 7), (4, 5), (7, 6), (1, 3), (3, 2)], ids=str)
 @pytest.mark.parametrize("batch", [1, 3])
-def test_a_torus_convolves_as_complex_products_do(size: tuple[int, int], batch: int) -> None:
+def test_a_torus_convolves_like_complex_products(size: tuple[int, int], batch: int) -> None:
     z, kernel = random(batch, 3, *size), random(2, 3, 3, 3, seed=1)
     torch.testing.assert_close(by_torus(z, kernel), by_fft(z, kernel), **ROUNDING)
 
@@ -340,8 +341,8 @@ def test_inverses_by_fast_transforms_are_the_same(kind: str, monkeypatch: pytest
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["conv", "tiers"])
-def test_a_step_and_its_transpose_can_be_written_down_as_a_graph(kind: str) -> None:
-    """As compiled solves and exported models need it."""
+def test_a_step_and_its_transpose_can_be_traced(kind: str) -> None:
+    """Compiled solves and exported models need this."""
     cell = make(kind)
     splitting = PeacemanRachford(cell)
     prepared = splitting.prepare(inputs(cell))
@@ -402,7 +403,7 @@ def test_the_framed_relu_is_relu_and_a_frame() -> None:
     leaf = random(2, *cell.shape, seed=1).requires_grad_()
     assert torch.autograd.gradcheck(framed, leaf, check_forward_ad=True, fast_mode=True)
     assert torch.autograd.gradgradcheck(framed, leaf, fast_mode=True)
-    u[1, 0, 2, 2] = torch.nan  # must be seen by the solver
+    u[1, 0, 2, 2] = torch.nan  # a nan must not be hidden from the solver
     assert framed(u)[1, 0, 2, 2].isnan() and framed(u).isnan().sum() == 1
 
 
@@ -450,7 +451,7 @@ def test_every_solver_on_every_splitting_has_the_same_answer(kind: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", SMALL)
-def test_they_converge_where_plain_iteration_diverges(kind: str) -> None:
+def test_splittings_converge_where_plain_iteration_diverges(kind: str) -> None:
     cell = make(kind, size=1.5)
     x, certificate = inputs(cell), cell.certificate()
     stop = eq.Stop(rtol=1e-6, atol=0.0, max_steps=3000, on_failure="ignore")
@@ -481,7 +482,7 @@ def test_peaceman_rachford_takes_the_published_number_of_steps() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("batch", [1, 6, 7])
 def test_weights_are_not_mistaken_for_rows_of_the_batch(batch: int) -> None:
-    """Six samples and a 6 x 6 matrix: when the first are done, the matrix must stay whole."""
+    """With six samples and a 6 x 6 matrix, dropping rows that converged must not drop rows of the matrix."""
     cell = make("linear", size=2.0)
     x = inputs(cell, batch) * torch.logspace(-6, 1, batch, dtype=torch.float64).unsqueeze(1)
     deq = eq.DEQ(
@@ -502,7 +503,7 @@ def gradients(layer_: nn.Module, cell: MonotoneCell, x: Tensor) -> list[Tensor]:
 
 
 def as_function(kind: str, index: int) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    """A layer as a function of x and its parameters, and where to look at it: away from the kinks of relu."""
+    """Return a layer as a function of x and its parameters, and values for them away from the kinks of relu."""
     cell = make(kind)
     model = layer(splittings(cell)[index], eq.Anderson())  # finite differences solve hundreds of times
     names = [name for name, _ in model.named_parameters()]
@@ -619,7 +620,7 @@ def test_alpha_may_be_tuned_between_forward_and_backward() -> None:
             torch.testing.assert_close(a, b, **SAME)
 
 
-def test_a_layer_trains() -> None:
+def test_a_monotone_layer_trains() -> None:
     torch.manual_seed(0)
     x = torch.randn(64, 6)
     y = (x[:, 0] * x[:, 1] > 0).long()  # not linearly separable
@@ -662,7 +663,7 @@ def fresh(cell: MonotoneLinear, x: Tensor) -> Tensor:
     return Readout(eq.DEQ(PeacemanRachford(other), solver=eq.Picard(), stop=stop))(x).detach()
 
 
-def test_the_inverse_is_kept_while_nothing_changes(counted: tuple[Counted, Readout, Tensor]) -> None:
+def test_the_inverse_is_reused_while_the_weights_stay(counted: tuple[Counted, Readout, Tensor]) -> None:
     cell, model, x = counted
     with torch.no_grad():
         first = model(x)
@@ -710,7 +711,7 @@ def test_the_inverse_is_never_stale(counted: tuple[Counted, Readout, Tensor]) ->
         assert cell.inverse(1.0).dtype == torch.float32
 
 
-def test_training_sees_the_graph_and_keeps_none(counted: tuple[Counted, Readout, Tensor]) -> None:
+def test_training_differentiates_the_inverse_and_caches_none(counted: tuple[Counted, Readout, Tensor]) -> None:
     cell, model, x = counted
     with torch.no_grad():
         model(x)
@@ -721,7 +722,7 @@ def test_training_sees_the_graph_and_keeps_none(counted: tuple[Counted, Readout,
     assert cell._known is not None and not cell._known.value.requires_grad
 
 
-def test_an_inverse_of_inference_mode_stays_there(counted: tuple[Counted, Readout, Tensor]) -> None:
+def test_an_inverse_of_inference_mode_is_not_used_outside_it(counted: tuple[Counted, Readout, Tensor]) -> None:
     cell, model, x = counted
     model.requires_grad_(False)
     with torch.inference_mode():
@@ -732,7 +733,7 @@ def test_an_inverse_of_inference_mode_stays_there(counted: tuple[Counted, Readou
     assert cell.inversions == 2 and torch.equal(z, expected)
 
 
-def test_transforms_are_followed(counted: tuple[Counted, Readout, Tensor]) -> None:
+def test_cached_inverses_do_not_drop_derivatives_under_transforms(counted: tuple[Counted, Readout, Tensor]) -> None:
     cell, model, x = counted
     parameters = {name: value.detach() for name, value in model.named_parameters()}
 
@@ -740,7 +741,7 @@ def test_transforms_are_followed(counted: tuple[Counted, Readout, Tensor]) -> No
         return loss(functional_call(model, parameters, (x,)))
 
     model.requires_grad_(False)
-    model(x)  # so that there is an inverse to be misled by
+    model(x)  # caches an inverse that would be wrong for the calls below
     reverse = torch.func.grad(value)(parameters)
     tangents = {name: torch.randn_like(tensor) for name, tensor in parameters.items()}
     forward = torch.func.jvp(value, (parameters,), (tangents,))[1]
@@ -751,10 +752,10 @@ def test_transforms_are_followed(counted: tuple[Counted, Readout, Tensor]) -> No
     torch.testing.assert_close(torch.func.vmap(value)(stacked)[0], value(parameters), **SAME)
     cell._known = None
     torch.func.grad(lambda x: loss(model(x)))(x)
-    model(x)  # with whatever the transform left behind
+    model(x)  # must not use anything cached inside the transform
 
 
-def test_copies_and_pickles_keep_no_inverse(counted: tuple[Counted, Readout, Tensor]) -> None:
+def test_copies_and_pickles_contain_no_cached_inverse(counted: tuple[Counted, Readout, Tensor]) -> None:
     cell, model, x = counted
     with torch.no_grad():
         expected = model(x)
@@ -770,7 +771,7 @@ def test_copies_and_pickles_keep_no_inverse(counted: tuple[Counted, Readout, Ten
 
 
 @pytest.mark.parametrize("kind", SMALL)
-def test_under_autocast(kind: str) -> None:
+def test_monotone_cells_run_under_autocast(kind: str) -> None:
     cell = make(kind).float()
     deq = eq.DEQ(PeacemanRachford(cell), solver=eq.Picard(), stop=eq.Stop(rtol=2e-2, on_failure="raise"))
     x = inputs(cell).float()
@@ -786,7 +787,7 @@ def test_under_autocast(kind: str) -> None:
 
 
 @torch.no_grad()
-def test_alpha_is_halved_while_that_costs_no_steps() -> None:
+def test_tune_alpha_halves_alpha_while_steps_do_not_grow() -> None:
     cell = make("linear", size=3.0)
     splitting = PeacemanRachford(cell, alpha=7.0)
     deq = eq.DEQ(splitting, init=cell.start, solver=eq.Picard(), stop=eq.Stop(rtol=1e-6, max_steps=500))
@@ -830,7 +831,7 @@ def test_alpha_stays_as_it_was_when_a_trial_fails() -> None:
         (lambda: ForwardBackward(MonotoneLinear(4, 6), 0.0), r"alpha must be positive, got 0.0.*tune_alpha"),
         (lambda: PeacemanRachford(MonotoneLinear(4, 6), -1.0), r"alpha must be positive, got -1.0"),
         (lambda: PeacemanRachford(MonotoneLinear(4, 6), float("nan")), r"alpha must be positive, got nan"),
-        (lambda: PeacemanRachford(nn.Linear(3, 3)), r"of a monotone cell, got Linear"),  # type: ignore[arg-type]
+        (lambda: PeacemanRachford(nn.Linear(3, 3)), r"takes a monotone cell, got Linear"),  # type: ignore[arg-type]
         (lambda: Readout(nn.Linear(3, 3)), r"eq.DEQ\(splitting\)"),
         (lambda: MonotoneLinear(4, 6).prepare(torch.zeros(2, 5)), r"\(batch, 4\), got \(2, 5\).*inputs=5"),
         (lambda: MonotoneLinear(4, 6).prepare(torch.zeros(4)), r"\(batch, 4\), got \(4,\)"),
@@ -843,15 +844,18 @@ def test_alpha_stays_as_it_was_when_a_trial_fails() -> None:
         ),
         (lambda: eq.DEQ(MonotoneTiers2d(1, (2, 2), 3, 8))(torch.zeros(2, 1, 8, 8)), r"a tuple of 2 tiers, got Tensor"),
         (lambda: AdjointCell(MonotoneLinear(4, 6)).source(torch.zeros(1, 6), torch.zeros(1, 5)), r"got \(1, 5\)"),
-        (lambda: AdjointCell(AdjointCell(MonotoneLinear(4, 6))).source(*[torch.zeros(1, 6)] * 2), r"adjoint of an adjoint"),
+        (
+            lambda: AdjointCell(AdjointCell(MonotoneLinear(4, 6))).source(*[torch.zeros(1, 6)] * 2),
+            r"has no adjoint of its own",
+        ),
     ],
 )
-def test_mistakes_are_explained(mistake: Callable[[], Any], message: str) -> None:
+def test_invalid_arguments_raise_with_a_remedy(mistake: Callable[[], Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         mistake()
 
 
-def test_alpha_cannot_be_set_wrong_later() -> None:
+def test_setting_an_invalid_alpha_raises() -> None:
     splitting = PeacemanRachford(MonotoneLinear(4, 6))
     with pytest.raises(ValueError, match="alpha must be positive, got 0"):
         splitting.alpha = 0.0
@@ -860,7 +864,7 @@ def test_alpha_cannot_be_set_wrong_later() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["linear", "convolution", "tiers"])
-def test_half_precision(kind: str, dtype: torch.dtype) -> None:
+def test_monotone_cells_run_in_half_precision(kind: str, dtype: torch.dtype) -> None:
     """torch has no inverse, eigenvalues or Fourier transform there: those are computed in float32."""
     torch.manual_seed(0)
     cells: dict[str, MonotoneCell] = {

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 import equilibria as eq
-from equilibria._core.norms import max_norm
 from equilibria.models.files import KEY, ModelFileError, load, read_info, save
 from equilibria.models.images.lion import Lion, LionConfig
 from equilibria.models.images.mdeq_configs import MDEQ_CONFIGS
@@ -25,6 +24,7 @@ from equilibria.models.images.neural_ode import AdaptiveSteps
 from equilibria.models.images.skip_mlp import SkipSolver
 from equilibria.models.origins import from_data, origin_of, remember_origin, to_data
 from equilibria.models.registry import create, info, names
+from equilibria.stop import max_norm
 
 
 def made(name: str, **options: Any) -> nn.Module:
@@ -282,14 +282,18 @@ def test_options_that_are_no_data_are_named_and_the_weights_are_saved_all_the_sa
     model = remember_origin(Lion(backbone, config), "lion", {"backbone": backbone, "config": config})
     path = save(model, tmp_path / "m")
     assert read_info(path).options == {"config": config} and read_info(path).lost == {"backbone": "Sequential"}
-    with pytest.raises(ModelFileError, match=r"could not keep these options of its lion: backbone \(a Sequential\)"):
+    with pytest.raises(
+        ModelFileError, match=r"lacks these options of its lion, which a file cannot hold: backbone \(a Sequential\)"
+    ):
         load(path)
     assert_same(model, load(path, Lion(nn.Sequential(nn.Flatten(), nn.Linear(64, 6)), config)))
 
 
 def test_a_model_made_by_hand_needs_one_to_go_into(tmp_path: Path) -> None:
     path = save(nn.Linear(2, 3), tmp_path / "m")
-    with pytest.raises(ModelFileError, match=r"does not say how to make its model\. It holds a Linear made by hand"):
+    with pytest.raises(
+        ModelFileError, match=r"does not describe how to create its model\. It holds a Linear that create\(\) did not make"
+    ):
         load(path)
     safetensors.torch.save_file({"weight": torch.ones(3, 2), "bias": torch.zeros(3)}, tmp_path / "foreign")
     with pytest.raises(ModelFileError, match="Another program wrote it"):
@@ -313,7 +317,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_changed(
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ModelFileError, match=said) as caught:
         load(save(small(), tmp_path / "m"), model)
-    assert "The file is of skip-mlp-v2: load(path) makes it" in str(caught.value)
+    assert "The file holds skip-mlp-v2: load(path) creates it" in str(caught.value)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
@@ -365,7 +369,7 @@ def test_other_files_are_refused(content: bytes, tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="is not there: give the path"):
+    with pytest.raises(FileNotFoundError, match="does not exist: pass the path"):
         load(tmp_path / "none")
     with pytest.raises(FileNotFoundError, match="is a folder"):
         read_info(tmp_path)
@@ -375,8 +379,8 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     ("changes", "said"),
     [
         ({"format": 99, "version": "9.9"}, r"written by version 9\.9 of the library, in format 99"),
-        ({"format": "one"}, "its metadata make no sense"),
-        ({"aliases": {"a": "b"}}, "its metadata make no sense"),
+        ({"format": "one"}, "its metadata is invalid"),
+        ({"aliases": {"a": "b"}}, "its metadata is invalid"),
         ({"options": {"solver": {"settings": "gone.Gone", "values": {}}}}, "options that this version .* cannot read"),
         ({"name": "gone"}, "holds a gone of version .* cannot make: There is no model 'gone'"),
         ({"options": {"gone": 1}}, "cannot make: skip-mlp-v2 has no option gone"),
@@ -424,7 +428,7 @@ class Extra(nn.Module):
 def test_state_beside_tensors(tmp_path: Path) -> None:
     path = save(nn.Sequential(Extra((3, {"epoch": 0.5}))), tmp_path / "m")
     assert load(path, nn.Sequential(Extra(None)))[0].value == (3, {"epoch": 0.5})
-    with pytest.raises(TypeError, match=r"holds at 0\._extra_state what a file cannot"):
+    with pytest.raises(TypeError, match=r"at 0\._extra_state that a file cannot hold"):
         save(nn.Sequential(Extra(object())), path)
 
 

@@ -1,1 +1,1 @@
-"""The doctor: examine every equilibrium layer of a model, say what is wrong with it and what to try."""
+"""Diagnosis: examine every equilibrium layer of a model, and report problems with advice."""

@@ -1,4 +1,4 @@
-"""Findings on the attractors of a layer, from what restarts showed."""
+"""Findings on the attractors of a layer, from solves with other starts."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Callable
 from equilibria.analysis.diagnosis.attractors import DRIFT_STEPS, SAME, Attractors
 from equilibria.analysis.diagnosis.findings import Finding, Severity
 
-LAZY = 0.01  # one step from anywhere leads this near to the equilibrium
-MOST = 0.9  # share of the samples that makes a layer lazy
-TELLING, BLIND = 0.8, 0.6  # areas under the curve: from here on the residual tells, up to here it does not
-FEW = 3  # right or wrong answers below which no area is believed
+LAZY = 0.01  # relative distance to the equilibrium after one step, below which a sample counts as lazy
+MOST = 0.9  # share of lazy samples from which a cell counts as lazy
+# areas under the curve: from TELLING on the residual predicts wrong answers, up to BLIND it does not
+TELLING, BLIND = 0.8, 0.6
+FEW = 3  # fewest right or wrong answers for which the area is reported
 
 
 def attractor_findings(a: Attractors | None) -> list[Finding]:
-    """What restarts showed, the worst first; nothing where there were none."""
+    """Return the findings of restarts, the worst first; empty without restarts."""
     if a is None:
         return []
     found = [finding for rule in _RULES if (finding := rule(a)) is not None]
@@ -23,6 +24,7 @@ def attractor_findings(a: Attractors | None) -> list[Finding]:
 
 
 def _several(a: Attractors) -> Finding | None:
+    """Report samples with more than one equilibrium."""
     several = sum(count > 1 for count in a.equilibria)
     if several == 0:
         return None
@@ -37,6 +39,7 @@ def _several(a: Attractors) -> Finding | None:
 
 
 def _path(a: Attractors) -> Finding | None:
+    """Report samples whose answer depends on the start."""
     known = [distance for distance in a.path if math.isfinite(distance)]
     moved = sum(distance > SAME for distance in known)
     if moved == 0:
@@ -45,13 +48,14 @@ def _path(a: Attractors) -> Finding | None:
         "path dependence",
         Severity.RISK,
         f"Started at another sample's equilibrium, {moved} of {len(known)} samples end elsewhere, the farthest "
-        f"{max(known):.2f} of its size away: the answer depends on the way there.",
-        "starts that do not depend on what came before (no eq.Remember), or training over random starts "
-        "(eq.RandomStart()), which makes attractors wide.",
+        f"{max(known):.2f} of its norm away: the answer depends on the start.",
+        "starts that do not depend on earlier samples (no eq.Remember), or training with random starts "
+        "(eq.RandomStart()), which widens attractors.",
     )
 
 
 def _drift(a: Attractors) -> Finding | None:
+    """Report samples that plain iteration leads away from their equilibrium."""
     known = [distance for distance in a.drift if math.isfinite(distance)]
     moved = sum(distance > SAME for distance in known)
     if moved == 0:
@@ -60,13 +64,14 @@ def _drift(a: Attractors) -> Finding | None:
         "drift with depth",
         Severity.RISK,
         f"{DRIFT_STEPS} plain steps from the equilibrium lead {moved} of {len(known)} samples away from it, the farthest by "
-        f"{max(known):.2f} of its size.",
-        "a stop by tolerance in place of more steps, a damped iteration, noise and random starts in training, or "
+        f"{max(known):.2f} of its norm.",
+        "a stop by tolerance instead of more steps, a damped iteration, noise and random starts in training, or "
         "eq.jacobian_penalty in the loss.",
     )
 
 
 def _lazy(a: Attractors) -> Finding | None:
+    """Report a cell that reaches the equilibrium in one step from any start."""
     known = [distance for distance in a.first_step if math.isfinite(distance)]
     near = sum(distance <= LAZY for distance in known)
     if not known or near < MOST * len(known):
@@ -75,12 +80,13 @@ def _lazy(a: Attractors) -> Finding | None:
         "lazy cell",
         Severity.HINT,
         f"One step from any of {a.restarts} random starts leads {near} of {len(known)} samples to within {LAZY:.0%} of the "
-        "equilibrium: the cell hardly looks at its state, and iterating it adds nothing.",
+        "equilibrium: the cell hardly depends on its state, and iterating it adds nothing.",
         "a smaller weight of the penalty that made it so (skip_penalty, jacobian_penalty), or an explicit layer.",
     )
 
 
 def _correctness(a: Attractors) -> Finding | None:
+    """Report whether the residual separates wrong answers from right ones."""
     right = len(a.equilibria) - (a.wrong or 0)
     if a.auc is None or a.wrong is None or min(a.wrong, right) < FEW or BLIND < a.auc < TELLING:
         return None

@@ -1,4 +1,4 @@
-"""Where a layer goes from other starts: several equilibria, path dependence, drift, lazy cells, residual and correctness."""
+"""Solves of a layer from other starts: several equilibria, path dependence, drift, lazy cells, residual and correctness."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from equilibria._core.loop import Stop
 from equilibria._core.packing import State
 from equilibria.deq import DEQ
 from equilibria.explicit import WeightTied
 from equilibria.solution import Solution
+from equilibria.stop import Stop
 
-SAME = 0.05  # states that are closer than this, relative to their size, are one equilibrium
-DRIFT_STEPS = 100  # plain steps from the equilibrium on
-RTOL = 1e-3  # of restarts, where the layer itself has no tolerance
-STEPS = 200  # that restarts may take at least
+SAME = 0.05  # states closer than this, relative to their norm, count as one equilibrium
+DRIFT_STEPS = 100  # plain steps taken from the equilibrium
+RTOL = 1e-3  # tolerance of restarts if the layer has none
+STEPS = 200  # smallest max_steps of restarts
 
 
 @dataclass(frozen=True)
 class Attractors:
-    """What restarts of a layer showed, per sample; nan where a sample did not converge."""
+    """Results of restarts per sample; nan where a sample did not converge."""
 
     restarts: int
-    converged: list[int]  # restarts that converged
-    equilibria: list[int]  # different ones among those and the layer's own answer
-    path: list[float]  # relative distance of the answer that is reached from another sample's equilibrium
+    converged: list[int]  # number of restarts that converged
+    equilibria: list[int]  # number of different equilibria among those and the layer's own answer
+    path: list[float]  # relative distance between the answer and the one reached from another sample's equilibrium
     drift: list[float]  # relative distance from the equilibrium after `DRIFT_STEPS` plain steps
     first_step: list[float]  # relative distance from the equilibrium after one step from a random start
     auc: float | None = None  # probability that a wrong answer has a larger residual than a right one
-    wrong: int | None = None  # answers that are wrong, where labels are given
+    wrong: int | None = None  # number of wrong answers; None without labels
 
 
 def measure_attractors(deq: DEQ, inputs: tuple[Any, ...], restarts: int, wrong: Tensor | None = None) -> Attractors:
-    """Solve the layer `restarts` times from random starts of the size of its equilibria, and from swapped ones."""
+    """Solve the layer `restarts` times from random starts of the norm of its equilibria, and from those of other samples."""
     layer = DEQ(deq.cell, deq.init, deq.solver, _restart_stop(deq), batched=deq.batched)
     with torch.no_grad():
         own = layer.solve(*inputs)
@@ -64,7 +64,7 @@ def measure_attractors(deq: DEQ, inputs: tuple[Any, ...], restarts: int, wrong: 
 
 
 def area_under_curve(score: Tensor, positive: Tensor) -> float:
-    """Probability that a positive sample has a higher score than another one, ties counting half (Mann and Whitney)."""
+    """Return the probability that a positive sample scores higher than a negative one, ties counting half (Mann-Whitney)."""
     high, low = score[positive].double(), score[~positive].double()
     if len(high) == 0 or len(low) == 0:
         return float("nan")
@@ -74,7 +74,7 @@ def area_under_curve(score: Tensor, positive: Tensor) -> float:
 
 
 def wrong_answers(output: Any, labels: Tensor) -> Tensor:
-    """(batch,) bool from logits (batch, ..., classes) and labels (batch, ...): any position that is not right."""
+    """Return (batch,) bool from logits (batch, ..., classes) and labels (batch, ...): True if any position is wrong."""
     if not isinstance(output, Tensor) or output.shape[:-1] != labels.shape:
         seen = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise ValueError(
@@ -96,7 +96,7 @@ def _packed(s: Solution, state: State) -> Tensor:
 
 
 def _random_like(s: Solution) -> State:
-    """Normal numbers of the root mean square of each tensor of the equilibrium, sample by sample."""
+    """Return normal numbers with the root mean square of each tensor of the equilibrium, per sample."""
 
     def draw(leaf: Tensor) -> Tensor:
         if not s.layout.batched:
@@ -108,22 +108,22 @@ def _random_like(s: Solution) -> State:
 
 
 def _rolled(state: State) -> State:
-    """Each row the state of the sample before it."""
+    """Return the states with each row replaced by that of the sample before it."""
     return pytree.tree_map(lambda leaf: leaf.roll(1, dims=0), state)
 
 
 def _distance(a: Tensor, b: Tensor) -> Tensor:
-    """(batch,), relative to |b|."""
+    """Return |a - b| / |b|, (batch,)."""
     return (a - b).norm(dim=1) / b.norm(dim=1).clamp_min(torch.finfo(b.dtype).tiny)
 
 
 def _nearest(distances: list[Tensor]) -> Tensor:
-    """The largest over the restarts: every start must be that near."""
+    """Return the largest distance over the restarts, (batch,): a sample is near only if every start leads there."""
     return torch.stack(distances).amax(dim=0)
 
 
 def _clusters(own: Tensor, others: Tensor, counts: bool) -> int:
-    """Different states among `others`, and `own` where it counts: a state is new if it is far from all before it."""
+    """Count different states among `others`, and `own` if `counts`; a state is new if it is far from all before it."""
     seen: list[Tensor] = [own] if counts else []
     for state in others:
         if all(float((state - one).norm() / one.norm().clamp_min(1e-30)) > SAME for one in seen):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equilibria._core.checks import require
 from equilibria._core.files import replace_file
 from equilibria._core.plain import to_plain
 from equilibria.analysis.diagnosis.attractor_findings import attractor_findings
@@ -22,20 +23,19 @@ from equilibria.analysis.diagnosis.layers import LayerDiagnosis, text
 from equilibria.analysis.measuring import Call, captured, muted, untouched
 from equilibria.deq import DEQ
 from equilibria.gradients.base import Gradient
-from equilibria.solvers.base import require
 
 PAGE, NUMBERS = "diagnosis.html", "diagnosis.json"
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Every equilibrium layer of a model; prints as a table with findings in words."""
+    """The diagnosis of every equilibrium layer of a model; prints as a table with findings."""
 
     layers: tuple[LayerDiagnosis, ...]
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Of all layers."""
+        """Findings of all layers."""
         return tuple(finding for layer in self.layers for finding in layer.findings)
 
     @property
@@ -44,13 +44,13 @@ class Diagnosis:
         return all(layer.healthy for layer in self.layers)
 
     def to_json(self) -> str:
-        """All numbers and findings; what is not finite is written as a string, so that any reader takes it."""
+        """Return all numbers and findings as JSON; numbers that are not finite are strings."""
         return json.dumps(to_plain(self, _named), indent=1, allow_nan=False)
 
     def save(self, folder: str | Path) -> Path:
-        """Write numbers (JSON), plots (PNG) and one self-contained page (HTML) to `folder`; the path of the page.
+        """Write numbers (JSON), plots (PNG) and one self-contained page (HTML) to `folder`; returns the path of the page.
 
-        Needs matplotlib, which comes with the extra `train`. A file is there whole or not at all.
+        Needs matplotlib, which comes with the extra `train`. Every file is written atomically.
         """
         from equilibria.analysis.diagnosis.page import page, pictures
 
@@ -68,28 +68,29 @@ class Diagnosis:
 
 
 def diagnose(model: nn.Module, batch: Any, *, restarts: int = 0, labels: Tensor | None = None) -> Diagnosis:
-    """Examine every DEQ in `model` on the inputs it gets in model(batch), and say what is wrong and what to try.
+    """Examine every DEQ in `model` on the inputs it gets in model(batch), and report problems with advice.
 
-    Measured per layer: convergence of every sample, spectral radius of the Jacobian, the backward solve, other solvers to
-    the same residual, agreement of gradients with the exact one, memory, whether the cell is one function of one sample. The
-    model is examined in the mode it is in (call model.train() first to see it as in training) and left as it was.
+    Measured per layer: convergence of every sample, spectral radius of the Jacobian, the backward solve, other solvers run
+    to the same residual, agreement of gradients with the exact one, memory, and whether the cell is a deterministic function
+    of each sample alone. The model is examined in its current mode (call model.train() first for training) and left
+    unchanged.
 
-    Other solvers get 10 s each, the comparison of gradients 30 s; what takes longer is stopped, and the report says so. The
-    clock is read at every run of the cell, so a limit may be passed by the time of one run. The layer's own solve, its
-    backward pass and the spectral radius have no limit.
+    Every other solver may take 10 s, the comparison of gradients 30 s; what takes longer is stopped and reported. The clock
+    is read at every run of the cell, so a limit may be exceeded by one run. The layer's own solve, its backward pass and the
+    spectral radius have no limit.
 
     batch     a tensor, or a tuple or list of the model's arguments
-    restarts  solves from random starts, which tell of several equilibria, path dependence, drift with depth and lazy cells;
-              0: none of these is looked for
-    labels    (batch, ...) for logits (batch, ..., classes) that the model returns; with restarts, they tell whether the
-              residual of wrong answers is larger
+    restarts  number of solves from random starts, which detect several equilibria, path dependence, drift with depth and
+              lazy cells; 0: these are not measured
+    labels    (batch, ...) for logits (batch, ..., classes) that the model returns; together with restarts they show whether
+              wrong answers have larger residuals
     """
     require(restarts >= 0, f"restarts must not be negative, got {restarts}.")
-    require(labels is None or restarts > 0, "labels are used with restarts, which are 0: give restarts=8, for instance.")
+    require(labels is None or restarts > 0, "labels need restarts, which are 0: pass restarts=8, for instance.")
     calls = captured(model, batch)
     if not calls:
         raise ValueError(
-            "No equilibrium layer was solved in model(batch): the model has eq.DEQ layers, and did not call them."
+            "No equilibrium layer was solved in model(batch): the model has eq.DEQ layers but did not call them."
         )
     wrong = None if labels is None else _wrong(model, batch, labels)
     examinations = [_examined(name, call, restarts, wrong) for name, call in calls.items()]
@@ -97,6 +98,7 @@ def diagnose(model: nn.Module, batch: Any, *, restarts: int = 0, labels: Tensor 
 
 
 def _examined(name: str, call: Call, restarts: int, wrong: Tensor | None) -> Examination:
+    """Examine one layer, with restarts if there are any."""
     examination = examine(name, call)
     if restarts == 0:
         return examination
@@ -111,7 +113,7 @@ def _wrong(model: nn.Module, batch: Any, labels: Tensor) -> Tensor:
 
 
 def _named(value: Any) -> Any:
-    """Gradients and severities by their names, numbers that JSON does not have as strings."""
+    """Return a JSON-compatible value: gradients and severities by name, numbers that JSON lacks as strings."""
     if isinstance(value, Gradient):
         return repr(value)
     if isinstance(value, Severity):

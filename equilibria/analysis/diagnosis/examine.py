@@ -1,4 +1,4 @@
-"""Measurements on one DEQ with the inputs it gets in a model; numbers and lists, ready for JSON."""
+"""Measurements on one DEQ with the inputs it gets in a model; the results are numbers and lists, ready for JSON."""
 
 from __future__ import annotations
 
@@ -35,24 +35,24 @@ from equilibria.solvers.picard import Picard
 SOLVERS: tuple[AnySolver, ...] = (Picard(), Anderson(), Broyden(), Newton())
 GRADIENTS: tuple[Gradient, ...] = (JFB(), NeumannPhantom(steps=5, damping=1.0), Implicit())
 QUANTILES = (0.1, 0.5, 0.9, 1.0)
-RANDOM = 100.0  # two runs of a deterministic cell differ by less than so many spacings of its numbers, also on a GPU
+RANDOM = 100.0  # two runs of a deterministic cell differ by less than this many spacings of its numbers, also on a GPU
 ROUNDS = 3
-MORE_STEPS = 100  # other solvers get so many, or as many as the layer's own
-SECONDS = 10.0  # that any other solver, or the same one with more steps, may take
-GRADIENT_SECONDS = 30.0  # that the comparison of gradients may take: its reference solves both equations to rounding
-NEWTON_STEPS = 20  # it doubles the digits with each near an answer: what takes longer does not get there
+MORE_STEPS = 100  # max_steps of other solvers, if the layer's own is smaller
+SECONDS = 10.0  # time limit of any other solver, and of the same one with more steps
+GRADIENT_SECONDS = 30.0  # time limit of the comparison of gradients: its reference solves both equations to rounding
+NEWTON_STEPS = 20  # near an answer Newton doubles its digits with every step; more steps do not help
 
 
 @dataclass(frozen=True)
 class Solve:
-    """One solve in numbers."""
+    """The result of one solve."""
 
-    status: dict[str, int]  # samples that ended so
+    status: dict[str, int]  # number of samples by status
     steps: list[int]  # per sample
     residual: list[float]  # per sample, relative
     evaluations: int
     sample_evaluations: int
-    curve: list[list[float]]  # per step the residual's 10 %, 50 %, 90 % and 100 % quantile over the samples
+    curve: list[list[float]]  # per step the 10 %, 50 %, 90 % and 100 % quantiles of the residual over the samples
 
     @property
     def failed(self) -> int:
@@ -65,13 +65,13 @@ class Solve:
 
 @dataclass(frozen=True)
 class SolverResult:
-    """What another solver makes of the same equilibria."""
+    """The result of another solver on the same inputs."""
 
     solver: str
-    present: bool  # True if it is the layer's own
-    seconds: float  # the least of a few solves; of processor time on a CPU
+    present: bool  # True for the layer's own solver
+    seconds: float  # smallest time of a few solves; processor time on a CPU
     solve: Solve
-    out_of_time: bool = False  # it was stopped, and its `solve` tells nothing
+    out_of_time: bool = False  # it was stopped, and `solve` holds no result
 
 
 @dataclass(frozen=True)
@@ -79,31 +79,31 @@ class Radius:
     """Spectral radius of the cell's Jacobian at the equilibrium, per sample; nan where a sample is not finite."""
 
     radius: list[float]
-    converged: list[bool]  # of the power iteration
+    converged: list[bool]  # per sample, of the power iteration
 
 
 @dataclass(frozen=True)
 class Memory:
-    """In bytes."""
+    """Memory in bytes."""
 
-    state: int  # one state of the whole batch
-    inputs: int  # what the cell is given beside it
-    kept_for_backward: int  # between forward and backward, weights aside
+    state: int  # one state of the full batch
+    inputs: int  # other arguments of the cell
+    kept_for_backward: int  # kept between forward and backward, without weights
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of running the cell again at one point."""
+    """The result of running the cell again at one point."""
 
     random: float  # largest difference between two runs, relative
-    coupled: float | None  # largest difference of rows run without their neighbours, relative; None: cannot be tried
-    dropouts: list[str]  # modules in the cell that drop at random at every call
+    coupled: float | None  # largest relative difference of rows run without the others; None: cannot be measured
+    dropouts: list[str]  # modules in the cell that draw a new dropout mask at every call
     batch_statistics: list[str]  # modules in the cell that normalise over the batch
 
 
 @dataclass(frozen=True)
 class Examination:
-    """Everything measured on one layer."""
+    """All measurements on one layer."""
 
     name: str
     solver: str
@@ -115,7 +115,7 @@ class Examination:
     samples: int
     size: int  # numbers in the state of a sample
     dtype: str
-    precision: float  # spacing of the numbers the cell computes with
+    precision: float  # spacing of the numbers in which the cell computes
     forward: Solve
     adjoint: Solve | None
     adjoint_error: str | None
@@ -124,21 +124,23 @@ class Examination:
     agreements: list[Agreement]
     memory: Memory
     trial: Trial
-    more_steps: Solve | None  # the same with ten times the steps, where samples ran out of them
-    reference_problem: str | None  # why the exact gradient, which others are compared with, is not exact
+    more_steps: Solve | None  # the same solve with ten times the steps, if samples ran out of steps
+    reference_problem: str | None  # why the exact gradient, the reference, is not exact
     out_of_time: list[str]  # measurements that were stopped because they took too long
-    attractors: Attractors | None = None  # where restarts lead, if there were any
+    attractors: Attractors | None = None  # results of restarts, if there were any
 
 
 def examine(name: str, call: Call) -> Examination:
-    """The layer as it is: mode, solver, stop and gradient; it is left so."""
+    """Examine the layer in its current mode, with its solver, stop and gradient, and leave it unchanged."""
     deq, inputs = call.deq, call.inputs
     with untouched(deq, inputs), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # what they would say is in the findings
+        warnings.simplefilter("ignore", UserWarning)  # the findings contain what the warnings would say
         return _Patient(name, deq, inputs).examination()
 
 
 class _Patient:
+    """A layer with its inputs and its own solve, on which the measurements are made."""
+
     def __init__(self, name: str, deq: DEQ, inputs: tuple[Any, ...]) -> None:
         self.name, self.deq, self.inputs = name, deq, inputs
         self.reference_problem: str | None = None
@@ -157,6 +159,7 @@ class _Patient:
             return DEQ(cell, self.deq.init, solver, stop, batched=self.deq.batched).solve(*self.inputs)
 
     def examination(self) -> Examination:
+        """Run all measurements."""
         s, deq = self.solution, self.deq
         adjoint, error, kept = self.backward()
         solvers, more_steps = self.compare_solvers(), self.more_steps()
@@ -187,7 +190,7 @@ class _Patient:
         )
 
     def backward(self) -> tuple[Stats | None, str | None, int]:
-        """Statistics of the adjoint solve, why there is none, and the bytes kept for it."""
+        """Return the statistics of the adjoint solve, the error if it failed, and the bytes kept for it."""
         deq, kept = self.deq, _Kept(self.deq)
         twin = DEQ(deq.cell, deq.init, deq.solver, self.stop, deq.gradient, batched=deq.batched)
         try:
@@ -201,21 +204,21 @@ class _Patient:
         return s.adjoint, None, kept.bytes
 
     def compare_solvers(self) -> list[SolverResult]:
-        """The layer's own solver first, then the others, to the same tolerance; times interleaved."""
+        """Run the layer's own solver and the others to the same tolerance; timed rounds are interleaved."""
         solvers = [self.deq.solver, *[solver for solver in SOLVERS if solver != self.deq.solver]]
         with torch.no_grad():
             first = {i: found for i, solver in enumerate(solvers) if (found := self.first(solver)) is not None}
             seconds = {i: [found.seconds] for i, found in first.items()}
             for _ in range(ROUNDS - 1):
                 for i, found in first.items():
-                    # how long a failure takes is of no interest, and all rounds together stay below the limit
+                    # the time of a failure does not matter, and all rounds together stay below the limit
                     if found.solve.failed == 0 and ROUNDS * found.seconds < SECONDS:
                         seconds[i].append(self.timed(solvers[i], math.inf)[0])
-        # the least: whatever else the machine does only adds to it
+        # the minimum: other load on the machine only adds time
         return [dataclasses.replace(found, seconds=min(seconds[i])) for i, found in first.items()]
 
     def first(self, solver: AnySolver) -> SolverResult | None:
-        """A solve by this solver; None if it does not take this cell: Newton needs a forward-mode derivative."""
+        """Run this solver once; None if it cannot run on this cell: Newton needs a forward-mode derivative."""
         own = solver == self.deq.solver
         try:
             seconds, s = self.timed(solver, SECONDS)
@@ -224,13 +227,14 @@ class _Patient:
                 raise
             return None
         except OutOfTime:
-            if own:  # then as it is used, without more steps
+            if own:  # the layer's own solver runs as configured, without more steps
                 return SolverResult(brief(solver), own, self.seconds, summary(self.solution.stats))
             self.out_of_time.append(brief(solver))
             return SolverResult(brief(solver), own, SECONDS, _nothing(self.solution), out_of_time=True)
         return SolverResult(brief(solver), own, seconds, summary(s.stats))
 
     def timed(self, solver: AnySolver, limit: float) -> tuple[float, Solution]:
+        """Return the seconds of a solve of at most `limit` seconds, and its solution."""
         steps = NEWTON_STEPS if isinstance(solver, Newton) else max(self.stop.max_steps, MORE_STEPS)
         clock = _clock(self.solution.layout.device)
         began = clock()
@@ -239,7 +243,9 @@ class _Patient:
         return clock() - began, s
 
     def compare_gradients(self, more_steps: Solve | None) -> list[Agreement]:
-        """The layer's own gradient first; none where nothing converges, in ten times the steps, or requires a gradient."""
+        """Compare the layer's own gradient and others with the exact one; empty if the solve fails or nothing requires a
+        gradient.
+        """
         gradients = [self.deq.gradient, *[gradient for gradient in GRADIENTS if gradient != self.deq.gradient]]
         wants = any(map(_wants_gradient, (*self.deq.parameters(), *pytree.tree_leaves(self.inputs))))
         failed = int(self.solution.stats.failed.sum()) if more_steps is None else more_steps.failed
@@ -261,6 +267,7 @@ class _Patient:
         return agreements
 
     def try_again(self) -> Trial:
+        """Run the cell twice at the equilibrium, and on every second row alone."""
         s, cell = self.solution, self.deq.cell
         z, args = s.layout.pack(s.z), s.equation.args
         named = list(cell.named_modules()) if isinstance(cell, nn.Module) else []
@@ -274,6 +281,7 @@ class _Patient:
             )
 
     def more_steps(self) -> Solve | None:
+        """Solve again with ten times the steps; None if no sample ran out of steps, or it takes too long."""
         if self.solution.stats.count(Status.MAX_STEPS) == 0:
             return None
         try:
@@ -285,6 +293,7 @@ class _Patient:
 
 
 def summary(stats: Stats) -> Solve:
+    """Return the statistics of a solve as numbers."""
     counts = {status.name.lower(): stats.count(status) for status in Status if stats.count(status)}
     return Solve(
         status=counts,
@@ -297,13 +306,13 @@ def summary(stats: Stats) -> Solve:
 
 
 def _nothing(s: Solution) -> Solve:
-    """In place of a solve that was stopped."""
+    """Return a placeholder for a solve that was stopped."""
     batch = s.layout.batch
     return Solve({"out of time": batch}, [0] * batch, [math.inf] * batch, 0, 0, [])
 
 
 def _curve(traces: Sequence[Tensor]) -> list[list[float]]:
-    """Quantiles per step; a sample that has stopped counts with its last residual."""
+    """Return quantiles per step; a sample that has stopped counts with its last residual."""
     length = max(len(trace) for trace in traces)
     filled = [torch.cat([t, t[-1:].expand(length - len(t))]) for t in traces]
     residuals = torch.stack(filled).double().nan_to_num(nan=float("inf"))  # (batch, steps)
@@ -322,7 +331,7 @@ def _unknown_radius(s: Solution) -> Radius:
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
-    """Largest, relative to the size of `a`; of finite entries."""
+    """Return the largest difference of finite entries, relative to the norm of `a`."""
     both = torch.isfinite(a) & torch.isfinite(b)
     if not bool(both.any()):
         return 0.0
@@ -331,6 +340,7 @@ def _difference(a: Tensor, b: Tensor) -> float:
 
 
 def _coupling(s: Solution, z: Tensor, fz: Tensor) -> float | None:
+    """Return the difference of rows run without the others; None if that is not possible."""
     batch = s.layout.batch
     if batch < 2 or not s.layout.batched:
         return None
@@ -338,7 +348,7 @@ def _coupling(s: Solution, z: Tensor, fz: Tensor) -> float | None:
     try:
         alone = s.equation(z[index], *s.equation.take(s.equation.args, index))
     except (RuntimeError, ValueError, IndexError, TypeError):
-        return None  # the cell holds data of the whole batch
+        return None  # the cell holds data of the full batch
     return _difference(fz[index], alone)
 
 
@@ -355,7 +365,7 @@ def _bytes(tree: Any) -> int:
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
-    """Processor time on a CPU, which other programs do not change; elsewhere the processor only waits."""
+    """Return a clock: processor time on a CPU, where other programs do not affect it; wall-clock time elsewhere."""
     return time.process_time if device.type == "cpu" else time.perf_counter
 
 
@@ -365,7 +375,7 @@ def _wait(s: Solution) -> None:
 
 
 class _Kept:
-    """Bytes that autograd keeps between forward and backward, each storage once, weights aside."""
+    """Measures the bytes that autograd keeps between forward and backward, each storage once, without weights."""
 
     def __init__(self, deq: DEQ) -> None:
         self.weights = {parameter.untyped_storage().data_ptr() for parameter in deq.parameters()}
@@ -377,7 +387,7 @@ class _Kept:
     def _note(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self.weights:
-            self.storages[storage.data_ptr()] = storage  # held, or a later tensor could lie at the same address
+            self.storages[storage.data_ptr()] = storage  # held, or a later tensor could get the same address
         return tensor
 
     @property

@@ -1,4 +1,4 @@
-"""From measurements to words: what is wrong with a layer, how it was seen, and what to try."""
+"""Turn measurements into findings: the problem, its evidence, and advice."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from equilibria._core.bookkeeping import FLOOR
 from equilibria.analysis.agreement import Agreement
 from equilibria.analysis.diagnosis.examine import RANDOM, Examination, SolverResult
+from equilibria.stop import FLOOR
 
-SLOW = 2.0  # another solver this many times faster is worth a word
-COSINE = 0.9  # a gradient further from the exact one than this is worth a word
-GOOD_GRADIENT = 1e-2  # relative error at which training does not suffer from a backward solve that missed its tolerance
-TAIL = 3.0  # slowest sample over the median one: a batch of mixed difficulty
+SLOW = 2.0  # a solver faster by this factor is reported
+COSINE = 0.9  # a gradient with a smaller cosine to the exact one is reported
+GOOD_GRADIENT = 1e-2  # relative error of the gradient up to which a backward solve that missed its tolerance does not matter
+TAIL = 3.0  # ratio of the slowest sample's steps to the median from which a batch has mixed difficulty
 
 
 class Severity(Enum):
-    """How much a finding matters."""
+    """How serious a finding is."""
 
     ILL = "ill"  # solves or gradients are wrong
-    RISK = "risk"  # right for now, or by luck
-    HINT = "hint"  # right, and could be cheaper
+    RISK = "risk"  # correct now, but not reliably
+    HINT = "hint"  # correct, and could be cheaper
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is the matter."""
+    """One problem, with evidence and advice."""
 
-    cause: str  # a short name: the same illness, the same name
+    cause: str  # short name of the problem
     severity: Severity
-    seen: str  # the evidence, with its numbers
+    seen: str  # evidence, with numbers
     advice: str  # what to try
 
     def __str__(self) -> str:
@@ -39,12 +39,13 @@ class Finding:
 
 
 def findings(e: Examination) -> list[Finding]:
-    """What is the matter, the worst first; nothing where the layer is healthy."""
+    """Return the findings, the worst first; empty for a healthy layer."""
     found = [finding for rule in _RULES if (finding := rule(e)) is not None]
     return sorted(found, key=lambda finding: list(Severity).index(finding.severity))
 
 
 def _random_cell(e: Examination) -> Finding | None:
+    """Report a cell whose value changes from call to call."""
     if e.trial.random <= RANDOM * e.precision:
         return None
     where = f" Modules that drop at random at every call: {', '.join(e.trial.dropouts)}." if e.trial.dropouts else ""
@@ -59,18 +60,19 @@ def _random_cell(e: Examination) -> Finding | None:
 
 
 def _coupled(e: Examination) -> Finding | None:
+    """Report a cell in which samples depend on each other."""
     measured = e.trial.coupled is not None and e.trial.coupled > max(1e3 * e.precision, 1e-12)
     if _random_cell(e) is not None and not e.trial.batch_statistics:
         return None  # rows differ because every run does
     if not e.trial.batch_statistics and not measured:
         return None
     names = ", ".join(e.trial.batch_statistics)
-    by = f"by batch statistics ({names})" if names else "though no batch norm is in sight"
+    by = f"by batch statistics ({names})" if names else "without a batch norm"
     return Finding(
         "batch statistics couple samples" if names else "samples depend on each other",
         Severity.RISK,
-        f"A sample's value depends on its neighbours, {by}: the batch is solved as one problem, a hard sample holds up all "
-        "others, and a sample alone has another equilibrium than in its batch.",
+        f"A sample's value depends on the other samples, {by}: the batch is solved as one problem, a hard sample delays all "
+        "others, and a sample alone has a different equilibrium than in its batch.",
         "GroupNorm or LayerNorm inside the cell; or accept it: statistics then move once per forward, at the equilibrium."
         if names
         else "make every tensor that belongs to a sample an input of the cell, batch first, or set batched=False.",
@@ -78,6 +80,7 @@ def _coupled(e: Examination) -> Finding | None:
 
 
 def _below_reach(e: Examination) -> Finding | None:
+    """Report a tolerance that the dtype cannot reach."""
     floor = FLOOR * e.precision
     if e.rtol >= floor:
         return None
@@ -93,6 +96,7 @@ def _below_reach(e: Examination) -> Finding | None:
 
 
 def _nonfinite(e: Examination) -> Finding | None:
+    """Report samples that became nan or inf."""
     count = e.forward.status.get("nonfinite", 0)
     if count == 0:
         return None
@@ -100,12 +104,13 @@ def _nonfinite(e: Examination) -> Finding | None:
         "samples that are not finite",
         Severity.ILL,
         f"{count} of {e.samples} samples gave nan or inf; they keep their best finite iterate and get no gradient.",
-        "look at the inputs of the samples with status NONFINITE; if those are finite the cell overflows: bound its output "
+        "check the inputs of the samples with status NONFINITE; if they are finite, the cell overflows: bound its output "
         "with a norm or tanh, or damp the solver.",
     )
 
 
 def _not_contractive(e: Examination) -> Finding | None:
+    """Report a spectral radius of 1 or more."""
     radii = [radius for radius in e.radius.radius if math.isfinite(radius)]
     if not radii or max(radii) < 1 or _random_cell(e) is not None:
         return None
@@ -123,6 +128,7 @@ def _not_contractive(e: Examination) -> Finding | None:
 
 
 def _too_few_steps(e: Examination) -> Finding | None:
+    """Report samples that converge with ten times the steps."""
     more = e.more_steps
     if more is None or 2 * more.failed > e.forward.failed or _random_cell(e) is not None:
         return None
@@ -140,6 +146,7 @@ def _too_few_steps(e: Examination) -> Finding | None:
 
 
 def _unexplained(e: Examination) -> Finding | None:
+    """Report samples that failed for no reason found by the other rules."""
     if e.forward.failed == 0 or any(rule(e) is not None for rule in _FAILURES):
         return None
     return Finding(
@@ -152,18 +159,22 @@ def _unexplained(e: Examination) -> Finding | None:
 
 
 def _adjoint(e: Examination) -> Finding | None:
+    """Report a backward solve that did not converge."""
     if e.adjoint is None or e.adjoint.failed == 0:
         return None
-    a_formula = e.adjoint.evaluations == 0  # its agreement tells how good it is
-    at_the_floor = e.adjoint.worst <= FLOOR * e.precision  # as solved as it can be
-    if a_formula or at_the_floor:
-        return None
+    a_formula = e.adjoint.evaluations == 0  # a closed formula: its agreement shows its quality
+    at_the_floor = e.adjoint.worst <= FLOOR * e.precision  # solved as well as the dtype allows
     own = _own_gradient(e)
+    # Without an equilibrium the adjoint belongs to an arbitrary state, and its convergence says nothing about the layer. The
+    # other rules report why the forward solve failed.
+    without_equilibria = own is None and e.forward.failed == e.samples
+    if a_formula or at_the_floor or without_equilibria:
+        return None
     measured = (
         f"The gradient as measured has a cosine of {own.cosine:.3f} with the exact one and a relative error of "
         f"{own.relative_error:.1e}."
         if own is not None
-        else "How far the gradient is off was not measured; it can be far more than the residual."
+        else "The error of the gradient was not measured; it can be far larger than the residual."
     )
     steps = 4 * max(50, *e.adjoint.steps)
     return Finding(
@@ -177,12 +188,13 @@ def _adjoint(e: Examination) -> Finding | None:
 
 
 def _own_gradient(e: Examination) -> Agreement | None:
-    """The layer's own gradient beside the exact one; None if they were not compared."""
+    """Return the comparison of the layer's own gradient with the exact one; None if there is none."""
     own = e.agreements[0] if e.agreements else None
     return None if own is None or own.error is not None or own.cosine != own.cosine else own
 
 
 def _poor_gradient(e: Examination) -> Finding | None:
+    """Report a gradient with a small cosine to the exact one."""
     own = _own_gradient(e)
     if own is None or not own.cosine < COSINE or _random_cell(e) is not None:
         return None
@@ -200,6 +212,7 @@ def _poor_gradient(e: Examination) -> Finding | None:
 
 
 def _refused(e: Examination) -> Finding | None:
+    """Report a gradient that raises."""
     if e.adjoint_error is None:
         return None
     return Finding(
@@ -208,6 +221,7 @@ def _refused(e: Examination) -> Finding | None:
 
 
 def _slow_solver(e: Examination) -> Finding | None:
+    """Report another solver that is much faster."""
     own, *others = e.solvers
     good = [other for other in others if other.solve.failed == 0]
     best = min(good, key=lambda other: other.seconds, default=None)
@@ -223,6 +237,7 @@ def _slow_solver(e: Examination) -> Finding | None:
 
 
 def _tail(e: Examination) -> Finding | None:
+    """Report a batch in which a few samples take many more steps than the others."""
     steps = sorted(e.forward.steps)
     median = steps[len(steps) // 2] if steps else 0
     if median == 0 or steps[-1] < TAIL * median or steps[-1] < 10 or e.trial.batch_statistics:
@@ -248,7 +263,7 @@ _RULES = (*_FAILURES, _unexplained, _coupled, _refused, _adjoint, _poor_gradient
 
 
 def _best_solver(e: Examination) -> str:
-    """Which of the solvers compared did best on this very model."""
+    """Return a sentence on the solver that did best on this model."""
     finished = [result for result in e.solvers if not result.out_of_time]
     best: SolverResult = min(finished, key=lambda result: (result.solve.failed, result.seconds))
     if best.solve.failed == 0:
@@ -261,6 +276,6 @@ def _counts(status: dict[str, int]) -> str:
 
 
 def _round_up(value: float) -> float:
-    """To one digit."""
+    """Round up to one digit."""
     digit = 10.0 ** math.floor(math.log10(value))
     return math.ceil(value / digit) * digit

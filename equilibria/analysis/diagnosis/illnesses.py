@@ -1,4 +1,4 @@
-"""Small models with one thing wrong with each: to try the doctor on, and to test it by."""
+"""Small models with one problem each: examples for the diagnosis, and for its tests."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from equilibria._core.loop import Stop
 from equilibria.deq import DEQ
 from equilibria.nn import VariationalDropout
 from equilibria.solvers.picard import Picard
+from equilibria.stop import Stop
 
 WIDTH, BATCH = 24, 32
 
@@ -40,19 +40,19 @@ def not_contractive() -> tuple[nn.Module, Tensor]:
 
 
 def tolerance_out_of_reach() -> tuple[nn.Module, Tensor]:
-    """Ten digits asked of single precision."""
+    """A tolerance of ten digits in single precision."""
     return _model(lambda: DEQ(TanhCell(0.7), stop=Stop(rtol=1e-10, atol=0.0)))
 
 
 def free_dropout() -> tuple[nn.Module, Tensor]:
-    """nn.Dropout inside of the cell: another function at every call."""
+    """nn.Dropout inside the cell, which is a different function at every call."""
     return _model(lambda: DEQ(TanhCell(0.7, nn.Dropout(0.2))))
 
 
 def batch_statistics() -> tuple[nn.Module, Tensor]:
-    """Batch norm inside of the cell, in training mode."""
+    """Batch norm inside the cell, in training mode."""
     norm = nn.BatchNorm1d(WIDTH)
-    nn.init.constant_(norm.weight, 0.3)  # at its usual 1 the cell would not contract, another illness
+    nn.init.constant_(norm.weight, 0.3)  # at its default of 1 the cell would not contract, which is another problem
     return _model(lambda: DEQ(TanhCell(0.7, norm)))
 
 
@@ -66,7 +66,7 @@ EXAMPLES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 
 
 def _model(layer: Callable[[], DEQ], scale: float = 1.0) -> tuple[nn.Module, Tensor]:
-    """The same one every time, whatever the state of torch's random numbers."""
+    """Return the model and a batch, the same every time, independent of torch's random state."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(10, WIDTH), layer(), nn.Linear(WIDTH, 3)), scale * torch.randn(BATCH, 10)

@@ -1,4 +1,4 @@
-"""One examined layer with its findings, and what a reader sees of it first."""
+"""One examined layer with its findings, as text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from equilibria.analysis.diagnosis.findings import Finding, Severity
 
 @dataclass(frozen=True)
 class LayerDiagnosis:
-    """A layer, what was measured on it and what is the matter."""
+    """A layer with its measurements and findings."""
 
     examination: Examination
     findings: tuple[Finding, ...]
@@ -26,6 +26,7 @@ class LayerDiagnosis:
 
 
 def text(layer: LayerDiagnosis) -> str:
+    """Return the layer as plain text: its main numbers, solvers, gradients and findings."""
     e = layer.examination
     lines = [
         f"{layer.name}: {e.samples} samples of {e.size} numbers ({e.dtype}), {'training' if e.training else 'eval'} mode"
@@ -51,7 +52,7 @@ def text(layer: LayerDiagnosis) -> str:
 
 
 def rows(e: Examination) -> list[tuple[str, str]]:
-    """What a reader wants to see first, in words."""
+    """Return the main results as (name, text)."""
     radii = sorted(radius for radius in e.radius.radius if radius == radius)
     radius = f"median {radii[len(radii) // 2]:.3f}, worst {radii[-1]:.3f}" if radii else "unknown"
     sure = sum(e.radius.converged)
@@ -60,7 +61,7 @@ def rows(e: Examination) -> list[tuple[str, str]]:
         ("stop", e.stop),
         ("gradient", e.gradient),
         ("forward solve", _solve_line(e.forward)),
-        ("backward solve", e.adjoint_error or (_solve_line(e.adjoint) if e.adjoint else "none of its own")),
+        ("backward solve", e.adjoint_error or (_solve_line(e.adjoint) if e.adjoint else "no separate solve")),
         ("spectral radius", f"{radius} (estimate converged for {sure} of {e.samples})"),
         ("kept for backward", f"{_size(e.memory.kept_for_backward)}; a state is {_size(e.memory.state)}"),
     ]

@@ -1,4 +1,4 @@
-"""The diagnosis as plots and as one HTML page that needs nothing but itself."""
+"""The diagnosis as plots, and as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORDS = {Severity.ILL: "Ill", Severity.RISK: "At risk", Severity.HINT: "Hint"}
 
 
 def pictures(layers: Sequence[LayerDiagnosis]) -> dict[str, bytes]:
-    """PNG files by name, `<layer>-<what>`."""
+    """Return PNG files by name, `<layer>-<plot>`."""
     found = {}
     for layer in layers:
         for what, draw in _PICTURES.items():
@@ -38,7 +38,7 @@ def pictures(layers: Sequence[LayerDiagnosis]) -> dict[str, bytes]:
 
 
 def page(layers: Sequence[LayerDiagnosis], drawn: dict[str, bytes]) -> str:
-    """One document, pictures and style inside."""
+    """Return one HTML document with pictures and style inlined."""
     sections = "\n".join(_section(layer, drawn) for layer in layers)
     verdict = "healthy" if all(layer.healthy for layer in layers) else "needs attention"
     count = len(layers)
@@ -47,6 +47,7 @@ def page(layers: Sequence[LayerDiagnosis], drawn: dict[str, bytes]) -> str:
 
 
 def _section(layer: LayerDiagnosis, drawn: dict[str, bytes]) -> str:
+    """Return the HTML section of one layer."""
     e = layer.examination
     about = f"{e.samples} samples of {e.size} numbers ({e.dtype}), {'training' if e.training else 'eval'} mode"
     found = "".join(
@@ -68,6 +69,7 @@ def _section(layer: LayerDiagnosis, drawn: dict[str, bytes]) -> str:
 
 
 def _solver_table(e: Examination) -> str:
+    """Return the comparison of solvers as an HTML table."""
     heads = ("solver", "converged", "steps", "evaluations", "rows evaluated", "worst residual", "ms")
     body = "".join(
         f"<tr><td>{escape(r.solver)}</td><td colspan='6'>stopped after {r.seconds:g} s</td></tr>"
@@ -82,6 +84,7 @@ def _solver_table(e: Examination) -> str:
 
 
 def _convergence(e: Examination, axes: Axes) -> bool:
+    """Plot quantiles of the residual over the steps; False if there is nothing to plot. The other plots do the same."""
     curve = _finite(e.forward.curve)
     steps = range(len(curve))
     low, middle, high, worst = ([row[i] for row in curve] for i in range(4)) if curve else ([], [], [], [])
@@ -101,6 +104,7 @@ def _steps(e: Examination, axes: Axes) -> bool:
 
 
 def _radius(e: Examination, axes: Axes) -> bool:
+    """Plot a histogram of the spectral radii."""
     radii = [radius for radius in e.radius.radius if radius == radius]
     if not radii:
         return False
@@ -111,6 +115,7 @@ def _radius(e: Examination, axes: Axes) -> bool:
 
 
 def _solvers(e: Examination, axes: Axes) -> bool:
+    """Plot the worst residual over the steps for every solver."""
     for colour, result in zip(COLOURS, e.solvers, strict=False):
         worst = [row[-1] for row in _finite(result.solve.curve)]
         name = result.solver.split("(")[0]
@@ -123,6 +128,7 @@ def _solvers(e: Examination, axes: Axes) -> bool:
 
 
 def _gradients(e: Examination, axes: Axes) -> bool:
+    """Plot the cosine of every gradient with the exact one."""
     shown = [a for a in e.agreements if a.error is None]
     names = [a.name.split("(")[0] for a in shown]
     axes.barh(names[::-1], [a.cosine for a in shown][::-1], color=COLOURS[0], height=0.55)
@@ -146,10 +152,10 @@ _PICTURES: dict[str, Callable[[Examination, Axes], bool]] = {
 
 
 def _finite(curve: list[list[float]]) -> list[list[float]]:
-    """For a logarithmic axis: no infinities, no zeros."""
+    """Clip infinities and zeros for a logarithmic axis."""
     return [[min(max(value, 1e-20), 1e20) for value in row] for row in curve]
 
 
 def _stem(layer: LayerDiagnosis) -> str:
-    """A file name from a module's name."""
+    """Return a file name for a module's name."""
     return re.sub(r"[^A-Za-z0-9_.-]", "_", layer.examination.name) or "model"

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from equilibria._core.loop import Stop
 from equilibria._core.packing import State
 from equilibria.deq import DEQ
 from equilibria.gradients.implicit import Implicit
@@ -22,6 +21,7 @@ from equilibria.solvers.broyden import Broyden
 from equilibria.solvers.fallback import AnySolver
 from equilibria.solvers.krylov import BiCGSTAB
 from equilibria.solvers.picard import Picard
+from equilibria.stop import Stop
 
 OURS, TORCHDEQ = "equilibria", "TorchDEQ"
 DEFAULT = f"{OURS} default"

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equilibria._core.recording import record
 from equilibria.lab.data.augment import Augmentation, Crop, Erase, Flip
 from equilibria.lab.data.batches import Batches
 from equilibria.lab.data.catalogue import load
@@ -20,7 +19,7 @@ from equilibria.lab.data.sets import Dataset, Split, generator
 from equilibria.lab.training.processes import step_clock
 from equilibria.lab.training.settings import Training
 from equilibria.lab.training.task import Loaders, Outcome, Task
-from equilibria.solution import Solution
+from equilibria.solution import Solution, record
 
 Batch = tuple[Tensor, Tensor]
 M = TypeVar("M", bound=nn.Module)

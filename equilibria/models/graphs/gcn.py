@@ -1,4 +1,4 @@
-"""Networks on graphs: what they have in common, and graph convolutions (Kipf and Welling 2017).
+"""Base class of networks on graphs, and graph convolutions (Kipf and Welling 2017).
 
 NodeGCN()                                    a class per node
 GraphGCN(GraphGCNConfig(features=35))        a class per graph
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
+from equilibria._core.checks import require
 from equilibria.models.graphs.graph_input import GraphInput, GraphLike, read_graph
 from equilibria.models.graphs.graph_ops import Adjacency
-from equilibria.solvers.base import require
 
 
 class GraphNet(nn.Module, ABC):
-    """A network that takes a graph in any form."""
+    """Base class of networks that accept a graph in any supported form."""
 
     normalize: bool = True  # use the adjacency D^(-1/2) (A + I) D^(-1/2)
 
@@ -32,7 +32,7 @@ class GraphNet(nn.Module, ABC):
         edge_weight: Tensor | None = None,
         batch: Tensor | None = None,
     ) -> Tensor:
-        """Logits, a row per node or per graph; `batch` has the graph that each node belongs to."""
+        """Return logits, one row per node or per graph; `batch` holds the graph index of each node."""
         return self.logits(read_graph(x, edge_index, edge_weight, batch, normalize=self.normalize))
 
     @abstractmethod
@@ -73,7 +73,7 @@ CORA_GCN = NodeGCNConfig()
 
 
 class NodeGCN(GraphNet):
-    """Graph convolutions with dropout before and relu between them: no node sees further than there are layers."""
+    """Graph convolutions with dropout before and relu between them; a node depends on nodes at most `layers` edges away."""
 
     def __init__(self, config: NodeGCNConfig = CORA_GCN) -> None:
         super().__init__()
@@ -120,17 +120,17 @@ class GraphGCN(GraphNet):
 
 
 def sum_pool(x: Tensor, batch: Tensor | None) -> Tensor:
-    """(graphs, channels), the sum over the nodes of each graph; without a batch there is one."""
+    """Return the sum over the nodes of each graph, (graphs, channels); without a batch there is one graph."""
     if batch is None:
         return x.sum(dim=0, keepdim=True)
     if batch.shape != x.shape[:1]:
-        raise ValueError(f"batch has a graph for each of {len(x)} nodes: got shape {tuple(batch.shape)}.")
+        raise ValueError(f"batch must hold one graph index for each of {len(x)} nodes: got shape {tuple(batch.shape)}.")
     graphs = int(batch.max()) + 1 if len(batch) else 0
     return x.new_zeros(graphs, x.shape[1]).index_add(0, batch, x)
 
 
 def row_normalized(x: Tensor) -> Tensor:
-    """Rows that add up to 1, as the features of citation graphs are given to networks; rows that add up to 0 stay."""
+    """Divide each row by its sum, as is usual for features of citation graphs; rows whose sum is 0 stay unchanged."""
     total = x.sum(dim=1, keepdim=True)
     return torch.where(total == 0, x, x / torch.where(total == 0, 1.0, total))
 

@@ -1,4 +1,4 @@
-"""What models take for a graph: features and edges as they are, a `data.Graph`, or torch_geometric's Data and Batch."""
+"""The forms of a graph that models accept: features and edges, a `data.Graph`, or torch_geometric's Data and Batch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from equilibria.models.graphs.graph_ops import Adjacency
 
 
 class GraphLike(Protocol):
-    """What models take for a graph: a `data.Graph`, or torch_geometric's Data and Batch.
+    """A graph that models accept: a `data.Graph`, or torch_geometric's Data and Batch.
 
-    Its `edge_weight` and `batch` are used as well, where it has them.
+    Its `edge_weight` and `batch` are used if it has them.
     """
 
     @property
@@ -28,11 +28,11 @@ class GraphLike(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class GraphInput:
-    """What a model works on, in whatever form it came."""
+    """A graph in the form that models compute with."""
 
     x: Tensor  # (n, features)
     adjacency: Adjacency
-    batch: Tensor | None  # (n,), the graph that each node belongs to; None: there is one
+    batch: Tensor | None  # (n,), graph index of each node; None: there is one graph
 
 
 def read_graph(
@@ -43,32 +43,37 @@ def read_graph(
     *,
     normalize: bool,
 ) -> GraphInput:
-    """A graph as torch_geometric gives it: features and edges, or one object that has them.
+    """Read a graph given as features and edges, or as one object that has both.
 
-    `edge_index` may also be an `Adjacency`, which is taken as it is, or a sparse tensor, the transposed adjacency matrix.
-    The adjacency is found once for the same tensors, and again only after these have changed.
+    `edge_index` may also be an `Adjacency`, which is used unchanged, or a sparse tensor, which is the transposed adjacency
+    matrix. The adjacency is cached per tensor and computed again only after the tensors have changed.
     """
     if not isinstance(x, Tensor):
         return _read_object(x, edge_index, edge_weight, batch, normalize)
     if x.dim() != 2 or not x.is_floating_point():
-        raise ValueError(f"Features were expected as real numbers (nodes, features): got {x.dtype} of {tuple(x.shape)}.")
+        raise ValueError(
+            f"Features must be real numbers of shape (nodes, features): got {x.dtype} of shape {tuple(x.shape)}."
+        )
     if isinstance(edge_index, Adjacency):
         return GraphInput(x, edge_index, batch)
     if edge_index is None:
-        raise TypeError("There are features but no edges: call it with (x, edge_index), or with a graph that has both.")
+        raise TypeError(
+            "Features were given without edges: call the model with (x, edge_index), or with a graph that has both."
+        )
     dtype = torch.promote_types(x.dtype, torch.float32)
     return GraphInput(x, _known(edge_index, edge_weight, len(x), dtype, normalize), batch)
 
 
 def _read_object(graph: GraphLike, edge_index: Any, edge_weight: Any, batch: Any, normalize: bool) -> GraphInput:
+    """Read a graph from an object with attributes x and edge_index."""
     parts = {name: getattr(graph, name, None) for name in ("x", "edge_index", "edge_weight", "batch")}
     if not isinstance(parts["x"], Tensor) or not isinstance(parts["edge_index"], (Tensor, Adjacency)):
         raise TypeError(
-            f"Expected features and edges, or a graph that has them as x and edge_index: got {type(graph).__name__}. Where "
-            "nodes have no features, take their degrees."
+            f"Expected features and edges, or a graph with attributes x and edge_index: got {type(graph).__name__}. If "
+            "nodes have no features, use their degrees."
         )
     if edge_index is not None:
-        raise TypeError("The edges were given twice: in the graph and beside it.")
+        raise TypeError("The edges were given twice: in the graph and as edge_index.")
     weight = parts["edge_weight"] if edge_weight is None else edge_weight
     chosen = parts["batch"] if batch is None else batch
     return read_graph(parts["x"], parts["edge_index"], weight, chosen, normalize=normalize)
@@ -76,7 +81,7 @@ def _read_object(graph: GraphLike, edge_index: Any, edge_weight: Any, batch: Any
 
 @dataclass(frozen=True)
 class _Entry:
-    """An adjacency with what it was made of: the tensors as they were then."""
+    """A cached adjacency, with the versions of the tensors it was computed from."""
 
     weight: weakref.ref[Tensor] | None
     versions: tuple[int, ...]
@@ -87,13 +92,14 @@ class _Entry:
         return same and self.versions == versions
 
 
-_ENTRIES = WeakTensorKeyDictionary()  # by edge_index, and gone with it: what is made of it are copies
+_ENTRIES = WeakTensorKeyDictionary()  # keyed by edge_index and dropped with it; the entries hold copies
 
 
 def _known(edge_index: Tensor, weight: Tensor | None, nodes: int, dtype: torch.dtype, normalize: bool) -> Adjacency:
+    """Return the cached adjacency of these tensors, computing it if they are new or have changed."""
     tensors = [edge_index] if weight is None else [edge_index, weight]
     if edge_index.layout != torch.strided or any(tensor.is_inference() for tensor in tensors):
-        return _make(edge_index, weight, nodes, dtype, normalize)  # whether these were changed cannot be known
+        return _make(edge_index, weight, nodes, dtype, normalize)  # changes of these tensors cannot be detected
     versions = tuple(tensor._version for tensor in tensors)
     entries: dict[Any, _Entry] = _ENTRIES.setdefault(edge_index, {})
     key = (nodes, dtype, normalize)
@@ -104,9 +110,10 @@ def _known(edge_index: Tensor, weight: Tensor | None, nodes: int, dtype: torch.d
 
 
 def _make(edge_index: Tensor, weight: Tensor | None, nodes: int, dtype: torch.dtype, normalize: bool) -> Adjacency:
+    """Compute the adjacency of an edge list or of a sparse matrix."""
     if edge_index.layout != torch.strided:
         if weight is not None:
-            raise TypeError("A sparse adjacency has its weights in it, and edge_weight was given beside it: leave it out.")
+            raise TypeError("A sparse adjacency contains its weights; leave edge_weight out.")
         matrix = edge_index.to_sparse_coo().coalesce()
         edge_index, weight = matrix.indices().flip(0), matrix.values()
     made = Adjacency(edge_index, weight, nodes, dtype=dtype)

@@ -2,7 +2,7 @@
 
     GraphClassifier(GraphClassifierConfig(features=35))        a class per graph: COX2, PROTEINS and others of the TU sets
     PPINet()                                                   many labels per node: PPI
-    ChainNet()                                                 a class per node that only a distant node tells: chains
+    ChainNet()                                                 a class per node, known only from a distant node: chains
     PlanetoidNet()                                             a class per node: Cora, Citeseer, Pubmed
 
 All are called with a graph, `data.Graph` or torch_geometric's, or with (x, edge_index, edge_weight, batch), and return
@@ -18,20 +18,20 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.nn.functional import elu, normalize
 
-from equilibria._core.loop import Stop
+from equilibria._core.checks import require
 from equilibria.gradients.base import Gradient
 from equilibria.models.graphs.gcn import GraphNet, graph_head, row_normalized, sum_pool
 from equilibria.models.graphs.graph_input import GraphInput
 from equilibria.models.graphs.ignn import PICARD, PUBLISHED_GRADIENT, PUBLISHED_STOP, IGNNLayer
-from equilibria.solvers.base import require
 from equilibria.solvers.fallback import AnySolver
+from equilibria.stop import Stop
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphClassifierConfig:
     """Layers of equal width. COX2 (35 features): 37,634 parameters; PROTEINS (3 features): 33,538.
 
-    Of these, 10,624 and 8,576 are owned but not used, as published; see `IGNNCell`.
+    Of these, 10,624 and 8,576 are not used, as in the published code; see `IGNNCell`.
     """
 
     features: int
@@ -46,7 +46,7 @@ class GraphClassifierConfig:
 
 
 class GraphClassifier(GraphNet):
-    """Implicit layers, each on the equilibrium of the one before, a sum over the nodes of each graph, two dense layers."""
+    """Implicit layers in series, a sum over the nodes of each graph, and two dense layers."""
 
     def __init__(
         self,
@@ -73,9 +73,8 @@ class GraphClassifier(GraphNet):
 
 @dataclass(frozen=True, kw_only=True)
 class PPINetConfig:
-    """Implicit layers of these widths, the last one having as many as there are labels: 4,656,931 parameters.
-
-    Of these, 1,002,105 are not used.
+    """Implicit layers of these widths; the last one has one channel per label. 4,656,931 parameters, of which 1,002,105 are
+    not used.
     """
 
     features: int = 50
@@ -88,7 +87,7 @@ class PPINetConfig:
 
     @staticmethod
     def of_size(h: int, features: int = 50, labels: int = 121) -> PPINetConfig:
-        """As published with h = 256: widths 4h, 2h, 2h, h."""
+        """Return the published widths 4h, 2h, 2h, h; h is 256 in the paper."""
         return PPINetConfig(features=features, labels=labels, widths=(4 * h, 2 * h, 2 * h, h))
 
 
@@ -96,7 +95,7 @@ PPI = PPINetConfig()
 
 
 class PPINet(GraphNet):
-    """x <- elu(IGNN(x) + V x), layer by layer; the last one without elu. The adjacency is taken as it is."""
+    """x <- elu(IGNN(x) + V x) per layer, the last one without elu. The adjacency is not normalised."""
 
     normalize = False
 
@@ -127,7 +126,7 @@ class PPINet(GraphNet):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeNetConfig:
-    """Sizes of a network with one implicit layer that gives a class to every node."""
+    """Sizes of a network with one implicit layer that predicts a class for every node."""
 
     features: int
     classes: int
@@ -146,7 +145,7 @@ class ChainNetConfig(NodeNetConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanetoidNetConfig(NodeNetConfig):
-    """The defaults are Cora's: 46,247 parameters, of which 23,303 are used, as many as a GCN has.
+    """The defaults are those of Cora: 46,247 parameters, of which 23,303 are used, as many as a GCN has.
 
     Citeseer has 3,703 features and 6 classes, Pubmed 500 and 3.
     """
@@ -160,7 +159,7 @@ CORA = PlanetoidNetConfig()
 
 
 class NodeNet(GraphNet):
-    """One implicit layer that starts from zeros, dropout and a linear layer; a subclass defines `logits`."""
+    """One implicit layer started from zeros, dropout and a linear layer; a subclass defines `logits`."""
 
     default: ClassVar[NodeNetConfig]
     head_bias: ClassVar[bool] = True
@@ -183,7 +182,7 @@ class NodeNet(GraphNet):
 
 
 class ChainNet(NodeNet):
-    """One implicit layer from zeros, embeddings of length 1, dropout, a linear layer without a bias."""
+    """One implicit layer started from zeros, normalised embeddings, dropout, and a linear layer without bias."""
 
     default = CHAINS
     head_bias = False
@@ -194,7 +193,7 @@ class ChainNet(NodeNet):
 
 
 class PlanetoidNet(NodeNet):
-    """Dropout, one implicit layer, dropout, a linear layer; features are divided by their sum."""
+    """Dropout, one implicit layer, dropout, a linear layer; the features of a node are divided by their sum."""
 
     default = CORA
 

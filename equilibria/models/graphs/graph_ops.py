@@ -1,4 +1,4 @@
-"""Graphs for models: a sparse adjacency matrix and its product with features, which never become dense."""
+"""A sparse adjacency matrix and its product with features; nothing becomes dense."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from equilibria.models.graphs.graph_spectrum import perron_value
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """A sparse (n, n) matrix by rows: row i is values[offsets[i] : offsets[i + 1]], in columns that ascend."""
+    """A sparse (n, n) matrix in CSR form: row i is values[offsets[i] : offsets[i + 1]], with ascending columns."""
 
     offsets: Tensor  # (n + 1,)
     columns: Tensor  # (edges,)
     values: Tensor  # (edges,)
 
     def times(self, x: Tensor) -> Tensor:
-        """The product with x, (n, channels)."""
-        # on one core, 1k to 100k nodes of 4 to 10 edges, 64 channels, float32: 2 to 5 times as fast as torch's CSR product
-        # and 20 times or more as gather and index_add; in float64 1.5 times as slow as CSR
+        """Return the product with x, (n, channels)."""
+        # measured on one core, 1k to 100k nodes of 4 to 10 edges, 64 channels: in float32 2 to 5 times as fast as torch's
+        # CSR product and 20 times or more as fast as gather and index_add; in float64 1.5 times as slow as CSR
         return embedding_bag(
             self.columns, x, self.offsets, mode="sum", per_sample_weights=self.values, include_last_offset=True
         )
 
     def row_of_entry(self) -> Tensor:
-        """(edges,), the row of each entry."""
+        """Return the row of each entry, (edges,)."""
         return torch.arange(len(self.offsets) - 1, device=self.offsets.device).repeat_interleave(self.offsets.diff())
 
     def transposed(self) -> Rows:
@@ -43,7 +43,7 @@ class Rows:
 
 
 class _Matrix:
-    """A matrix by rows and by columns, and its Perron-Frobenius value; found when asked for, and kept."""
+    """A matrix by rows and by columns, and its Perron-Frobenius value; both are computed on first use and cached."""
 
     def __init__(self, rows: Rows, perron: float | None = None) -> None:
         self.rows = rows
@@ -66,17 +66,17 @@ class _Matrix:
 
 
 class Adjacency:
-    """A, sparse: A[i, j] is the weight of the edge from node i to node j. A constant, to which no gradients flow.
+    """The sparse matrix A, where A[i, j] is the weight of the edge from node i to node j. A constant without gradients.
 
         adjacency = Adjacency(edge_index, num_nodes=len(x)).normalized()
         adjacency.propagate(x)                                             # A'x: every node gets the sum over its sources
 
-    What is computed from it, its transpose and its Perron-Frobenius value, is kept, so that one adjacency should serve as
-    many solves as possible. Several graphs side by side, as `data.join` makes them, are one block-diagonal adjacency.
+    Its transpose and its Perron-Frobenius value are cached, so one adjacency should serve as many solves as possible.
+    Several graphs joined by `data.join` are one block-diagonal adjacency.
 
-    edge_index   (2, edges), from row 0 to row 1; an edge that stands there twice has the sum of its weights
+    edge_index   (2, edges), from row 0 to row 1; weights of repeated edges are summed
     edge_weight  (edges,); None: ones
-    num_nodes    None: the largest number in edge_index, plus one
+    num_nodes    None: the largest index in edge_index, plus one
     dtype        of the weights, in which `propagate` computes; None: that of edge_weight, at least float32
     """
 
@@ -101,7 +101,7 @@ class Adjacency:
 
     @property
     def _into(self) -> Rows:
-        """A', by targets."""
+        """A' by rows, one row per target."""
         return self._matrix.turned if self._turned else self._matrix.rows
 
     @property
@@ -122,49 +122,49 @@ class Adjacency:
 
     @property
     def edge_index(self) -> Tensor:
-        """(2, edges), each edge once, ordered by targets."""
+        """Edges (2, edges), each once, ordered by target."""
         return torch.stack([self._into.columns, self._into.row_of_entry()])
 
     @property
     def edge_weight(self) -> Tensor:
-        """(edges,), in the order of `edge_index`."""
+        """Weights (edges,), in the order of `edge_index`."""
         return self._into.values
 
     def propagate(self, x: Tensor) -> Tensor:
-        """A'x for x of shape (n, channels), differentiable in x to any order."""
+        """Return A'x for x of shape (n, channels), differentiable in x to any order."""
         if x.dim() != 2 or len(x) != self.nodes:
             raise ValueError(
-                f"Features of {self.nodes} nodes were expected, of shape ({self.nodes}, channels): got {tuple(x.shape)}. "
-                "Give the graph its num_nodes where the last nodes have no edges."
+                f"Expected features of shape ({self.nodes}, channels) for {self.nodes} nodes: got {tuple(x.shape)}. Pass "
+                "num_nodes if the last nodes have no edges."
             )
         return _product(x.to(self.dtype), self).to(x.dtype)
 
     @property
     def transposed(self) -> Adjacency:
-        """A', the graph with all edges turned round."""
+        """Return A', the graph with all edges reversed."""
         return Adjacency._of(self._matrix, not self._turned)
 
     @property
     def perron(self) -> float:
-        """The Perron-Frobenius value of A: the spectral radius of |A|, from above; see `perron_value`."""
+        """An upper bound of the Perron-Frobenius value of A, the spectral radius of |A|; see `perron_value`."""
         return self._matrix.perron
 
     def normalized(self) -> Adjacency:
-        """D^(-1/2) (A + I) D^(-1/2), D being the row sums of |A + I|: its Perron-Frobenius value is 1.
+        """Return D^(-1/2) (A + I) D^(-1/2), where D holds the row sums of |A + I|; its Perron-Frobenius value is 1.
 
-        For it is similar to D^(-1) (A + I), whose rows add up to 1 in absolute value, be A directed or not.
+        It is similar to D^(-1) (A + I), whose absolute row sums are 1, for directed and undirected graphs.
         """
         nodes = torch.arange(self.nodes, device=self.device)
         edge_index = torch.cat([self.edge_index, nodes.expand(2, -1)], dim=1)
         weights = torch.cat([self.edge_weight, self.edge_weight.new_ones(self.nodes)])
         rows = _sorted_rows(edge_index, weights, self.nodes)
         degree = weights.new_zeros(self.nodes).index_add_(0, rows.columns, rows.values.abs())
-        scale = torch.where(degree > 0, degree.rsqrt(), 0.0)  # a loop of weight -1 may cancel the one that is added
+        scale = torch.where(degree > 0, degree.rsqrt(), 0.0)  # a self-loop of weight -1 may cancel the added one
         values = scale[rows.columns] * rows.values * scale[rows.row_of_entry()]
         return Adjacency._of(_Matrix(Rows(rows.offsets, rows.columns, values), 1.0 if self.nodes else 0.0))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Adjacency:
-        """The same on another device or of another precision, or itself."""
+        """Return the adjacency on another device or in another dtype; itself if nothing changes."""
         matrix = self._matrix.to(device, dtype)
         return self if matrix is self._matrix else Adjacency._of(matrix, self._turned)
 
@@ -173,7 +173,7 @@ class Adjacency:
 
 
 class _Propagate(torch.autograd.Function):
-    """A'x, whose derivatives are products with A and A' again; nothing is saved for them."""
+    """A'x. Its derivatives are products with A and A', so nothing is saved for backward."""
 
     @staticmethod
     def forward(x: Tensor, adjacency: Adjacency) -> Tensor:
@@ -194,7 +194,7 @@ class _Propagate(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, None], x: Tensor, adjacency: Adjacency) -> tuple[Tensor, int]:
         assert in_dims[0] is not None
-        x = x.movedim(in_dims[0], 2)  # what is mapped over becomes more channels
+        x = x.movedim(in_dims[0], 2)  # the mapped dimension becomes more channels
         return _product(x.flatten(1), adjacency).unflatten(1, x.shape[1:]), 2
 
 
@@ -203,7 +203,7 @@ def _product(x: Tensor, adjacency: Adjacency) -> Tensor:
 
 
 def _sorted_rows(edge_index: Tensor, values: Tensor, n: int) -> Rows:
-    """A' by rows, with repeated edges added up."""
+    """Return A' by rows, with the weights of repeated edges summed."""
     place, order = (edge_index[1] * n + edge_index[0]).sort(stable=True)
     values = values[order]
     if bool((place.diff() == 0).any()):
@@ -213,31 +213,35 @@ def _sorted_rows(edge_index: Tensor, values: Tensor, n: int) -> Rows:
 
 
 def _offsets(index: Tensor, n: int) -> Tensor:
-    """(n + 1,), how many entries of `index` are below 0, 1, ..., n."""
+    """Return the number of entries of `index` below 0, 1, ..., n, (n + 1,)."""
     return torch.cat([index.new_zeros(1), index.bincount(minlength=n).cumsum(0)])
 
 
 def _weights(edge_index: Tensor, weight: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    """Return the weights in the dtype of the adjacency; raises ValueError for a wrong shape or weights that require
+    gradients.
+    """
     edges = edge_index.shape[1]
     if weight is None:
         return torch.ones(edges, dtype=dtype or torch.get_default_dtype(), device=edge_index.device)
     if weight.shape not in ((edges,), (edges, 1)):
-        raise ValueError(f"edge_weight has one number for each of {edges} edges: got shape {tuple(weight.shape)}.")
+        raise ValueError(f"edge_weight must have one number for each of {edges} edges: got shape {tuple(weight.shape)}.")
     if weight.requires_grad:
-        raise ValueError("No gradients flow to the adjacency, and edge_weight asks for them: give edge_weight.detach().")
+        raise ValueError("The adjacency has no gradients, but edge_weight requires them: pass edge_weight.detach().")
     weight = weight.reshape(edges)
     least = torch.promote_types(weight.dtype, torch.float32)
     return weight.to(dtype or least)
 
 
 def _check_edges(edge_index: Tensor, num_nodes: int | None) -> int:
+    """Return the number of nodes; raises ValueError for malformed edges or indices out of range."""
     if edge_index.dim() != 2 or edge_index.shape[0] != 2 or edge_index.is_floating_point() or edge_index.is_complex():
         raise ValueError(
-            f"edge_index was expected as integers (2, edges): got {edge_index.dtype} of {tuple(edge_index.shape)}. "
-            "Row 0 has the sources, row 1 the targets."
+            f"edge_index must be integers of shape (2, edges): got {edge_index.dtype} of shape {tuple(edge_index.shape)}. "
+            "Row 0 holds the sources, row 1 the targets."
         )
     least, most = (int(edge_index.min()), int(edge_index.max())) if edge_index.numel() else (0, -1)
     n = most + 1 if num_nodes is None else num_nodes
     if least < 0 or most >= n:
-        raise ValueError(f"edge_index names nodes from {least} to {most}, and there are {n}: they count from 0 to {n - 1}.")
+        raise ValueError(f"edge_index has nodes from {least} to {most}, but the {n} nodes are numbered from 0 to {n - 1}.")
     return n

@@ -6,34 +6,35 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-TOLERANCE = 1e-7  # between the bounds, relative
-WORK = 200_000_000  # entries to multiply by at most, which takes a few seconds;
-FEWEST, MOST = 200, 5_000  # iterations all the same
-TINY = 1e-280  # entries of the vector stay above it: bounds are those of positive vectors
+TOLERANCE = 1e-7  # relative gap between the bounds
+WORK = 200_000_000  # largest number of multiplied entries, which takes a few seconds,
+FEWEST, MOST = 200, 5_000  # but between these numbers of iterations in any case
+TINY = 1e-280  # lower limit of the vector's entries: the bounds hold for positive vectors
 
 
 def perron_value(offsets: Tensor, columns: Tensor, values: Tensor, *, symmetric: bool = False) -> float:
-    """The spectral radius of |A|, A being a square matrix by rows: its largest over the strongly connected components.
+    """Return an upper bound of the spectral radius of |A| for a square matrix A in CSR form: the largest over its strong
+    components.
 
-    Between components there are no cycles, so that what leads from one to another does not count: a path has the value 0.
-    Within one, power iteration on |A| + c I, where nothing oscillates, and for any x > 0 (Collatz and Wielandt)
+    There are no cycles between strongly connected components, so edges between them do not matter: a path has the value 0.
+    Within a component, power iteration on |A| + c I does not oscillate, and for any x > 0 (Collatz and Wielandt)
 
         min_i (|A| x)_i / x_i  <=  value  <=  max_i (|A| x)_i / x_i.
 
-    Returns the upper bound, on which a contraction may rely. It is exact to 1e-7, but in large graphs of large diameter,
-    such as a long path walked in both directions: there the iterations end early, and it is up to 1e-3 above.
+    The upper bound is returned, so a contraction may rely on it. It is accurate to 1e-7, except in large graphs of large
+    diameter, such as a long undirected path: there the iteration stops early, and the bound is up to 1e-3 too large.
 
-    symmetric  where there is an entry, is there one at the place mirrored, too? Components are found faster then
+    symmetric  True if the pattern of entries is symmetric; components are found faster then
     """
     if not bool(torch.isfinite(values).all()):
-        raise ValueError("The weights of the edges are not all finite: this matrix has no Perron-Frobenius value.")
+        raise ValueError("The edge weights are not all finite, so the matrix has no Perron-Frobenius value.")
     n = len(offsets) - 1
     rows = torch.arange(n, device=offsets.device).repeat_interleave(offsets.diff())
     component = connected_components(rows, columns, n) if symmetric else strong_components(offsets, columns)
     inside = (component[rows] == component[columns]) & (values != 0)
     if not bool(inside.any()):
         return 0.0
-    # nodes in components without a cycle drop out with their edges
+    # nodes in components without a cycle are dropped with their edges
     nodes, place = torch.cat([rows[inside], columns[inside]]).unique(return_inverse=True)
     row, column = place.chunk(2)
     _, owner = component[nodes].unique(return_inverse=True)
@@ -42,9 +43,9 @@ def perron_value(offsets: Tensor, columns: Tensor, values: Tensor, *, symmetric:
 
 
 def _iterate(offsets: Tensor, columns: Tensor, values: Tensor, owner: Tensor) -> float:
-    """Power iteration in all components at once; `owner` has the component of each node."""
+    """Run power iteration in all components at once; `owner` holds the component of each node."""
     count = int(owner.max()) + 1
-    largest = float(values.max())  # which is divided by: a weight may be of any size
+    largest = float(values.max())  # scale by the largest weight, which may be of any size
     values = values / largest
     x = values.new_ones(len(owner), 1)
     lower, upper = values.new_zeros(count), values.new_full((count,), float("inf"))
@@ -55,7 +56,7 @@ def _iterate(offsets: Tensor, columns: Tensor, values: Tensor, owner: Tensor) ->
         upper = upper.scatter_reduce(0, owner, ratio, "amax", include_self=False).minimum(upper)
         if float(upper.max() - lower.max()) <= TOLERANCE * float(upper.max()):
             break
-        shift = (lower * upper).sqrt()  # a guess at the value: of a star it is right from the start
+        shift = (lower * upper).sqrt()  # a guess of the value; exact for a star from the start
         x = image + shift[owner].unsqueeze(1) * x
         size = x.new_zeros(count).scatter_reduce(0, owner, x.squeeze(1), "amax", include_self=False)
         x = (x / size[owner].unsqueeze(1)).clamp(min=TINY)
@@ -63,10 +64,10 @@ def _iterate(offsets: Tensor, columns: Tensor, values: Tensor, owner: Tensor) ->
 
 
 def connected_components(rows: Tensor, columns: Tensor, n: int) -> Tensor:
-    """(n,) a number for each node, the same where edges (in both directions) connect them.
+    """Return a number for each node, (n,), equal for nodes that edges connect in either direction.
 
-    Every node takes the least number among its neighbours and then that node's own, until nothing changes: a path of n
-    nodes is done after some log n rounds.
+    Every node takes the smallest number among its neighbours and then that node's own, until nothing changes: a path of n
+    nodes takes about log n rounds.
     """
     number = torch.arange(n, device=rows.device)
     while True:
@@ -78,7 +79,7 @@ def connected_components(rows: Tensor, columns: Tensor, n: int) -> Tensor:
 
 
 def strong_components(offsets: Tensor, columns: Tensor) -> Tensor:
-    """(n,) a number for each node, the same where ways lead there and back (Tarjan 1972), in one pass over the edges."""
+    """Return a number for each node, (n,), equal for nodes on a common cycle (Tarjan 1972), in one pass over the edges."""
     starts, heads = offsets.tolist(), columns.tolist()
     n = len(starts) - 1
     found, reach, component = (
@@ -109,7 +110,7 @@ def strong_components(offsets: Tensor, columns: Tensor) -> Tensor:
             path.pop()
             if path:
                 reach[path[-1]] = min(reach[path[-1]], reach[node])
-            if reach[node] == found[node]:  # no way leads back from here
+            if reach[node] == found[node]:  # no path leads back from here
                 while component[node] < 0:
                     component[open_nodes.pop()] = components
                 components += 1

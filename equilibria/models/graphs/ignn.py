@@ -2,8 +2,8 @@
 
     X = phi(W X A + b(U)),   b(U) = Omega1 U A
 
-U are the features of the nodes, A the adjacency matrix: an equilibrium has seen the whole graph, however far apart two
-nodes are. States are kept by nodes, (nodes, width), the equation is then X = phi(A'X W' + b).
+U holds the features of the nodes and A is the adjacency matrix. At the equilibrium every node depends on the entire graph,
+at any distance. States are stored by nodes, (nodes, width), so the equation becomes X = phi(A'X W' + b).
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from equilibria._core.loop import Stop
-from equilibria._core.norms import max_norm
+from equilibria._core.checks import require
 from equilibria.constraints import project_, project_rows
 from equilibria.deq import DEQ
 from equilibria.gradients.base import Gradient
@@ -25,35 +24,35 @@ from equilibria.gradients.implicit import Implicit
 from equilibria.models.graphs.graph_input import GraphLike, read_graph
 from equilibria.models.graphs.graph_ops import Adjacency
 from equilibria.solution import Solution
-from equilibria.solvers.base import require
 from equilibria.solvers.fallback import AnySolver
 from equilibria.solvers.picard import Picard
+from equilibria.stop import Stop, max_norm
 
 Start = Literal["injection", "zeros"]
 
-ROUNDING = 1e-5  # share by which a projected row may miss the bound: it is not projected once more
+ROUNDING = 1e-5  # relative amount by which a projected row may exceed the bound without being projected again
 PICARD = Picard()
 PUBLISHED_STOP = Stop(rtol=0.0, atol=3e-6, max_steps=300, norm=max_norm)
-# relative to the incoming gradient, or the answer would depend on the scale of the loss
+# relative to the incoming gradient; otherwise the result would depend on the scale of the loss
 PUBLISHED_GRADIENT = Implicit(solver=PICARD, stop=Stop(rtol=3e-6, atol=0.0, max_steps=300, norm=max_norm))
 
 
 class IGNNCell(nn.Module):
-    """f(X) = phi(A'X W' + b), b = A'U Omega1', X being (nodes, width) and U (nodes, features).
+    """f(X) = phi(A'X W' + b) with b = A'U Omega1', X of shape (nodes, width) and U of shape (nodes, features).
 
-    It has one equilibrium where phi does not expand and |W|_inf, the largest sum of a row of |W|, times the
-    Perron-Frobenius value of A is at most kappa < 1. `prepare` sees to it: it takes the nearest W for which that holds.
+    It has one equilibrium if phi is non-expansive and |W|_inf, the largest row sum of |W|, times the Perron-Frobenius value
+    of A is at most kappa < 1. `prepare` ensures this by taking the nearest W for which it holds.
 
-    The published layer owns Omega2 and a bias, counts them among its parameters, and does not use them. So does this one,
-    unless told to: DistributedDataParallel needs find_unused_parameters=True then.
+    The published layer has parameters Omega2 and a bias that it does not use. This one has them too and leaves them unused
+    by default; DistributedDataParallel then needs find_unused_parameters=True.
 
-    features    of the nodes
-    width       of the state
-    kappa       how much the equation may contract at worst
+    features    width of the node features
+    width       width of the state
+    kappa       largest contraction factor
     omega2      add U Omega2' to b
     bias        add the bias to b
-    columns     bound the columns of W, too
-    activation  phi; relu, tanh and others whose slope is within [-1, 1]
+    columns     bound the columns of W too
+    activation  phi; relu, tanh and others with slopes in [-1, 1]
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class IGNNCell(nn.Module):
     ) -> None:
         super().__init__()
         require(features >= 1 and width >= 1, f"features and width must be at least 1, got {features} and {width}.")
-        require(0 < kappa < 1, f"kappa must lie in (0, 1), or there need not be an equilibrium, got {kappa}.")
+        require(0 < kappa < 1, f"kappa must lie in (0, 1) for an equilibrium to exist, got {kappa}.")
         self.features, self.width, self.kappa = features, width, kappa
         self.uses_omega2, self.uses_bias, self.columns, self.activation = omega2, bias, columns, activation
         self.W = nn.Parameter(torch.empty(width, width))
@@ -79,13 +78,13 @@ class IGNNCell(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """All of them uniform between -1 / sqrt(width) and 1 / sqrt(width)."""
+        """Draw all parameters uniformly from [-1 / sqrt(width), 1 / sqrt(width)]."""
         bound = 1 / math.sqrt(self.width)
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound, generator=generator)
 
     def unused_parameters(self) -> list[nn.Parameter]:
-        """Those that are owned but take no part in the equation."""
+        """Return the parameters that do not appear in the equation."""
         return [*([] if self.uses_omega2 else [self.Omega2]), *([] if self.uses_bias else [self.bias])]
 
     def prepare(self, u: Tensor, adjacency: Adjacency) -> tuple[Tensor, Tensor, Adjacency]:
@@ -95,13 +94,13 @@ class IGNNCell(nn.Module):
         return self.activation(torch.addmm(b, adjacency.propagate(x), weight.t()))
 
     def injection(self, u: Tensor, adjacency: Adjacency) -> Tensor:
-        """b, (nodes, width)."""
+        """Return b, (nodes, width)."""
         if u.shape != (adjacency.nodes, self.features):
             raise ValueError(
-                f"Features of shape {(adjacency.nodes, self.features)} were expected, (nodes, features): got "
-                f"{tuple(u.shape)}. The layer has features={self.features}, the graph {adjacency.nodes} nodes."
+                f"Expected features of shape {(adjacency.nodes, self.features)}, (nodes, features): got {tuple(u.shape)}. "
+                f"The layer has features={self.features}, the graph has {adjacency.nodes} nodes."
             )
-        if self.features <= self.width:  # the sparse product on whichever is narrower
+        if self.features <= self.width:  # apply the sparse product to the narrower matrix
             b = linear(adjacency.propagate(u), self.Omega1)
         else:
             b = adjacency.propagate(linear(u, self.Omega1))
@@ -109,18 +108,18 @@ class IGNNCell(nn.Module):
         return b + self.bias if self.uses_bias else b
 
     def start_at_injection(self, u: Tensor, adjacency: Adjacency) -> Tensor:
-        """X = b, in the precision of the features: autocast may give b in less."""
+        """Return X = b in the dtype of the features; autocast may compute b in a narrower one."""
         return self.injection(u, adjacency).to(u.dtype)
 
     def start_at_zeros(self, u: Tensor, adjacency: Adjacency) -> Tensor:
         return u.new_zeros(len(u), self.width)
 
     def bound(self, adjacency: Adjacency) -> float:
-        """What |W|_inf may be on this graph; infinite where no way leads back to any node."""
+        """Return the largest |W|_inf allowed on this graph; infinite for a graph without cycles."""
         return self.kappa / adjacency.perron if adjacency.perron else math.inf
 
     def weight(self, adjacency: Adjacency) -> Tensor:
-        """A copy of W where that is within the bound, else the nearest matrix that is."""
+        """Return a copy of W if it is within the bound, else the nearest matrix that is."""
         bound, weight = self.bound(adjacency), self.W.clone()
         if bound == math.inf:
             return weight
@@ -129,9 +128,9 @@ class IGNNCell(nn.Module):
 
     @torch.no_grad()
     def project_(self, adjacency: Adjacency) -> None:
-        """Bring W within the bound, in place: the projection of projected gradient descent.
+        """Project W onto the bound in place, as in projected gradient descent.
 
-        A W that is there already is not touched. One that a parametrization computes cannot be: `weight` has to do.
+        A W within the bound is not changed. A parametrized W cannot be changed in place; `weight` projects it instead.
         """
         weight = self.W
         if not isinstance(weight, nn.Parameter):
@@ -139,7 +138,7 @@ class IGNNCell(nn.Module):
         bound = self.bound(adjacency)
         longest = max(float(weight.abs().sum(dim=dim).amax()) for dim in ((0, 1) if self.columns else (1,)))
         if longest > bound * (1 + ROUNDING):
-            # past autograd's notice: solves on other graphs may wait for their backward, and have worked on copies of W
+            # hidden from autograd: solves on other graphs may still need their backward, and hold copies of W
             project_(weight.data, bound, columns=self.columns)
 
     def extra_repr(self) -> str:
@@ -150,19 +149,19 @@ class IGNNCell(nn.Module):
 class IGNNLayer(nn.Module):
     """The equilibrium of an `IGNNCell` on a graph, (nodes, features) -> (nodes, width).
 
-    Called as the convolutions of torch_geometric.nn are, and for use among them:
+    It is called like the convolutions of torch_geometric.nn and can be used among them:
 
         layer = IGNNLayer(16, 64)
         layer(x, edge_index)                  # or (x, edge_index, edge_weight), (graph), (x, adjacency)
 
-    In training mode W is brought within its bound at the beginning of every forward, in place: together with the step of
-    the optimizer before it that is projected gradient descent. In eval mode W stays as it is, and a graph whose bound it
-    misses is solved with the nearest W that does not.
+    In training mode every forward first projects W onto its bound in place; with the preceding optimizer step this is
+    projected gradient descent. In eval mode W stays unchanged, and a graph whose bound it exceeds is solved with the nearest
+    W within it.
 
     features, width, kappa, omega2, bias, columns, activation  of the `IGNNCell`
-    normalize  take D^(-1/2) (A + I) D^(-1/2) for A; an `Adjacency` is taken as it is
-    start      "injection": from X = b; "zeros"
-    solver, stop, gradient, eval_stop  of the DEQ; those of the paper unless given
+    normalize  use D^(-1/2) (A + I) D^(-1/2) as A; an `Adjacency` is used unchanged
+    start      "injection": start from X = b; "zeros": from zeros
+    solver, stop, gradient, eval_stop  of the DEQ; by default those of the paper
     """
 
     def __init__(
@@ -192,7 +191,7 @@ class IGNNLayer(nn.Module):
 
     @property
     def cell(self) -> IGNNCell:
-        """The equation and its parameters."""
+        """The cell, which holds the parameters."""
         cell = self.deq.cell
         assert isinstance(cell, IGNNCell)
         return cell
@@ -203,7 +202,7 @@ class IGNNLayer(nn.Module):
         edge_index: Tensor | Adjacency | None = None,
         edge_weight: Tensor | None = None,
     ) -> Tensor:
-        """The equilibrium, (nodes, width)."""
+        """Return the equilibrium, (nodes, width)."""
         z: Tensor = self.solve(x, edge_index, edge_weight).z
         return z
 
@@ -215,7 +214,7 @@ class IGNNLayer(nn.Module):
         *,
         init: Solution | Tensor | None = None,
     ) -> Solution:
-        """The equilibrium with its record. `init` starts this solve from a state or an earlier Solution instead."""
+        """Return the Solution. `init` starts this solve from a state or an earlier Solution."""
         graph = read_graph(x, edge_index, edge_weight, normalize=self.normalize)
         if self.training:
             self.cell.project_(graph.adjacency)
@@ -229,6 +228,6 @@ class IGNNLayer(nn.Module):
 
 
 def _within(weight: Tensor, bound: float) -> Tensor:
-    """`project_rows`, but for rows that miss the bound by rounding alone: gradients should not know of those."""
+    """Apply `project_rows`, except to rows that exceed the bound only by rounding, so that they do not affect gradients."""
     length = weight.abs().sum(dim=1, keepdim=True)
     return torch.where(length <= bound * (1 + ROUNDING), weight, project_rows(weight, bound))

@@ -1,7 +1,7 @@
-"""Explicit networks to compare equilibria with.
+"""Explicit networks for comparison with equilibria.
 
-weight_tied  any model with its equilibrium layers cut off after a number of plain steps: the same weights
-untied       the same with a copy of the cell for every step: that many times the weights of the cell
+weight_tied  a model whose equilibrium layers take a fixed number of plain steps: the same weights
+untied       the same with a copy of the cell per step: that many times the weights of the cell
 ResNet       the residual network of He, Zhang, Ren and Sun (2016) for small images
 """
 
@@ -16,24 +16,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from equilibria._core.checks import require
 from equilibria._core.packing import State
 from equilibria.deq import DEQ
 from equilibria.explicit import WeightTied
-from equilibria.solvers.base import require
 from equilibria.starts import Init, check_cell, check_init, prepared, start_of
 
 
 class UntiedStack(nn.Module):
-    """z_{i+1} = cell_i(z_i, *inputs): a layer for every step, each with weights of its own.
+    """z_{i+1} = cell_i(z_i, *inputs): one layer per step, each with its own weights.
 
-    cells    in the order in which they are applied; one that has `prepare(*inputs)` prepares the inputs for itself
-    init     as of a DEQ; where it runs the cell, that is the first one
-    batched  False: the state is one whole problem without a batch dimension
+    cells    in the order of application; a cell with `prepare(*inputs)` prepares the inputs itself
+    init     as for a DEQ; if it runs the cell, that is the first one
+    batched  False: the state is one problem without a batch dimension
     """
 
     def __init__(self, cells: Sequence[nn.Module], init: Init = None, *, batched: bool = True) -> None:
         super().__init__()
-        require(len(cells) > 0, "A stack has at least one cell, got none.")
+        require(len(cells) > 0, "UntiedStack needs at least one cell, got none.")
         for cell in cells:
             check_cell(cell)
         check_init(init)
@@ -43,11 +43,11 @@ class UntiedStack(nn.Module):
 
     @property
     def cell(self) -> nn.Module:
-        """The first cell, which has the attributes that all cells share."""
+        """The first cell, whose attributes all cells share."""
         return self.cells[0]
 
     def forward(self, *inputs: Any, init: State | None = None) -> State:
-        """The state after the last cell. `init` is a state to start from instead; gradients reach it."""
+        """Return the state after the last cell. `init` replaces the start; gradients reach it."""
         z = self._start(inputs) if init is None else init
         for cell in self.cells:
             z = cell(z, *prepared(cell, inputs))
@@ -59,20 +59,20 @@ class UntiedStack(nn.Module):
 
 
 def weight_tied(model: nn.Module, depth: int) -> nn.Module:
-    """A copy of the model in which every DEQ is a `WeightTied` of `depth` steps; its state dict fits both ways."""
+    """Return a copy of the model in which every DEQ is a `WeightTied` of `depth` steps; state dicts are interchangeable."""
     return _replaced(model, lambda layer: WeightTied(layer.cell, depth, layer.init, batched=layer.batched))
 
 
 def untied(model: nn.Module, depth: int) -> nn.Module:
-    """A copy of the model in which every DEQ is `depth` copies of its cell in a row.
+    """Return a copy of the model in which every DEQ is `depth` copies of its cell in series.
 
-    They begin with the weights of that cell, so that before training this is `weight_tied(model, depth)`.
+    The copies start with the weights of that cell, so before training the result equals `weight_tied(model, depth)`.
     """
-    require(depth >= 1, f"depth is how many copies of a cell there are, at least 1, got {depth}.")
+    require(depth >= 1, f"depth, the number of copies of a cell, must be at least 1, got {depth}.")
 
     def stack(layer: DEQ) -> nn.Module:
         if not isinstance(layer.cell, nn.Module):
-            raise TypeError(f"Only a cell that is an nn.Module has weights to untie, got {layer.cell!r}. Use weight_tied.")
+            raise TypeError(f"Only a cell that is an nn.Module can be untied, got {layer.cell!r}. Use weight_tied.")
         cells = [copy.deepcopy(layer.cell) for _ in range(depth)]
         return UntiedStack(cells, layer.init, batched=layer.batched)
 
@@ -80,15 +80,15 @@ def untied(model: nn.Module, depth: int) -> nn.Module:
 
 
 def matched_width(build: Callable[[int], nn.Module], count: int, largest: int = 4096) -> int:
-    """The width up to `largest` at which build(width) comes closest to `count` parameters; of two, the smaller model.
+    """Return the width up to `largest` at which build(width) has closest to `count` parameters; of two, the smaller model.
 
         width = matched_width(lambda width: untied(MyModel(width), depth=5), count=parameters(model))
 
-    The count must grow with the width. Nothing is allocated: the models are built without data.
+    The count must grow with the width. Models are built on the meta device, so nothing is allocated.
     """
-    require(largest >= 1, f"largest is a width, at least 1, got {largest}.")
+    require(largest >= 1, f"largest must be at least 1, got {largest}.")
     low, high = 1, largest
-    while low < high:  # the first width that has at least `count`
+    while low < high:  # bisect for the first width with at least `count`
         middle = (low + high) // 2
         low, high = (low, middle) if _count(build, middle) >= count else (middle + 1, high)
     below = max(low - 1, 1)
@@ -96,12 +96,12 @@ def matched_width(build: Callable[[int], nn.Module], count: int, largest: int = 
 
 
 class BasicBlock(nn.Module):
-    """act(conv-norm-act-conv-norm(x) + shortcut(x)), 3x3 kernels without biases.
+    """act(conv-norm-act-conv-norm(x) + shortcut(x)) with 3x3 kernels and no biases.
 
-    The shortcut has no parameters: every stride-th pixel, and channels of zeros on both sides (option A).
+    The shortcut has no parameters: it takes every stride-th pixel and pads channels with zeros on both sides (option A).
 
-    slope    of the activation where it is negative; 0: relu
-    dropout  share of the channels that is dropped after the first activation and before the sum
+    slope    slope of the activation for negative inputs; 0: relu
+    dropout  share of channels dropped after the first activation and before the sum
     """
 
     def __init__(self, inputs: int, channels: int, stride: int = 1, *, slope: float = 0.0, dropout: float = 0.0) -> None:
@@ -109,8 +109,8 @@ class BasicBlock(nn.Module):
         missing = channels - inputs
         require(
             missing >= 0 and missing % 2 == 0,
-            f"The shortcut adds as many channels on either side: from {inputs} to {channels} it cannot. "
-            "Take an even number more.",
+            f"The shortcut pads channels equally on both sides, which is impossible from {inputs} to {channels}. "
+            "Make the difference even and not negative.",
         )
         self.conv1 = nn.Conv2d(inputs, channels, 3, stride, padding=1, bias=False)
         self.norm1 = nn.BatchNorm2d(channels)
@@ -133,8 +133,8 @@ class ResNetConfig:
     """Three stages of (depth - 2) / 6 basic blocks, each with half the height and width of the one before.
 
     depth        layers with weights: 20, 32, 44, 56 and 110 in the paper
-    channels     of the stages
-    in_channels  of the images
+    channels     channels of the stages
+    in_channels  channels of the images
     """
 
     depth: int = 56
@@ -158,7 +158,9 @@ RESNET_56 = ResNetConfig()
 
 
 class ResNet(nn.Module):
-    """Convolution, three stages of basic blocks, mean over the pixels, linear: 853,018 parameters at depth 56."""
+    """A convolution, three stages of basic blocks, a mean over the pixels and a linear layer: 853,018 parameters at depth
+    56.
+    """
 
     def __init__(self, config: ResNetConfig = RESNET_56) -> None:
         super().__init__()
@@ -175,6 +177,7 @@ class ResNet(nn.Module):
 
 
 def _stages(config: ResNetConfig) -> list[BasicBlock]:
+    """Return the blocks of all stages; the first block of later stages has stride 2."""
     blocks, before = [], config.channels[0]
     for stage, channels in enumerate(config.channels):
         for block in range(config.blocks):
@@ -184,13 +187,13 @@ def _stages(config: ResNetConfig) -> list[BasicBlock]:
 
 
 def _replaced(model: nn.Module, build: Callable[[DEQ], nn.Module]) -> nn.Module:
-    """A copy of the model with other modules in the places of its DEQs."""
+    """Return a copy of the model with its DEQs replaced by build(deq)."""
     model = copy.deepcopy(model)
-    vars(model).pop("_origin", None)  # it is no longer what `create` made
+    vars(model).pop("_origin", None)  # it is no longer the model that `create` made
     if isinstance(model, DEQ):
         return build(model)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, DEQ)}
-    require(bool(layers), f"There is no eq.DEQ in this {type(model).__name__} whose cell could be applied explicitly.")
+    require(bool(layers), f"This {type(model).__name__} contains no eq.DEQ whose cell could be applied explicitly.")
     for name, layer in layers.items():
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, build(layer))

@@ -2,7 +2,7 @@
 
     u = R(u, Q(images)),   classes = S(u)
 
-Q takes the images to the latent space, R is a residual network on it, S reads the equilibrium. Three ways to train each:
+Q maps images to the latent space, R is a residual network on it, S classifies the equilibrium. Three ways to train:
 
     ImplicitResNet(MNISTResNet())                                             Jacobian-free, as proposed
     ImplicitResNet(MNISTResNet(latent_norm=False), gradient=JACOBIAN)         exact, by conjugate gradients
@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from equilibria._core.loop import Stop
+from equilibria._core.checks import require
 from equilibria.constraints import contract_
 from equilibria.deq import DEQ
 from equilibria.explicit import WeightTied
@@ -29,13 +29,13 @@ from equilibria.gradients.implicit import Implicit
 from equilibria.gradients.phantom import JFB
 from equilibria.models.images.explicit_nets import BasicBlock
 from equilibria.solution import Solution
-from equilibria.solvers.base import require
 from equilibria.solvers.fallback import AnySolver
 from equilibria.solvers.krylov import NormalCG
 from equilibria.solvers.picard import Picard
+from equilibria.stop import Stop
 
-SLOPE = 0.1  # of the activation, where it is negative
-GREY = 0.449  # with which the CIFAR-10 encoder frames its images
+SLOPE = 0.1  # slope of the activation for negative inputs
+GREY = 0.449  # value with which the CIFAR-10 encoder pads its images
 
 PICARD = Picard()
 JACOBIAN_FREE = JFB()
@@ -44,9 +44,9 @@ JACOBIAN = Implicit(solver=NormalCG(), stop=Stop(rtol=1e-3, atol=0.0, max_steps=
 
 @dataclass(frozen=True)
 class ChannelNorm:
-    """The longest vector of channels among all pixels: the norm in which the published tolerances are given.
+    """The largest norm of a pixel's channel vector: the norm of the published tolerances.
 
-    A row may hold one image (channels, pixels) or a whole batch of them.
+    A row may hold one image (channels, pixels) or a batch of them.
     """
 
     channels: int
@@ -58,12 +58,12 @@ class ChannelNorm:
 
 
 class LatentCell(nn.Module, ABC):
-    """R(u, v): residual layers of two 3x3 convolutions each, with batch norms that have no parameters between them.
+    """R(u, v): residual layers of two 3x3 convolutions each, with batch norms without parameters between them.
 
-    channels  of u and v
-    layers    how many
-    gamma     the factor that makes R contract
-    norm      False: no batch norms, so that every sample has an equation of its own
+    channels  channels of u and v
+    layers    number of layers
+    gamma     factor that makes R contract
+    norm      False: no batch norms, so that every sample has its own equation
     """
 
     def __init__(self, channels: int, layers: int, gamma: float, norm: bool) -> None:
@@ -77,12 +77,12 @@ class LatentCell(nn.Module, ABC):
     def forward(self, u: Tensor, v: Tensor) -> Tensor: ...
 
     def convolutions(self) -> list[nn.Module]:
-        """All convolutions, which contraction control scales."""
+        """Return all convolutions; contraction control scales them."""
         return [*self.first, *self.second]
 
 
 class OutputScaledCell(LatentCell):
-    """R(u, v) = gamma w, w starting as u + v and each layer making it norm(w + act(act(conv(act(conv(w))))))."""
+    """R(u, v) = gamma w; w starts as u + v, and each layer maps it to norm(w + act(act(conv(act(conv(w))))))."""
 
     def forward(self, u: Tensor, v: Tensor) -> Tensor:
         w = u + v
@@ -92,7 +92,7 @@ class OutputScaledCell(LatentCell):
 
 
 class InputScaledCell(LatentCell):
-    """R(u, v) = w, w starting as v + gamma u and each layer making it norm(act(w + conv(act(conv(w)))))."""
+    """R(u, v) = w; w starts as v + gamma u, and each layer maps it to norm(act(w + conv(act(conv(w)))))."""
 
     def forward(self, u: Tensor, v: Tensor) -> Tensor:
         w = v + self.gamma * u
@@ -103,14 +103,14 @@ class InputScaledCell(LatentCell):
 
 @dataclass(frozen=True, kw_only=True)
 class ImplicitResNetConfig(ABC):
-    """Q, R and S, and how far the equilibrium is sought.
+    """Q, R and S, and the tolerance of the equilibrium.
 
     image        (channels, height, width)
-    channels     of the latent space
-    layers       of R
-    gamma        of R
-    latent_norm  batch norms in R: in training the batch is then one equation, and Jacobian-free gradients are meant for it
-    tolerance    how far a pixel may move in the last step, in the length of its channels
+    channels     channels of the latent space
+    layers       layers of R
+    gamma        contraction factor of R
+    latent_norm  batch norms in R: in training the batch is then one equation, for which Jacobian-free gradients are meant
+    tolerance    largest change of a pixel in the last step, in the norm of its channels
     """
 
     image: tuple[int, int, int]
@@ -123,10 +123,10 @@ class ImplicitResNetConfig(ABC):
     classes: int = 10
 
     def __post_init__(self) -> None:
-        require(0 < self.gamma < 1, f"gamma must lie in (0, 1), or R does not contract, got {self.gamma}.")
+        require(0 < self.gamma < 1, f"gamma must lie in (0, 1) for R to contract, got {self.gamma}.")
         require(self.layers >= 1, f"layers must be at least 1, got {self.layers}.")
         require(
-            min(self.latent_size) >= 3, f"Images of {self.image[1:]} leave {self.latent_size} pixels to R. Use larger ones."
+            min(self.latent_size) >= 3, f"Images of {self.image[1:]} leave {self.latent_size} pixels for R. Use larger ones."
         )
 
     @property
@@ -136,18 +136,18 @@ class ImplicitResNetConfig(ABC):
 
     @abstractmethod
     def encoder(self) -> nn.Module:
-        """Q."""
+        """Return Q."""
 
     @abstractmethod
     def cell(self) -> LatentCell:
-        """R."""
+        """Return R."""
 
     @abstractmethod
     def head(self) -> nn.Module:
-        """S."""
+        """Return S."""
 
     def stop(self) -> Stop:
-        """The published one, for every sample instead of the worst of the batch where samples are independent."""
+        """Return the published stop; where samples are independent it applies per sample, not to the worst of the batch."""
         norm = ChannelNorm(self.channels, math.prod(self.latent_size))
         return Stop(rtol=0.0, atol=self.tolerance, max_steps=self.max_steps, norm=norm, on_failure="ignore")
 
@@ -190,8 +190,8 @@ class MNISTResNet(ImplicitResNetConfig):
 class SVHNResNet(ImplicitResNetConfig):
     """163,488 parameters: three residual blocks, one latent layer of 64 channels.
 
-    The released model counts 163,744, with two batch norms of 128 parameters each that it never uses. Without latent_norm
-    a gamma of 0.9 leaves hardly a contraction: plain iteration takes all its steps. Lower it, or take a stronger solver.
+    The released model counts 163,744, including two batch norms of 128 parameters each that it never uses. Without
+    latent_norm a gamma of 0.9 hardly contracts, and plain iteration runs out of steps. Lower it, or use a stronger solver.
     """
 
     image: tuple[int, int, int] = (3, 32, 32)
@@ -227,7 +227,7 @@ class SVHNResNet(ImplicitResNetConfig):
 class CIFARResNet(ImplicitResNetConfig):
     """843,430 parameters: an encoder of 32 residual blocks, five latent layers of 35 channels.
 
-    blocks  of the encoder; it halves the image after half of them and after all
+    blocks  number of encoder blocks; the image is halved after half of them and after all
     """
 
     image: tuple[int, int, int] = (3, 32, 32)
@@ -279,12 +279,12 @@ class PlainBlock(nn.Module):
 
 
 class ImplicitResNet(nn.Module):
-    """S(u) at the equilibrium u = R(u, Q(images)), from u = 0.
+    """S(u) at the equilibrium u = R(u, Q(images)), started from u = 0.
 
     config    the three networks: MNISTResNet(), SVHNResNet() or CIFARResNet()
     stop      None: the published one, config.stop()
     gradient  JFB(), or JACOBIAN with config.latent_norm=False
-    depth     an explicit twin instead: R applied so many times, 1 in the paper; the same weights under the same names
+    depth     build the explicit twin instead: R applied that many times, 1 in the paper; the state dict has the same names
 
     To keep R contracting, scale it after the optimizer's step:
 
@@ -319,16 +319,16 @@ class ImplicitResNet(nn.Module):
 
     def train(self, mode: bool = True) -> ImplicitResNet:
         super().train(mode)
-        # batch statistics make one equation of the batch; in eval mode they stand still, and samples are on their own
+        # with batch statistics the batch is one equation; in eval mode they are fixed, and samples are independent
         self.layer.batched = not (mode and self.config.latent_norm)
         return self
 
     def contract_(self, s: Solution, bound: float | None = None, generator: torch.Generator | None = None) -> float:
-        """Scale the convolutions of R where it carries a random step at u further than `bound` times its length.
+        """Scale the convolutions of R if it maps a random step at u to more than `bound` times its norm.
 
-        By `equilibria.contract_`, whose ratio, as it was, is returned; `bound` is gamma unless given. Without batch norms
-        the shortcuts of R alone have the ratio gamma: scaling brings it there over many calls, not lower. The paper takes
-        the root by layers of two convolutions, here it is by convolutions: two calls do what one does there.
+        This calls `equilibria.contract_` and returns the ratio before scaling; `bound` defaults to gamma. Without batch
+        norms the shortcuts of R alone have the ratio gamma: scaling approaches it over many calls, not below it. The paper
+        takes the root per layer of two convolutions, here it is per convolution: two calls here correspond to one there.
         """
         cell: Any = self.layer.cell
         return contract_(cell.convolutions(), s, self.config.gamma if bound is None else bound, generator=generator)

@@ -1,8 +1,8 @@
 """LION: equilibrium prompts around a frozen backbone (after Wang and others, AAAI 2024).
 
-Published are the idea and the results: two implicit layers, one before a frozen network and one behind its features, are
-trained together with a classifier, and pruned on the way by the lottery ticket hypothesis. The equations of the layers and
-the details of the pruning are this library's own.
+The paper publishes the idea and the results: two implicit layers, one before a frozen network and one behind its features,
+are trained together with a classifier and pruned during training by the lottery ticket hypothesis. The equations of the
+layers and the details of the pruning are this library's own.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from equilibria._core.loop import Stop
+from equilibria._core.checks import require
 from equilibria.constraints import spectral_norm
 from equilibria.deq import DEQ
 from equilibria.gradients.base import Gradient
 from equilibria.gradients.implicit import Implicit
 from equilibria.solvers.anderson import Anderson
-from equilibria.solvers.base import require
 from equilibria.solvers.fallback import AnySolver
+from equilibria.stop import Stop
 
-CONTRACTION = 0.9  # at most, of a prompt
-SMALL = 0.01  # standard deviation of the weights that lead out of a prompt: it begins as next to nothing
+CONTRACTION = 0.9  # largest contraction factor of a prompt
+SMALL = 0.01  # standard deviation of a prompt's output weights: its initial output is close to zero
 
 M = TypeVar("M", nn.Conv2d, nn.Linear)
 
 
 class ImagePrompt(nn.Module):
-    """f(z, x) = W2 * relu(W1 * z + norm(U * x + b)) on images, * being 3x3 convolutions; a contraction.
+    """f(z, x) = W2 * relu(W1 * z + norm(U * x + b)) on images, with 3x3 convolutions *; a contraction.
 
-    The norm is on the input alone. Around W1 z as well it would divide by a spread that may be small: solves then ran
-    into their limit within twenty steps of training. The norms of W1 and W2 are held below what CONTRACTION allows.
+    Only the input is normalised. A norm around W1 z would divide by a standard deviation that may be small; solves then
+    failed within twenty training steps. The norms of W1 and W2 are bounded so that f contracts by CONTRACTION.
 
-    channels  of images and state
-    hidden    channels inside
-    groups    of the norm
+    channels  channels of images and state
+    hidden    hidden channels
+    groups    groups of the norm
     """
 
     def __init__(self, channels: int, hidden: int, groups: int) -> None:
@@ -57,7 +57,7 @@ class ImagePrompt(nn.Module):
 
 
 class FeaturePrompt(nn.Module):
-    """f(z, h) = W2 relu(W1 z + norm(U h + b)) on vectors, as ImagePrompt on images."""
+    """f(z, h) = W2 relu(W1 z + norm(U h + b)) on vectors, like ImagePrompt on images."""
 
     def __init__(self, features: int, hidden: int) -> None:
         super().__init__()
@@ -75,13 +75,13 @@ class FeaturePrompt(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class LionConfig:
-    """The sizes of what is trained.
+    """The sizes of the trained parts.
 
-    features         that the backbone gives for an image, after the mean over places
-    image_channels   of the images
-    image_hidden     channels inside the prompt before the backbone
-    feature_hidden   width inside the prompt behind it
-    groups           of the norm inside the prompt before the backbone
+    features         features of the backbone per image, after the mean over positions
+    image_channels   channels of the images
+    image_hidden     hidden channels of the prompt before the backbone
+    feature_hidden   hidden width of the prompt behind it
+    groups           groups of the norm inside the prompt before the backbone
     """
 
     features: int
@@ -94,17 +94,15 @@ class LionConfig:
     def __post_init__(self) -> None:
         require(
             self.image_hidden % self.groups == 0,
-            f"The {self.image_hidden} channels inside the image prompt do not fall into {self.groups} groups. "
-            "Take a divisor.",
+            f"image_hidden={self.image_hidden} is not divisible by groups={self.groups}. Use a divisor.",
         )
 
 
 class Lion(nn.Module):
-    """head(h + z_h), h = backbone(x + z_x): z_x and z_h are equilibria, of the image and of the features.
+    """head(h + z_h) with h = backbone(x + z_x), where z_x and z_h are equilibria for the image and for the features.
 
     backbone  any module from images to features (batch, features), (batch, features, height, width), or tokens
-              (batch, tokens, features); of the latter two the mean over places is taken. A copy of it is kept, which does
-              not train and stays in eval mode
+              (batch, tokens, features); the latter two are averaged over positions. A frozen copy in eval mode is kept
     solver, stop, gradient  of both equilibria
     """
 
@@ -132,26 +130,29 @@ class Lion(nn.Module):
 
     def train(self, mode: bool = True) -> Lion:
         super().train(mode)
-        self.backbone.eval()  # or its running statistics would move
+        self.backbone.eval()  # otherwise its running statistics would change
         return self
 
     def prunable(self) -> dict[str, nn.Parameter]:
-        """Matrices and kernels of the two prompts, by name; norms, biases and the classifier are left alone."""
+        """Return the matrices and kernels of both prompts by name, without norms, biases and the classifier."""
         found = self.named_parameters()
         return {name: p for name, p in found if name.startswith(("before.", "behind.")) and p.dim() > 1}
 
     def trained_share(self) -> float:
-        """Trained parameters over all of them."""
+        """Return the share of parameters that are trained."""
         trained = sum(p.numel() for p in self.parameters() if p.requires_grad)
         return trained / sum(p.numel() for p in self.parameters())
 
     def _features(self, images: Tensor) -> Tensor:
+        """Return the pooled features of the backbone, (batch, features); raises ValueError for another number of
+        features.
+        """
         h: Tensor = self.backbone(images)
         pooled = h.mean(dim=1) if h.dim() == 3 else h.flatten(2).mean(dim=2) if h.dim() > 3 else h
         if pooled.dim() != 2 or pooled.shape[1] != self.config.features:
             raise ValueError(
-                f"The backbone gave {tuple(h.shape)}, and {self.config.features} features were expected for every image. "
-                "Say how many there are with LionConfig(features=...), or cut off the backbone's classifier."
+                f"The backbone returned shape {tuple(h.shape)}, but {self.config.features} features per image are expected. "
+                "Set LionConfig(features=...), or remove the backbone's classifier."
             )
         return pooled
 
@@ -160,15 +161,15 @@ class Lion(nn.Module):
 class PruningConfig:
     """How critical weights are selected.
 
-    keep   the share of the weights that is critical
-    decay  by which the others shrink in every step
+    keep   share of the weights that are critical
+    decay  share by which the others shrink in every step
     """
 
     keep: float = 0.6
     decay: float = 0.1
 
     def __post_init__(self) -> None:
-        require(0 < self.keep <= 1, f"keep is a share of the weights and must lie in (0, 1], got {self.keep}.")
+        require(0 < self.keep <= 1, f"keep must lie in (0, 1], got {self.keep}.")
         require(0 <= self.decay <= 1, f"decay must lie in [0, 1], got {self.decay}.")
 
 
@@ -176,25 +177,25 @@ PRUNING = PruningConfig()
 
 
 class Pruning:
-    """Weights that matter are trained, the others fade away and are at last removed.
+    """Trains the weights that matter; the others decay and are finally removed.
 
-    A weight's score is |w dL/dw|, added up over the steps of an epoch: what the loss would change without it, to first
-    order. `select` makes the weights of the largest scores the critical ones.
+    The score of a weight is |w dL/dw|, summed over the steps of an epoch: the first-order change of the loss without it.
+    `select` makes the weights with the largest scores critical.
 
         pruning = Pruning(model.prunable())
         for epoch in range(epochs):
             for images, labels in batches:
                 optimizer.zero_grad()
                 criterion(model(images), labels).backward()
-                pruning.step(optimizer)                 # in place of optimizer.step()
+                pruning.step(optimizer)                 # instead of optimizer.step()
             pruning.select()
         pruning.remove_()
 
-    Until the first `select` all weights are critical.
+    All weights are critical until the first `select`.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: PruningConfig = PRUNING) -> None:
-        require(len(parameters) > 0, "There are no parameters to prune: give model.prunable().")
+        require(len(parameters) > 0, "There are no parameters to prune: pass model.prunable().")
         self.parameters, self.config = dict(parameters), config
         self.removed = False
         self.critical = {name: torch.ones_like(p, dtype=torch.bool) for name, p in self.parameters.items()}
@@ -202,9 +203,9 @@ class Pruning:
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Add to the scores, and take the optimizer's step for the critical weights alone.
+        """Update the scores, and take the optimizer's step for the critical weights only.
 
-        The others are put back and shrunk: momentum and weight decay of the optimizer would move them without a gradient.
+        The others are restored and shrunk, since momentum and weight decay of the optimizer would move them.
         """
         for name, p in self.parameters.items():
             if p.grad is not None:
@@ -217,7 +218,7 @@ class Pruning:
 
     @torch.no_grad()
     def select(self) -> None:
-        """Make the weights of the largest scores critical, over all parameters together, and begin new scores."""
+        """Make the weights with the largest scores, over all parameters together, critical, and reset the scores."""
         self._check_open("select")
         scores = torch.cat([score.flatten() for score in self.scores.values()])
         chosen = torch.zeros_like(scores, dtype=torch.bool)
@@ -229,14 +230,14 @@ class Pruning:
 
     @torch.no_grad()
     def remove_(self) -> int:
-        """Set all but the critical weights to zero, for good, and return how many these are."""
+        """Set all weights but the critical ones to zero and return the number of critical ones."""
         self.removed = True
         for name, p in self.parameters.items():
             p.copy_(torch.where(self.critical[name], p, 0.0))
         return sum(int((~critical).sum()) for critical in self.critical.values())
 
     def state_dict(self) -> dict[str, object]:
-        """The state to store in a checkpoint."""
+        """Return the state for a checkpoint."""
         return {"critical": dict(self.critical), "scores": dict(self.scores), "removed": self.removed}
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -244,8 +245,8 @@ class Pruning:
         assert isinstance(critical, dict) and isinstance(scores, dict)
         if set(critical) != set(self.parameters):
             raise ValueError(
-                f"The state is of the parameters {sorted(critical)}, and these are {sorted(self.parameters)}. Load the one "
-                "that was saved with this model."
+                f"The state belongs to the parameters {sorted(critical)}, but the model has {sorted(self.parameters)}. Load "
+                "the state that was saved with this model."
             )
         self.critical = {name: critical[name].clone() for name in self.parameters}
         self.scores = {name: scores[name].clone() for name in self.parameters}
@@ -253,7 +254,9 @@ class Pruning:
 
     def _check_open(self, what: str) -> None:
         if self.removed:
-            raise RuntimeError(f"{what} after remove_: what is gone has no score. Make a new Pruning to prune further.")
+            raise RuntimeError(
+                f"{what} cannot be called after remove_: removed weights have no score. Make a new Pruning to prune further."
+            )
 
 
 def _small(layer: M) -> M:
@@ -262,9 +265,9 @@ def _small(layer: M) -> M:
 
 
 def _bounded(layer: M) -> M:
-    """The layer with an operator norm of at most the root of CONTRACTION.
+    """Constrain the operator norm of the layer to at most the square root of CONTRACTION.
 
-    The norm of a convolution is at most that of its kernel as a matrix, times the root of the number of taps.
+    The norm of a convolution is at most that of its kernel as a matrix, times the square root of the number of taps.
     """
     taps = layer.weight[0, 0].numel()
     return spectral_norm(layer, bound=math.sqrt(CONTRACTION / taps), clip=True, exact=True)

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from torch import Tensor, nn
 
-from equilibria._core.loop import Stop
+from equilibria._core.checks import require
 from equilibria.deq import DEQ
 from equilibria.explicit import WeightTied
 from equilibria.gradients.base import Gradient
@@ -17,10 +17,10 @@ from equilibria.models.images.mdeq_configs import MDEQConfig
 from equilibria.models.images.mdeq_heads import ClassificationHead, SegmentationHead, stem
 from equilibria.models.images.skip_mlp import Variant
 from equilibria.models.solve_options import relative_stop
-from equilibria.solvers.base import require
 from equilibria.solvers.broyden import Broyden
 from equilibria.solvers.fallback import AnySolver
 from equilibria.starts import FirstStep
+from equilibria.stop import Stop
 
 
 class MDEQ(nn.Module):
@@ -30,13 +30,13 @@ class MDEQ(nn.Module):
         scores = model(images)
 
     config     sizes and conventions, one of `MDEQ_CONFIGS` or your own
-    classes    None: as many as the configuration has
-    variant    where the solver starts: "vanilla" at zero, "skip" at a prediction (Skip DEQ V1), "v2" at f(0, x)
+    classes    None: as in the configuration
+    variant    start of the solver: "vanilla" at zero, "skip" at a prediction (Skip DEQ V1), "v2" at f(0, x)
     solver     of the equilibrium; None: Broyden, as in the papers
-    stop       None: tolerance and cap of the configuration, without a word on solves that meet the cap, as most do there
-    gradient   None: implicit, with tolerance and cap of the configuration
+    stop       None: tolerance and step limit of the configuration, without warnings: most published solves reach it
+    gradient   None: implicit, with tolerance and step limit of the configuration
     eval_stop  `stop` in eval mode; None: the same
-    depth      an explicit twin instead: the cell applied so many times, with the same weights under the same names
+    depth      build the explicit twin instead: the cell applied that many times, with the same names in the state dict
     batched    False: the batch is one system with one norm
     """
 
@@ -68,12 +68,15 @@ class MDEQ(nn.Module):
         self.head = _head(config, classes)
 
     def forward(self, x: Tensor, *, with_state: bool = False) -> Tensor | tuple[Tensor, States]:
-        """Scores of images (batch, channels, height, width); `with_state` gives (scores, state that the head saw)."""
+        """Return the scores of images (batch, channels, height, width); `with_state` returns (scores, state given to the
+        head).
+        """
         z = self._state(self.stem(x))
         scores: Tensor = self.head(z)
         return (scores, z) if with_state else scores
 
     def _state(self, injected: Tensor) -> States:
+        """Return the state for the head: the equilibrium, or one more step from it where the conventions ask for that."""
         if isinstance(self.layer, WeightTied):
             return self.layer(injected)
         s = self.layer.solve(injected)
@@ -82,18 +85,20 @@ class MDEQ(nn.Module):
 
 
 def pretraining(model: nn.Module, on: bool = True, depth: int | None = None) -> None:
-    """Switch every MDEQ inside `model` to a shallow unrolled network, and back to the equilibrium.
+    """Switch every MDEQ inside `model` to a shallow unrolled network, or back to the equilibrium.
 
-    The published recipes train so for the first steps. Parameters stay, and so does what an optimizer knows of them.
-    The switch is no part of the state dict. `gradient=Warmup(...)` is the same by the count of steps.
+    The published recipes train this way for the first steps. Parameters and optimizer state are unaffected. The switch is
+    not part of the state dict. `gradient=Warmup(...)` does the same by the number of steps.
 
-    depth  None: as many applications of the cell as the configuration says
+    depth  applications of the cell; None: as in the configuration
     """
     found = [module for module in model.modules() if isinstance(module, MDEQ)]
-    require(len(found) > 0, f"pretraining switches MDEQ models, and there is none in this {type(model).__name__}.")
+    require(len(found) > 0, f"pretraining applies to MDEQ models, but this {type(model).__name__} contains none.")
     for module in found:
         if isinstance(module.layer, WeightTied):
-            raise TypeError("pretraining switches an equilibrium, and this MDEQ is an explicit network: depth must be None.")
+            raise TypeError(
+                "pretraining needs an equilibrium, but this MDEQ is an explicit network: build it with depth=None."
+            )
         unrolled = Unrolled(depth=module.config.pretraining_depth if depth is None else depth)
         module.layer.gradient = unrolled if on else module.gradient
 
@@ -103,12 +108,13 @@ def _head(config: MDEQConfig, classes: int) -> nn.Module:
 
 
 def _start(config: MDEQConfig, variant: Variant) -> Any:
+    """Return the `init` of the variant."""
     variants = get_args(Variant)
     require(variant in variants, f"variant must be one of {', '.join(variants)}, got {variant!r}.")
     if variant == "skip":
         return Predictor(config)
     zeros = ZeroStates(config.channels)
-    # the paper's f(0, x); its code has another start for several resolutions, fusion first and the blocks after it
+    # f(0, x) as in the paper; its code starts differently for several resolutions, with the fusion before the blocks
     return FirstStep(zeros) if variant == "v2" else zeros
 
 

@@ -1,4 +1,4 @@
-"""The cell of a multiscale DEQ, and where its solves begin."""
+"""The cell of a multiscale DEQ, and the starts of its solves."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ States = tuple[Tensor, ...]  # one (batch, channels, height, width) per resoluti
 
 
 class MDEQCell(nn.Module):
-    """f(z, x) of Bai, Koltun and Kolter (2020) on a tuple of resolutions, x entering the highest one alone.
+    """f(z, x) of Bai, Koltun and Kolter (2020) on a tuple of resolutions; x enters only the highest one.
 
-    A residual block per resolution, then y_i = sum_j T_ji(out_j) with strided convolutions down, 1x1 convolutions and
-    nearest neighbours up, nothing on the diagonal; then norm(W act(y_i)), where the configuration has that layer.
+    A residual block runs per resolution. Then y_i = sum_j T_ji(out_j), with strided convolutions down, 1x1 convolutions and
+    nearest-neighbour upsampling up, and the identity on the diagonal. norm(W act(y_i)) follows if the configuration has it.
     """
 
     def __init__(self, config: MDEQConfig) -> None:
@@ -41,6 +41,7 @@ class MDEQCell(nn.Module):
         return tuple(post(self._fused(out, i)) for i, post in enumerate(self.posts))
 
     def _fused(self, out: States, target: int) -> Tensor:
+        """Return the sum of all resolutions at the resolution `target`."""
         total = out[target]
         paths: Any = self.paths[target]
         for source, path in enumerate(paths):
@@ -56,6 +57,7 @@ def _path(config: MDEQConfig, source: int, target: int) -> nn.Module:
 
 
 def _post(config: MDEQConfig, channels: int) -> nn.Module:
+    """Return the layer after the fusion: activation, 1x1 convolution and norm; the identity if there is none."""
     if config.post is None:
         return nn.Identity()
     layer = conv(channels, channels, 1)
@@ -66,7 +68,7 @@ def _post(config: MDEQConfig, channels: int) -> nn.Module:
 
 
 class Predictor(nn.Module):
-    """The start of a Skip DEQ, made of the injection: by a residual block, and by a path down to every other resolution."""
+    """The start of a Skip DEQ, computed from the injection by a residual block and a path to every lower resolution."""
 
     def __init__(self, config: MDEQConfig) -> None:
         super().__init__()
@@ -79,7 +81,7 @@ class Predictor(nn.Module):
 
 @dataclass(frozen=True)
 class ZeroStates:
-    """Zeros for every resolution below an injection."""
+    """Zeros for every resolution, with sizes from the injection."""
 
     channels: tuple[int, ...]
 

@@ -1,11 +1,11 @@
-"""The configurations of multiscale DEQs: what was released, and the sizes that were published of them."""
+"""Configurations of multiscale DEQs, as released, with the published sizes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from equilibria.solvers.base import require
+from equilibria._core.checks import require
 
 Activation = Literal["relu", "gelu"]
 LatentNorm = Literal["group", "batch"]
@@ -13,14 +13,14 @@ LatentNorm = Literal["group", "batch"]
 
 @dataclass(frozen=True, kw_only=True)
 class Conventions:
-    """In what the two published codes differ beside their sizes.
+    """The differences between the two published codes, apart from sizes.
 
-    eager             the activation follows every norm, also of a summand; False: there it waits for the sum
+    eager             an activation follows every norm, also in a summand; False: there it comes after the sum
     stem_bias         the convolutions of the stem have biases
-    wide_bottleneck   the 3x3 convolution of a bottleneck goes from h to 4h channels, all norms affine; False: from h to h,
-                      norms of the body not affine
-    post_weight_norm  the layer after fusion has weight norm, as the residual blocks do
-    final_step        the head sees f of the solver's answer; False: the answer
+    wide_bottleneck   the 3x3 convolution of a bottleneck maps h to 4h channels, all norms affine; False: h to h, norms of
+                      the body not affine
+    post_weight_norm  the layer after the fusion has weight norm, like the residual blocks
+    final_step        the head gets f of the solver's answer; False: the answer itself
     """
 
     activation: Activation
@@ -94,22 +94,22 @@ class MDEQConfig:
         )
 
     def shapes(self, height: int, width: int) -> tuple[tuple[int, int, int], ...]:
-        """(channels, height, width) of every resolution of an image's state."""
+        """Return (channels, height, width) of every resolution of an image's state."""
         return tuple((c, *halved((height, width), self.downsampling + i)) for i, c in enumerate(self.channels))
 
     def state_size(self, height: int, width: int) -> int:
-        """Numbers in an image's state."""
+        """Return the number of entries in an image's state."""
         return sum(c * h * w for c, h, w in self.shapes(height, width))
 
 
 def halved(size: tuple[int, int], times: int) -> tuple[int, int]:
-    """What convolutions of stride 2 make of a height and width: a side that is odd is rounded up."""
+    """Return height and width after `times` convolutions of stride 2; odd sides are rounded up."""
     height, width = (-(-side // 2**times) for side in size)
     return height, width
 
 
-# Nothing that was released has exactly a published size: they lie up to 11 % apart, and those of the two small ImageNet
-# models look swapped.
+# no released model has exactly its published size: they differ by up to 11 %, and those of the two small ImageNet models
+# seem to be swapped
 
 _FOUR = (32, 64, 128, 256)
 
@@ -191,7 +191,7 @@ SKIP_MNIST = replace(
 
 NANO = replace(
     TINY,
-    summary="CIFAR-10 at 16x16, two resolutions, for a processor without a graphics card",
+    summary="CIFAR-10 at 16x16, two resolutions, for a CPU",
     channels=(12, 12),
     head=(4, 8),
     features=64,
@@ -203,7 +203,7 @@ NANO = replace(
 )
 SKIP_NANO = replace(
     SKIP_CIFAR,
-    summary="CIFAR-10 or SVHN at 16x16, Skip DEQ paper made small",
+    summary="CIFAR-10 or SVHN at 16x16, Skip DEQ paper, reduced",
     channels=(12, 12),
     head=(4, 8),
     features=64,

@@ -1,4 +1,4 @@
-"""The explicit ends of a multiscale DEQ: the stem in front of it, a classifier or a segmenter behind."""
+"""The explicit ends of a multiscale DEQ: the stem before it, and a classifier or a segmentation head behind it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from equilibria.models.images.mdeq_layers import activation, conv
 
 
 def stem(config: MDEQConfig) -> nn.Sequential:
-    """Image -> injection: two 3x3 convolutions, the first `downsampling` of them of stride 2.
+    """Return the map from image to injection: two 3x3 convolutions, the first `downsampling` of them of stride 2.
 
-    A 1x1 convolution follows where the image is halved or there are more than two resolutions.
+    A 1x1 convolution follows if the image is halved or there are more than two resolutions.
     """
     width, times, rules = config.channels[0], config.downsampling, config.conventions
     first = conv(config.inputs, width, 3, stride=2 if times >= 1 else 1, bias=rules.stem_bias)
@@ -53,7 +53,9 @@ class Bottleneck(nn.Module):
 
 
 class ClassificationHead(nn.Module):
-    """States -> (batch, classes): a bottleneck per resolution, summed from the highest to the lowest on the way down."""
+    """States -> (batch, classes): one bottleneck per resolution; each resolution is downsampled and added to the next lower
+    one.
+    """
 
     def __init__(self, config: MDEQConfig, widths: tuple[int, ...], classes: int) -> None:
         super().__init__()

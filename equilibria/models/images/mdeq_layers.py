@@ -1,4 +1,4 @@
-"""What multiscale DEQs are made of: convolutions, norms, residual blocks, and paths between resolutions."""
+"""Layers of multiscale DEQs: convolutions, norms, residual blocks, and paths between resolutions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from equilibria.models.images.mdeq_configs import Activation, MDEQConfig
 from equilibria.nn import VariationalDropout
 
-SPREAD = 0.01  # of the weights and biases of convolutions at the start
+SPREAD = 0.01  # standard deviation of initial weights and biases of convolutions
 
 
 def activation(kind: Activation) -> nn.Module:
@@ -17,7 +17,7 @@ def activation(kind: Activation) -> nn.Module:
 
 
 def conv(inputs: int, outputs: int, kernel: int, *, stride: int = 1, bias: bool = False) -> nn.Conv2d:
-    """A convolution that keeps the size, or halves it with stride=2; N(0, 0.01) at the start."""
+    """Return a convolution that keeps the size, or halves it with stride=2; initialised with N(0, 0.01)."""
     layer = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=bias)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=SPREAD)
@@ -25,7 +25,7 @@ def conv(inputs: int, outputs: int, kernel: int, *, stride: int = 1, bias: bool 
 
 
 def normalized(layer: nn.Conv2d) -> nn.Conv2d:
-    """The layer with weight norm, one length per output channel; a solve computes the weight once."""
+    """Add weight norm with one scale per output channel; a solve computes the weight once."""
     weight_norm(layer, dim=0)
     return layer
 
@@ -39,8 +39,8 @@ def latent_norm(config: MDEQConfig, channels: int, groups: int, *, affine: bool 
 class ResidualBlock(nn.Module):
     """norm(act(norm(W2 act(norm(W1 z)) + x) + z)) with 3x3 convolutions W1, W2 under weight norm.
 
-    The injection x comes in before the second norm, dropout right after W2. An eager block has an activation after the
-    second norm too.
+    The injection x is added before the second norm, dropout follows W2. An eager block also has an activation after the
+    second norm.
     """
 
     def __init__(self, config: MDEQConfig, channels: int, dropout: float) -> None:
@@ -64,7 +64,7 @@ class ResidualBlock(nn.Module):
 
 
 def down_path(config: MDEQConfig, source: int, target: int) -> nn.Sequential:
-    """A path to a lower resolution: 3x3 convolutions of stride 2, of which the last changes the channels."""
+    """Return a path to a lower resolution: 3x3 convolutions of stride 2, the last of which changes the channels."""
     channels, layers = config.channels, nn.Sequential()
     for step in range(source + 1, target + 1):
         last = step == target
@@ -77,7 +77,7 @@ def down_path(config: MDEQConfig, source: int, target: int) -> nn.Sequential:
 
 
 def up_path(config: MDEQConfig, source: int, target: int) -> nn.Sequential:
-    """A path to a higher resolution: a 1x1 convolution changes the channels, `resized` the size."""
+    """Return a path to a higher resolution: a 1x1 convolution changes the channels, `resized` the size."""
     outputs = config.channels[target]
     layers = nn.Sequential(conv(config.channels[source], outputs, 1), latent_norm(config, outputs, config.groups))
     if config.conventions.eager:
@@ -86,5 +86,5 @@ def up_path(config: MDEQConfig, source: int, target: int) -> nn.Sequential:
 
 
 def resized(y: Tensor, size: torch.Size) -> Tensor:
-    """Nearest neighbours of another height and width; nothing where they are right."""
+    """Resize to another height and width by nearest neighbours; unchanged if they match."""
     return y if y.shape[-2:] == size else nn.functional.interpolate(y, size=size, mode="nearest")

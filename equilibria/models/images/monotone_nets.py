@@ -4,7 +4,7 @@
     MonotoneNet(MonotoneConvConfig(image=(3, 32, 32), channels=81))         one convolution
     MonotoneNet(MonotoneTiersConfig())                                      a pyramid of them
 
-Their equilibria exist and are unique whatever the weights. `SplittingConfig` says how they are found.
+Their equilibria exist and are unique for all weights. `SplittingConfig` selects the splitting that finds them.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from equilibria._core.loop import Stop
+from equilibria._core.checks import require
 from equilibria.cells.monotone import Certificate, MonotoneCell, MonotoneLinear
 from equilibria.cells.monotone_conv import MonotoneConv2d, MonotoneTiers2d
 from equilibria.cells.splitting import ForwardBackward, PeacemanRachford, Readout, Splitting, tune_alpha
 from equilibria.deq import DEQ
 from equilibria.gradients.base import Gradient
 from equilibria.gradients.implicit import Implicit
-from equilibria.solvers.base import require
 from equilibria.solvers.fallback import AnySolver
 from equilibria.solvers.picard import Picard
+from equilibria.stop import Stop
 
 Method = Literal["peaceman-rachford", "forward-backward"]
 
@@ -36,10 +36,10 @@ PUBLISHED_STOP = Stop(rtol=1e-2, atol=0.0, max_steps=300)
 
 @dataclass(frozen=True, kw_only=True)
 class SplittingConfig:
-    """How the equation is taken apart.
+    """The operator splitting.
 
     method  "peaceman-rachford": converges for every alpha, inverts the linear part once per solve.
-            "forward-backward": needs no inverse, converges below the alpha of the certificate, which moves with the
+            "forward-backward": needs no inverse, converges below the alpha of the certificate, which changes with the
             weights; see `MonotoneNet.make_safe_`
     alpha   the step
     """
@@ -60,10 +60,10 @@ PUBLISHED_SPLITTING = SplittingConfig()
 
 @dataclass(frozen=True, kw_only=True)
 class MonotoneConfig(ABC):
-    """A monotone cell and what reads it.
+    """A monotone cell and the head that reads it.
 
     image    (channels, height, width)
-    m        how monotone: I - W >= m I
+    m        monotonicity: I - W >= m I
     """
 
     image: tuple[int, int, int] = (1, 28, 28)
@@ -77,7 +77,7 @@ class MonotoneConfig(ABC):
     def head(self) -> nn.Module: ...
 
     def prepared(self, images: Tensor) -> Tensor:
-        """The images in the shape that the cell takes."""
+        """Return the images in the shape that the cell takes."""
         return images
 
 
@@ -102,7 +102,7 @@ class MonotoneConvConfig(MonotoneConfig):
     """3x3 convolutions on the image, then a mean over squares of `pool` pixels.
 
     MNIST, 54 channels: 79,500 parameters; SVHN and CIFAR-10, 81 channels: 172,218; CIFAR-10 augmented, 200 channels:
-    853,612. The squares include the frame of the state and leave out what does not fill one.
+    853,612. The squares include the frame of the state; incomplete squares are left out.
     """
 
     channels: int = 54
@@ -119,7 +119,7 @@ class MonotoneConvConfig(MonotoneConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class MonotoneTiersConfig(MonotoneConfig):
-    """A pyramid of images, of which the smallest is read.
+    """A pyramid of images; the head reads the smallest.
 
     MNIST, (16, 32, 32) channels: 81,394 parameters; SVHN and CIFAR-10, (16, 32, 60): 170,194; CIFAR-10 augmented,
     (64, 128, 128): 1,014,546.
@@ -139,10 +139,10 @@ class MonotoneNet(nn.Module):
     """A linear layer on the equilibrium of a monotone cell.
 
     config     MonotoneMLPConfig(), MonotoneConvConfig() or MonotoneTiersConfig()
-    splitting  how the equation is taken apart
-    solver     of the splitting; plain iteration always converges
-    stop       of the splitting
-    gradient   None: by the same solver and to the same tolerance, on the transposed splitting
+    splitting  the operator splitting
+    solver     solver for the splitting; plain iteration always converges
+    stop       stop for the splitting
+    gradient   None: implicit with the same solver and tolerance, on the transposed splitting
     """
 
     def __init__(
@@ -165,26 +165,28 @@ class MonotoneNet(nn.Module):
 
     @property
     def splitting(self) -> Splitting:
-        """The map that is iterated. Its step alpha is a setting that may be changed, and no part of the state dict."""
+        """The map that is iterated. Its step alpha is a setting and not part of the state dict."""
         splitting: Any = self.layer.deq.cell
         return splitting
 
     def certificate(self) -> Certificate:
-        """How monotone the operator is and how large, from the weights it has now."""
+        """Return the monotonicity and the norm of the operator for the current weights."""
         return self.splitting.cell.certificate()
 
     def make_safe_(self, share: float = 0.5) -> float:
-        """Set alpha to a share of the largest at which forward-backward splitting converges, and return it.
+        """Set alpha to `share` of the largest value at which forward-backward splitting converges, and return it.
 
-        The bound moves with the weights: call it now and then during training, with forward-backward splitting.
+        The bound changes with the weights: call this from time to time during training with forward-backward splitting.
         """
-        require(0 < share < 1, f"share must lie in (0, 1), got {share}: at the bound itself nothing is promised.")
+        require(0 < share < 1, f"share must lie in (0, 1), got {share}: convergence is not guaranteed at the bound itself.")
         self.splitting.alpha = share * self.certificate().alpha
         return self.splitting.alpha
 
     @torch.no_grad()
     def tune_alpha_(self, images: Tensor, largest: float = 1.0) -> float:
-        """Set alpha to what needs the fewest steps for these images, trying `largest` and its halves; as published."""
+        """Set alpha to the value that needs the fewest steps for these images among `largest` and its halves, as
+        published.
+        """
         x = self.config.prepared(images)
         deq: Any = self.layer.deq
         start = self.splitting.start(x)

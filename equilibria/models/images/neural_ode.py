@@ -1,12 +1,11 @@
 """Neural ordinary differential equations, plain and augmented, as baselines (Dupont, Doucet and Teh 2019).
 
-The image flows along a vector field for one unit of time, and a linear layer reads the result.
+The image is integrated along a vector field from t = 0 to 1, and a linear layer reads the result.
 
-Integration is by the Runge-Kutta pairs this library has for steady states, so that the baseline needs no package of its
-own and both kinds of continuous model run on the same coefficients. Gradients are those of the steps that were taken: exact
-for what was computed, at the memory of all its stages. The published models solve an adjoint equation backwards in time
-instead, which saves that memory and whose error depends on a second tolerance; for ten to twenty steps on small images
-the memory is no concern.
+Integration uses the library's Runge-Kutta pairs for steady states, so the baseline needs no other package, and both kinds of
+continuous model use the same coefficients. Gradients are those of the steps taken: exact for the computation, with the
+memory of all its stages. The published models solve an adjoint equation backwards in time instead, which saves that memory
+and has an error of its own; for ten to twenty steps on small images the memory does not matter.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from equilibria._core.norms import rms_norm
-from equilibria.solvers.base import require
+from equilibria._core.checks import require
 from equilibria.solvers.tableaus import TABLEAUS, Method, Tableau, weighted_sum
+from equilibria.stop import rms_norm
 
 Field = Callable[[float, Tensor], Tensor]  # (t, h) -> dh/dt
 
-SAFETY, SHRINK, GROW = 0.9, 0.2, 10.0  # of the step size controller
-SHORTEST = 1e-6  # a step from 0 to 1 that is shorter leads nowhere
+SAFETY, SHRINK, GROW = 0.9, 0.2, 10.0  # of the step-size controller
+SHORTEST = 1e-6  # shortest allowed step of the interval [0, 1]
 
 
 def _check_method(method: str) -> None:
@@ -38,28 +37,28 @@ def _check_method(method: str) -> None:
 
 @dataclass(frozen=True)
 class Flow:
-    """Where h(0) has come to at t = 1, and what that took."""
+    """The state h at t = 1, and the cost of the integration."""
 
     h: Tensor
-    steps: int  # taken
-    rejected: int  # tried and found too long
+    steps: int  # accepted steps
+    rejected: int  # rejected steps
     evaluations: int  # of the field, counted
 
 
 class Integrator(ABC):
-    """A way to follow dh/dt = field(t, h) from t = 0 to 1."""
+    """A method that integrates dh/dt = field(t, h) from t = 0 to 1."""
 
     @abstractmethod
     def integrate(self, field: Field, h: Tensor) -> Flow:
-        """Differentiable in h and in whatever the field depends on."""
+        """Return the Flow from h; differentiable in h and in everything the field depends on."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FixedSteps(Integrator):
     """Equal steps.
 
-    method  "dopri5", "tsit5" (order 5, six evaluations a step), "bs3" (3, three) or "heun" (2, two)
-    steps   how many; the error falls with their number to the power of the order
+    method  "dopri5", "tsit5" (order 5, six evaluations per step), "bs3" (3, three) or "heun" (2, two)
+    steps   number of steps; the error decreases as steps^-order
     """
 
     method: Method = "dopri5"
@@ -79,14 +78,14 @@ class FixedSteps(Integrator):
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveSteps(Integrator):
-    """Steps as long as the estimated error e allows: rms(e / (atol + rtol max(|h|, |h_new|))) <= 1 in every sample.
+    """Steps chosen so that the estimated error e satisfies rms(e / (atol + rtol max(|h|, |h_new|))) <= 1 in every sample.
 
-    The batch shares its steps. How long they were counts as a constant for the gradient.
+    The batch shares its steps. Step lengths are constants for the gradient.
 
-    method      as of FixedSteps
-    rtol, atol  of a step
-    first_step  to try first
-    max_steps   taken or rejected; RuntimeError beyond
+    method      as in FixedSteps
+    rtol, atol  tolerances of a step
+    first_step  length of the first trial step
+    max_steps   accepted and rejected steps; beyond it RuntimeError is raised
     """
 
     method: Method = "dopri5"
@@ -98,15 +97,16 @@ class AdaptiveSteps(Integrator):
     def __post_init__(self) -> None:
         _check_method(self.method)
         require(self.rtol >= 0, f"rtol must not be negative, got {self.rtol}.")
-        require(self.atol > 0, f"atol must be positive, got {self.atol}: entries at zero have no other scale.")
+        require(self.atol > 0, f"atol must be positive, got {self.atol}: it is the only scale for entries at zero.")
         require(0 < self.first_step <= 1, f"first_step must lie in (0, 1], got {self.first_step}.")
 
     def integrate(self, field: Field, h: Tensor) -> Flow:
+        """Integrate with adaptive steps; raises RuntimeError if `max_steps` are used up or the step becomes too short."""
         counted, tableau = _Counted(field), TABLEAUS[self.method]
         t, dt, taken = 0.0, self.first_step, 0
         slope = counted(t, h)
         for tried in range(1, self.max_steps + 1):
-            dt = 1 - t if 1 - t < dt + SHORTEST else dt  # no crumb is left for a last step
+            dt = 1 - t if 1 - t < dt + SHORTEST else dt  # no tiny last step is left
             point, slopes = _advance(tableau, counted, t, h, slope, dt)
             slopes.append(counted(t + dt, point))
             error = self._error(dt * weighted_sum(tableau.error, slopes), h, point)
@@ -118,21 +118,21 @@ class AdaptiveSteps(Integrator):
             if dt < SHORTEST:
                 break
         raise RuntimeError(
-            f"The equation was followed to t = {t:.4g} of 1 in {taken} steps, {tried - taken} more were rejected, and the "
-            f"next would have been {dt:.2g} long: it is stiff or its weights have grown too large. Lower the learning rate, "
+            f"Integration stopped at t = {t:.4g} of 1 after {taken} steps and {tried - taken} rejected ones; the next step "
+            f"would have length {dt:.2g}. The equation is stiff or the weights are too large. Lower the learning rate, "
             "decay the weights, or integrate with FixedSteps."
         )
 
     @torch.no_grad()
     def _error(self, error: Tensor, h: Tensor, point: Tensor) -> float:
-        """Of the worst sample, in units of what is allowed; infinite where it is not finite."""
+        """Return the error of the worst sample in units of the tolerance; infinite if it is not finite."""
         scale = self.atol + self.rtol * torch.maximum(h.abs(), point.abs())
         worst = float(rms_norm((error / scale).flatten(1)).max())  # the read-back
         return worst if math.isfinite(worst) else math.inf
 
 
 class ConvField(nn.Module):
-    """dh/dt = conv1x1 -> relu -> conv3x3 -> relu -> conv1x1, with the time as one more channel of every input."""
+    """dh/dt = conv1x1 -> relu -> conv3x3 -> relu -> conv1x1, with the time as an additional input channel of every layer."""
 
     def __init__(self, channels: int, filters: int) -> None:
         super().__init__()
@@ -148,11 +148,11 @@ class ConvField(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class NeuralODEConfig:
-    """What the image flows in.
+    """The state space of the flow.
 
     image    (channels, height, width)
-    filters  of the field
-    augment  channels of zeros added to the image, in which paths can pass each other; 0: the plain Neural ODE
+    filters  channels of the field
+    augment  channels of zeros added to the image, so that trajectories can cross; 0: the plain Neural ODE
     """
 
     image: tuple[int, int, int] = (1, 28, 28)
@@ -166,7 +166,7 @@ class NeuralODEConfig:
 
     @property
     def channels(self) -> int:
-        """Of the state."""
+        """Channels of the state."""
         return self.image[0] + self.augment
 
 
@@ -178,9 +178,9 @@ TEN_STEPS = FixedSteps()
 
 
 class NeuralODE(nn.Module):
-    """Classifier: the image, with channels of zeros, flows from t = 0 to 1; a linear layer reads where it came to.
+    """A classifier: the image, with channels of zeros, is integrated from t = 0 to 1; a linear layer reads the result.
 
-    MNIST 85,316 parameters plain and 85,462 augmented; CIFAR-10 171,352 (125 filters: 173,611) and 172,452.
+    MNIST: 85,316 parameters plain and 85,462 augmented; CIFAR-10: 171,352 (125 filters: 173,611) and 172,452.
     """
 
     def __init__(self, config: NeuralODEConfig = NODE_MNIST, *, integrator: Integrator = TEN_STEPS) -> None:
@@ -194,7 +194,7 @@ class NeuralODE(nn.Module):
         return self.head(self.flow(images).h.flatten(1))
 
     def flow(self, images: Tensor) -> Flow:
-        """The state at t = 1, with the number of evaluations it took."""
+        """Return the state at t = 1 and the number of evaluations."""
         if tuple(images.shape[1:]) != self.config.image:
             raise ValueError(
                 f"This model takes images of shape (batch, {', '.join(map(str, self.config.image))}), got "
@@ -216,9 +216,9 @@ class _Counted:
 
 
 def _advance(tableau: Tableau, field: Field, t: float, h: Tensor, slope: Tensor, dt: float) -> tuple[Tensor, list[Tensor]]:
-    """The point one step ahead, and the slopes of all stages but the last, which is the slope at that point.
+    """Return the point one step ahead, and the slopes of all stages but the last, which is the slope at that point.
 
-    The tables are for equations without time; a stage's time is that of dt/dt = 1, the sum of its row.
+    The tableaus are for autonomous equations; the time of a stage is the sum of its row, as for dt/dt = 1.
     """
     slopes = [slope]
     for row in tableau.rows[:-1]:
@@ -227,7 +227,7 @@ def _advance(tableau: Tableau, field: Field, t: float, h: Tensor, slope: Tensor,
 
 
 def _change(error: float, order: int) -> float:
-    """The next step over this one."""
+    """Return the ratio of the next step length to this one."""
     if error == 0:
         return GROW
     return min(max(SAFETY * error ** (-1 / order), SHRINK), GROW)

@@ -1,4 +1,4 @@
-"""RevNet: residual blocks that can be undone, so that backward needs no activation (Gomez, Ren, Urtasun and Grosse 2017)."""
+"""RevNet: invertible residual blocks whose backward needs no stored activations (Gomez, Ren, Urtasun and Grosse 2017)."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import Function
 
-from equilibria.solvers.base import require
+from equilibria._core.checks import require
 
 
 class ReversibleStack(nn.Module):
-    """y1 = x1 + F(x2), y2 = x2 + G(y1), block after block, on the two halves of dimension 1.
+    """y1 = x1 + F(x2), y2 = x2 + G(y1) per block, on the two halves of dimension 1.
 
-    Backward undoes the blocks, x2 = y2 - G(y1) and x1 = y1 - F(x2), and keeps the last state alone: the memory does not grow
-    with the blocks, and every block is run twice. F and G must be deterministic, and keep no statistics of the batch: they
-    are run again in backward. First-order gradients.
+    Backward inverts the blocks, x2 = y2 - G(y1) and x1 = y1 - F(x2), and stores only the last state: memory does not grow
+    with the number of blocks, and every block runs twice. F and G must be deterministic and must not track batch statistics,
+    since they run again in backward. Only first-order gradients are supported.
 
     blocks  pairs (F, G) of modules, each from one half of the state to the other
     """
 
     def __init__(self, blocks: Sequence[tuple[nn.Module, nn.Module]]) -> None:
         super().__init__()
-        require(len(blocks) > 0, "A reversible stack has at least one block, got none.")
+        require(len(blocks) > 0, "ReversibleStack needs at least one block, got none.")
         self.blocks = nn.ModuleList(nn.ModuleList(pair) for pair in blocks)
 
     def forward(self, x: Tensor) -> Tensor:
-        require(x.shape[1] % 2 == 0, f"Dimension 1 is cut in halves, got {x.shape[1]} entries.")
+        require(x.shape[1] % 2 == 0, f"Dimension 1 must be even, since it is split in halves; got {x.shape[1]} entries.")
         left, right = x.chunk(2, dim=1)
         halves: tuple[Tensor, Tensor] = _Undone.apply(self, left, right, *self.parameters())  # type: ignore[no-untyped-call]
         return torch.cat(halves, dim=1)
@@ -39,7 +39,7 @@ class ReversibleStack(nn.Module):
             yield block[0], block[1]
 
     def inverse(self, y: Tensor) -> Tensor:
-        """The input whose output is y."""
+        """Return the input whose output is y."""
         left, right = y.chunk(2, dim=1)
         for f, g in reversed(list(self.pairs())):
             right = right - g(left)
@@ -48,7 +48,7 @@ class ReversibleStack(nn.Module):
 
 
 class _Undone(Function):
-    """The blocks as one function of the halves and the weights, which keeps its output."""
+    """The blocks as one function of both halves and the weights; only its output is saved."""
 
     @staticmethod
     def forward(ctx: Any, stack: ReversibleStack, left: Tensor, right: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,6 +61,7 @@ class _Undone(Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
+        """Invert the blocks one by one and accumulate the gradients of their weights."""
         (left, right), (to_left, to_right) = ctx.saved_tensors, cotangents
         sums: list[Tensor | None] = [None] * len(ctx.names)
 
@@ -86,17 +87,18 @@ class _Undone(Function):
 
 
 class RevNet(nn.Module):
-    """A classifier of images: a convolution, `depth` reversible blocks of two convolutions each, means over pixels, a layer.
+    """An image classifier: a convolution, `depth` reversible blocks of two convolutions each, a mean over pixels, a linear
+    layer.
 
     width  channels of the state, an even number
-    tied   all blocks share their weights, as the steps of an equilibrium's solver do
+    tied   all blocks share their weights, like the steps of an equilibrium's solver
     """
 
     def __init__(
         self, channels: int = 3, classes: int = 10, *, width: int = 24, depth: int = 20, tied: bool = False
     ) -> None:
         super().__init__()
-        require(width % 2 == 0 and width > 0, f"width must be even, as the state is cut in halves, got {width}.")
+        require(width % 2 == 0 and width > 0, f"width must be even, since the state is split in halves, got {width}.")
         require(depth >= 1, f"depth must be at least 1, got {depth}.")
         first = (_half(width // 2), _half(width // 2))
         pairs = [first if tied or i == 0 else (_half(width // 2), _half(width // 2)) for i in range(depth)]
@@ -110,5 +112,5 @@ class RevNet(nn.Module):
 
 
 def _half(width: int) -> nn.Module:
-    # group norm: batch norm would count the batch twice, as the blocks are run again in backward
+    # group norm: batch norm would count a batch twice, since the blocks run again in backward
     return nn.Sequential(nn.GroupNorm(min(4, width), width), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1, bias=False))

@@ -9,11 +9,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from equilibria._core.checks import require
 from equilibria.deq import DEQ
 from equilibria.explicit import WeightTied
 from equilibria.models.solve_options import SolveOptions, relative_stop
 from equilibria.solution import Stats
-from equilibria.solvers.base import Solver, require
+from equilibria.solvers.base import Solver
 from equilibria.starts import FirstStep
 
 Variant = Literal["vanilla", "skip", "v2"]
@@ -22,13 +23,13 @@ Method = Literal["broyden", "tsit5", "bs3"]
 
 @dataclass(frozen=True, kw_only=True)
 class SkipSolver:
-    """How the equilibria and their gradients are found.
+    """How the equilibria and their gradients are computed.
 
     method              "broyden" (discrete), "tsit5" or "bs3" (continuous)
-    tolerance           relative, of the equilibrium
+    tolerance           relative tolerance of the equilibrium
     history             pairs that Broyden keeps
     first_step          of the continuous methods; None: by Hairer's rule, as in the paper's code
-    together            the batch is one system with one norm, as in the paper's code; False: every sample to its tolerance
+    together            the batch is one system with one norm, as in the paper's code; False: per sample
     adjoint_tolerance   of GMRES, relative to the incoming gradient
     """
 
@@ -47,13 +48,14 @@ class SkipSolver:
         require(self.tolerance > 0, f"tolerance must be positive, got {self.tolerance}.")
 
     def layer(self, cell: nn.Module, init: Any) -> DEQ:
-        """A DEQ of `cell` that starts at `init`."""
+        """Return a DEQ of `cell` that starts at `init`."""
         return DEQ(cell, init, **self._options().parts(), batched=not self.together)
 
     def solver(self) -> Solver[Any]:
         return self._options().make_solver()
 
     def _options(self) -> SolveOptions:
+        """Return the settings as SolveOptions."""
         return SolveOptions(
             stop=relative_stop(self.tolerance, self.max_steps),
             adjoint_stop=relative_stop(self.adjoint_tolerance, self.adjoint_steps),
@@ -64,7 +66,8 @@ class SkipSolver:
         )
 
     def published_count(self, stats: Stats, variant: Variant) -> int:
-        """Evaluations of one solve as the paper counts them: the solver's own, a residual after it, and f of its answer.
+        """Return the evaluations of one solve as the paper counts them: the solver's own, a residual after it, and f of its
+        answer.
 
         The continuous methods there evaluate the start once more, and once for the first step. The step from zero to the
         start of V2 is not counted.
@@ -111,10 +114,10 @@ class HiddenCell(nn.Module):
 class SkipNet(nn.Module):
     """encoder -> equilibrium of `cell` -> head; the output of the layer is f of the solver's answer.
 
-    variant    where the solver starts: "vanilla" at zero, "skip" at predictor(x), "v2" at f(0, x)
-    predictor  of "skip", a module; the other variants have none
+    variant    start of the solver: "vanilla" at zero, "skip" at predictor(x), "v2" at f(0, x)
+    predictor  builds the predictor of "skip"; the other variants have none
     solver     settings of the solve
-    depth      an explicit twin instead: the cell applied so many times, with the same weights under the same names
+    depth      build the explicit twin instead: the cell applied that many times, with the same names in the state dict
     """
 
     def __init__(
@@ -137,7 +140,7 @@ class SkipNet(nn.Module):
         self.head = head
 
     def forward(self, x: Tensor, *, with_state: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """The prediction; `with_state` gives (prediction, state), the state being f of the solver's answer."""
+        """Return the prediction; `with_state` returns (prediction, state), where the state is f of the solver's answer."""
         features = self.encoder(x)
         if isinstance(self.layer, WeightTied):
             z = self.layer(features)
@@ -149,7 +152,7 @@ class SkipNet(nn.Module):
 
 
 class SkipMLP(SkipNet):
-    """The MNIST classifier: 134,538 parameters, 151,050 of the variant "skip"; Glorot's uniform weights, zero biases."""
+    """The MNIST classifier: 134,538 parameters, 151,050 for "skip"; Glorot-uniform weights, zero biases."""
 
     def __init__(
         self,
@@ -176,10 +179,10 @@ class SkipMLP(SkipNet):
 
 
 class SkipPolynomial(SkipNet):
-    """The regressor of one number: 60,801 parameters, 101,101 of the variant "skip"; zero biases.
+    """The regressor of one number: 60,801 parameters, 101,101 for "skip"; zero biases.
 
-    The weights begin as N(0, 0.01), those of the head by Glorot's rule: the default of the released script, and with 0.01
-    there too, the spectral radius passes 1 within twenty steps of Adam and training diverges.
+    The weights start as N(0, 0.01), those of the head by Glorot's rule, as in the released script. With 0.01 in the head
+    too, the spectral radius exceeds 1 within twenty steps of Adam, and training diverges.
     """
 
     def __init__(
@@ -204,6 +207,7 @@ class SkipPolynomial(SkipNet):
 
 
 def _initialize(model: nn.Module, weight: Callable[[Tensor], Any]) -> None:
+    """Apply `weight` to the weights of all linear layers, and set their biases to zero."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             weight(module.weight)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from equilibria._core.checks import require
 from equilibria.models.language.sequence_layers import SPREAD
-from equilibria.solvers.base import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class AdaptiveVocabulary(nn.Module):
         self.cluster_bias = nn.Parameter(torch.zeros(len(widths) - 1)) if config.cutoffs else None
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """(batch, time) -> (batch, time, width)."""
+        """Return the vectors of tokens, (batch, time) -> (batch, time, width)."""
         self._check(tokens)
         if len(self.tables) == 1:
             return self.scale * self._lifted(F.embedding(tokens, self.tables[0]), 0)
@@ -117,7 +117,7 @@ class AdaptiveVocabulary(nn.Module):
         return self.scores(h) if targets is None else self.losses(h, targets).mean()
 
     def scores(self, h: Tensor) -> Tensor:
-        """(..., width) -> (..., tokens)."""
+        """Return the scores of all tokens, (..., width) -> (..., tokens)."""
         head = self._logits(h, 0)
         if self.cluster_weight is None:
             return head
@@ -126,7 +126,7 @@ class AdaptiveVocabulary(nn.Module):
         return torch.cat([head[..., : self.config.cutoffs[0]], *tails], dim=-1)
 
     def losses(self, h: Tensor, targets: Tensor) -> Tensor:
-        """-log p(target), in the shape of the targets; only the clusters that occur among them are computed."""
+        """Return -log p(target) in the shape of the targets; only the clusters among them are computed."""
         require(
             h.shape[:-1] == targets.shape,
             f"Every place has one target: got targets of shape {tuple(targets.shape)} for states of {tuple(h.shape)}.",
@@ -148,7 +148,7 @@ class AdaptiveVocabulary(nn.Module):
         return -found.view_as(targets)
 
     def _logits(self, h: Tensor, cluster: int) -> Tensor:
-        """Logits of the tokens of a cluster; those of the first cluster are followed by one per other cluster."""
+        """Return the logits of a cluster's tokens; the first cluster is followed by one logit per other cluster."""
         table, bias = (self.tables if self.config.tied else self.out_tables)[cluster], self.biases[cluster]
         if cluster == 0 and self.cluster_weight is not None and self.cluster_bias is not None:
             table, bias = torch.cat([table, self.cluster_weight]), torch.cat([bias, self.cluster_bias])
@@ -162,6 +162,7 @@ class AdaptiveVocabulary(nn.Module):
         return lifted.to(rows.dtype)  # states and residuals that follow keep their precision under autocast
 
     def _lowered(self, h: Tensor, cluster: int) -> Tensor:
+        """Project states to the width of a cluster's vectors."""
         if not len(self.projections):
             return h
         own = cluster < len(self.out_projections)
@@ -169,6 +170,7 @@ class AdaptiveVocabulary(nn.Module):
         return F.linear(h, matrix.mT)
 
     def _check(self, tokens: Tensor) -> None:
+        """Raise for tokens that are not integers (TypeError) or out of range (ValueError, on the CPU only)."""
         if tokens.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"Tokens are numbers of type int64 or int32, got {tokens.dtype}. Convert them with .long().")
         # elsewhere to look at them would wait for the device, and in a trace they have no values

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equilibria._core.loop import Stop
 from equilibria.deq import DEQ
 from equilibria.gradients.base import Gradient
 from equilibria.gradients.implicit import Implicit
@@ -17,6 +16,7 @@ from equilibria.models.reasoning.blocks import Layer, RotaryAttention, initializ
 from equilibria.solution import Solution
 from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.fallback import AnySolver
+from equilibria.stop import Stop
 
 MULTIPLE = 16  # hidden widths are rounded up to it
 # The published limits: at most 8 steps, at least 4. Convergence is looked at every fourth step, and at the first.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from equilibria._core.checkpointing import Buffers, Checkpoint, Tensors, check_checkpoint, repeat
-from equilibria._core.loop import Stop
+from equilibria._core.checks import require
 from equilibria.deq import DEQ
 from equilibria.explicit import WeightTied
 from equilibria.gradients.base import Gradient
@@ -26,8 +26,8 @@ from equilibria.models.language.transformer_configs import TransformerConfig
 from equilibria.models.solve_options import relative_stop
 from equilibria.nn import VariationalDropout
 from equilibria.solvers.anderson import Anderson
-from equilibria.solvers.base import require
 from equilibria.solvers.fallback import AnySolver
+from equilibria.stop import Stop
 
 Start = Literal["zero", "embedding", "memory"]
 
@@ -101,7 +101,7 @@ class DEQTransformer(EquilibriumModel):
         return torch.zeros_like(x, requires_grad=False)
 
     def _states(self, u: Tensor, memory: Memory, z0: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The state, and that of every block inside the cell."""
+        """Return the state, and the states that every block inside the cell got."""
         cell = self.layer.cell
         if not isinstance(cell, TransformerCell) or len(cell.blocks) == 1:
             z = self.layer(u, memory, init=z0)
@@ -179,7 +179,7 @@ class _BlockStep:
 
 
 def vocabulary(config: TransformerConfig, tokens: int | None) -> AdaptiveVocabulary:
-    """The vocabulary of a configuration with another number of tokens; cutoffs beyond it are left out."""
+    """Return the vocabulary of a configuration for another number of tokens; cutoffs beyond it are left out."""
     chosen = config.vocabulary
     if tokens is not None:
         cutoffs = tuple(cutoff for cutoff in chosen.cutoffs if cutoff < tokens)
@@ -188,7 +188,7 @@ def vocabulary(config: TransformerConfig, tokens: int | None) -> AdaptiveVocabul
 
 
 def remembered(memory: Memory, now: Sequence[Tensor], length: int) -> Memory:
-    """The last positions of memory and segment, for each of the tensors; () where none are kept."""
+    """Return the last `length` positions of memory and segment for each tensor; () if none are kept."""
     if length == 0:
         return ()
     before = memory or [None] * len(now)

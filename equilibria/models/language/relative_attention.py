@@ -93,6 +93,7 @@ class RelativeAttention(nn.Module):
         return self.out(self.out_norm(mixed.transpose(1, 2).flatten(2)))
 
     def _mix(self, query: Tensor, keys: Tensor, values: Tensor, around: Around) -> Tensor:
+        """Return the attention output, (batch, heads, q, e), by the fused kernel where that is faster."""
         scaled = (query + self.distance_bias.unsqueeze(1)) * self.head_width**-0.5
         bias = relative_shift(scaled @ around.distances.mT).masked_fill(around.hidden, -math.inf)
         query = query + self.content_bias.unsqueeze(1)
@@ -129,7 +130,7 @@ def relative_shift(x: Tensor) -> Tensor:
 
 
 def out_of_sight(queries: int, memory: int, reach: int | None, device: torch.device) -> Tensor:
-    """(1, 1, q, m + q) bool: the future, and what lies `reach` positions back or more."""
+    """Return a mask (1, 1, q, m + q), True for future positions and those `reach` or more back."""
     now = torch.arange(memory, memory + queries, device=device).unsqueeze(1)
     back = now - torch.arange(memory + queries, device=device)
     hidden = back < 0 if reach is None else (back < 0) | (back >= reach)

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equilibria._core.checks import require
 from equilibria.deq import DEQ
 from equilibria.gradients.base import Gradient
 from equilibria.gradients.unrolled import Unrolled
 from equilibria.models.language.adaptive_vocabulary import AdaptiveVocabulary, VocabularyConfig
-from equilibria.solvers.base import require
 
 Memory = tuple[Tensor, ...]  # each with the batch first; (): none
 
@@ -92,7 +92,7 @@ class GRUModel(SequenceModel):
 
 
 def checked(tokens: Tensor, memory: Memory | None, parts: int) -> Memory:
-    """The memory, () for None; raises unless it has `parts` tensors that fit the tokens."""
+    """Return the memory, () for None; raises ValueError unless it has `parts` tensors that fit the tokens."""
     require(
         tokens.dim() == 2 and tokens.numel() > 0,
         f"Tokens come as (batch, time), at least one of each, got shape {tuple(tokens.shape)}.",
@@ -112,7 +112,7 @@ def checked(tokens: Tensor, memory: Memory | None, parts: int) -> Memory:
 
 
 def last_columns(before: Tensor | None, now: Tensor, count: int) -> Tensor:
-    """The last `count` positions of both, (batch, time, ...), cut from the graph and from the storage of the others."""
+    """Return the last `count` positions of both, (batch, time, ...), detached and copied."""
     now = now.detach()
     whole = now if before is None else torch.cat([before.detach(), now], dim=1)
     return whole[:, max(whole.shape[1] - count, 0) :].clone()
@@ -151,7 +151,7 @@ def generate(
 
 
 def _draw(scores: Tensor, temperature: float, top_k: int | None, generator: torch.Generator | None) -> Tensor:
-    """(batch, tokens) -> (batch, 1)."""
+    """Draw one token per row, (batch, tokens) -> (batch, 1)."""
     if temperature == 0:
         return scores.argmax(dim=-1, keepdim=True)
     top, index = scores.topk(min(top_k or scores.shape[-1], scores.shape[-1]), dim=-1)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from equilibria.solvers.base import require
+from equilibria._core.checks import require
 
 SPREAD = 0.01  # standard deviation of all weights at the start
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from equilibria._core.checks import require
 from equilibria.models.language.adaptive_vocabulary import VocabularyConfig
-from equilibria.solvers.base import require
 
 NormPlace = Literal["post", "pre"]
 

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from equilibria._core.checkpointing import Buffers, Checkpoint, Tensors, check_checkpoint, repeat
+from equilibria._core.checks import require
 from equilibria._core.frozen_cell import FrozenCell
 from equilibria.models.language.sequence_layers import WeightDrop, linear
 from equilibria.nn import VariationalDropout
-from equilibria.solvers.base import require
 
 States = tuple[Tensor, Tensor]  # h and c, (batch, time, size) each
 Carry = Literal["state", "tokens"]
@@ -155,7 +155,7 @@ class TrellisStack(nn.Module):
         return self.tapped(x, history, init=init, every=None)[-1]
 
     def tapped(self, x: Tensor, history: tuple[Tensor, ...], *, init: States, every: int | None) -> list[States]:
-        """The states after every so many layers, and after the last."""
+        """Return the states after every `every` layers, and after the last."""
         fixed = FrozenCell(self.cell)
         dilations = self.cell.config.dilations
         with fixed.in_place():
@@ -192,7 +192,7 @@ class _LayerStep:
 
 
 def _delayed(x: Tensor, before: Tensor) -> Tensor:
-    """x_{t-s} for all t, the s positions of `before` coming first."""
+    """Return x_{t-s} for all t; the s positions of `before` come first."""
     return torch.cat([before, x], dim=1)[:, : x.shape[1]]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from equilibria._core.checkpointing import Checkpoint
-from equilibria._core.loop import Stop
+from equilibria._core.checks import require
 from equilibria.deq import DEQ
 from equilibria.gradients.base import Gradient
 from equilibria.gradients.implicit import Implicit
@@ -19,9 +19,9 @@ from equilibria.models.language.sequence_layers import linear
 from equilibria.models.language.trellis_cell import States, TrellisCell, TrellisConfig, TrellisStack
 from equilibria.models.solve_options import relative_stop
 from equilibria.nn import VariationalDropout
-from equilibria.solvers.base import require
 from equilibria.solvers.broyden import Broyden
 from equilibria.solvers.fallback import AnySolver
+from equilibria.stop import Stop
 
 
 @dataclass(frozen=True)
@@ -150,6 +150,7 @@ class TrellisNet(EquilibriumModel):
         return self._outcome(outputs, targets, with_parts), kept
 
     def _embedded(self, tokens: Tensor) -> Tensor:
+        """Return the embedded tokens after word dropout and input dropout, (batch, time, embedding)."""
         x: Tensor = self.vocabulary.embed(tokens)
         share = self.config.word_dropout
         if self.training and share:
@@ -171,6 +172,7 @@ class TrellisNet(EquilibriumModel):
         return last_columns(None, h, 1), last_columns(None, c, 1), vectors
 
     def _outcome(self, outputs: list[Tensor], targets: Tensor | None, with_parts: bool) -> Tensor | TrellisParts:
+        """Return scores or the mean loss; with `with_parts`, the TrellisParts."""
         dropped = self.output_dropout(outputs[-1])
         result: Tensor = self.vocabulary(dropped, targets)
         if not with_parts:

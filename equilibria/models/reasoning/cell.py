@@ -47,6 +47,7 @@ class ReasonerCell(nn.Module):
         return self._relaxed(answer, scratch, noise, self.config.l_cycles), scratch
 
     def _relaxed(self, h: Tensor, inject: Tensor, noise: Tensor | None, place: int) -> Tensor:
+        """Apply the layers to h + inject, relax towards h and add the noise of this place."""
         c = self.config
         out = self.layers(h + inject)
         out = out if c.relaxation == 1 else torch.lerp(h, out, c.relaxation)

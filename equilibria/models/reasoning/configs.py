@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from equilibria._core.checks import require
 from equilibria.models.reasoning.blocks import Mixer
-from equilibria.solvers.base import require
 
 Start = Literal["fixed", "learned", "random"]
 NoisePer = Literal["solve", "call"]

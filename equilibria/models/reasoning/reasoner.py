@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from equilibria._core.loop import Stop
 from equilibria.deq import DEQ
 from equilibria.explicit import WeightTied
 from equilibria.gradients.base import Gradient
@@ -20,6 +19,7 @@ from equilibria.models.reasoning.cell import Pair, PairStart, ReasonerCell
 from equilibria.models.reasoning.configs import ReasonerConfig
 from equilibria.solvers.fallback import AnySolver
 from equilibria.solvers.picard import Picard
+from equilibria.stop import Stop
 
 HALT_BIAS = -5.0  # of the halting head at the beginning: nothing halts before it has learned to
 
@@ -92,13 +92,13 @@ class Reasoner(nn.Module):
         return Thought(logits, halt, (answer.detach(), scratch.detach()), s.stats.residual)
 
     def think(self, tokens: Tensor, state: Pair | None = None) -> Thought:
-        """One supervised step."""
+        """Run one supervised step."""
         thought = self(tokens, state, with_thought=True)
         assert isinstance(thought, Thought)
         return thought
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """The input of the cell, (batch, positions, width), entries of size 1."""
+        """Return the input of the cell, (batch, positions, width), with entries of size 1."""
         c = self.config
         if tokens.dim() != 2 or (c.mixer == "mlp" and tokens.shape[1] != c.positions):
             raise ValueError(
@@ -111,18 +111,18 @@ class Reasoner(nn.Module):
         return math.sqrt(c.width) * x
 
     def read(self, z: Pair) -> tuple[Tensor, Tensor]:
-        """Logits and the halting head's value of a state."""
+        """Return the logits and the value of the halting head for a state."""
         answer = z[0]
         return self.head(answer[:, self.config.registers :]), self.halt(answer[:, 0]).squeeze(-1)
 
     def start(self, tokens: Tensor) -> Pair:
-        """A new start for these samples."""
+        """Return a new start for these samples."""
         answer, scratch = self.layer.init(self.embed(tokens))  # type: ignore[operator, misc]
         return answer, scratch
 
 
 def recursions(steps: int) -> Stop:
-    """A fixed number of steps, whatever the residual."""
+    """Return a Stop that takes a fixed number of steps and ignores the residual."""
     return Stop(rtol=0.0, atol=0.0, max_steps=steps, on_failure="ignore", compact=False)
 
 

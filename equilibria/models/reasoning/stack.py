@@ -7,10 +7,10 @@ import math
 
 from torch import Tensor, nn
 
+from equilibria._core.checks import require
 from equilibria.models.reasoning.blocks import initialize
 from equilibria.models.reasoning.cell import ReasonerCell
 from equilibria.models.reasoning.configs import ReasonerConfig
-from equilibria.solvers.base import require
 
 
 class ReasonerStack(nn.Module):

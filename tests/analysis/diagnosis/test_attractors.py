@@ -1,4 +1,4 @@
-"""Attractors: each property planted in a small layer and found."""
+"""Attractors: each property is built into a small layer and detected."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_contraction_has_one_equilibrium() -> None:
 
 
 def test_several_equilibria_are_counted() -> None:
-    """Every entry goes to 1 or -1 by the sign of its start, the first one alone: two equilibria."""
+    """The first entry goes to 1 or -1 by the sign of its start: two equilibria."""
 
     def cell(z: Tensor, x: Tensor) -> Tensor:
         first = torch.tanh(3 * z[:, :1])
@@ -65,7 +65,7 @@ def test_path_dependence_is_found_by_swapped_inputs() -> None:
 
 
 def test_drift_is_found_where_plain_steps_lead_away() -> None:
-    """Newton's method finds the equilibrium of a cell that plain iteration swings around ever farther."""
+    """Newton's method finds the equilibrium of a cell on which plain iteration diverges."""
     model = layer(lambda z, x: 2.5 * torch.cos(z) + 0.1 * x, solver=eq.Newton(), init=lambda x: 1.15 + 0.0 * x)
     assert "drift with depth" in found(model, batch(3, 2))
 
@@ -94,21 +94,21 @@ class Answering(nn.Module):
         return torch.stack([torch.where(wrong, 1.0, 0.0), torch.where(wrong, 0.0, 1.0)], dim=1) + 0.0 * z[:, :1]
 
 
-def test_residual_and_correctness() -> None:
+def test_the_residual_is_compared_with_correctness() -> None:
     x, labels = batch(20), torch.ones(20, dtype=torch.int64)
     assert "residual tells wrong answers" in found(Answering(True), x, labels=labels)
     assert "residual blind to wrong answers" in found(Answering(False), x, labels=labels)
 
 
-def test_what_is_refused() -> None:
+def test_invalid_arguments_raise() -> None:
     model = layer(lambda z, x: 0.5 * z + x)
-    with pytest.raises(ValueError, match="labels are used with restarts"):
+    with pytest.raises(ValueError, match="labels need restarts"):
         eq.diagnose(model, batch(), labels=torch.zeros(8, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"need a model that returns logits of shape \(3, 'classes'\)"):
         eq.diagnose(model, batch(), restarts=2, labels=torch.zeros(3, dtype=torch.int64))
 
 
-def test_nested_states_and_whole_problems() -> None:
+def test_nested_states_and_unbatched_problems() -> None:
     def pair(z: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
         return 0.4 * z[1] + x, 0.4 * torch.tanh(z[0])
 

@@ -13,7 +13,7 @@ import equilibria as eq
 from equilibria.analysis.diagnosis import illnesses
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chrome")
-# for a machine without a screen, and with no words to anybody outside
+# headless, without any network access
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
     "--disable-component-update --disable-sync"

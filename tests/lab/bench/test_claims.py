@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,15 +54,16 @@ def test_the_default_keeps_up_with_broyden_on_the_hard_case() -> None:
     assert solved("mlp-hard").evaluations <= 1.2 * solved("mlp-hard", eq.Broyden()).evaluations
 
 
-CHECKS = 516  # rows of the runs that show whether rows depend on each other, in every count
-
-
 @pytest.mark.recorded  # the cases of the benchmark are given
 def test_going_on_without_what_is_done_saves_two_thirds_of_the_work() -> None:
-    # nine tenths take 5 of 16 evaluations, so that 2.6 is the most there could be
-    assert 2.6 * (solved("mixed").rows - CHECKS) <= solved("mixed", compact=False).rows - CHECKS
+    batch = len(case_of("mixed").inputs[0])
+    alone = 2  # rows evaluated without the others, which shows that rows do not depend on each other
+    # Rows of one answer that come from different evaluations are evaluated once more together; without compaction all come
+    # from one. Nine tenths stop after 5 of 17 evaluations, the others one by one: 2.8 is the most there could be.
+    assert 2.8 * (solved("mixed").rows - batch - alone) <= solved("mixed", compact=False).rows - alone
+    assert 2.4 * solved("mixed").rows <= solved("mixed", compact=False).rows  # with that evaluation, one of seven
     picard = eq.Picard()
-    assert 7 * (solved("mixed", picard).rows - CHECKS) <= solved("mixed", picard, compact=False).rows - CHECKS
+    assert 7 * (solved("mixed", picard).rows - batch - alone) <= solved("mixed", picard, compact=False).rows - alone
 
 
 def moved(case: Case, by: float) -> Case:
@@ -74,11 +76,12 @@ def moved(case: Case, by: float) -> Case:
     return double
 
 
-# A change of 1 % leaves a residual of about 1 %: from there to 1e-5 are three fifths of the way from 1, in whole steps,
-# since the first evaluation and the runs that show whether rows depend on each other are the same for both.
+# A change of 1 % leaves a residual of about 1 %: from there to 1e-5 are three fifths of the way from 1. Steps are compared
+# and not evaluations, because the first evaluation and the check whether rows depend on each other are the same for both;
+# they are whole numbers, hence `ceil`.
 @pytest.mark.parametrize(("by", "share"), [(0.001, 0.5), (0.01, 0.6)])
 @pytest.mark.parametrize("name", CASES)
-def test_a_warm_start_halves_the_evaluations(name: str, by: float, share: float) -> None:
+def test_a_warm_start_halves_the_steps(name: str, by: float, share: float) -> None:
     case = case_of(name)
     other = moved(case, by).cell
     assert isinstance(other, nn.Module)
@@ -88,7 +91,7 @@ def test_a_warm_start_halves_the_evaluations(name: str, by: float, share: float)
         cold = deq.solve(*case.inputs)
         warm = deq.solve(*case.inputs, init=before)
     assert bool(warm.stats.converged.all())
-    assert int(warm.stats.steps.max()) <= share * int(cold.stats.steps.max()) + 1
+    assert int(warm.stats.steps.max()) <= math.ceil(share * int(cold.stats.steps.max()))
     a, b = (torch.cat([part.flatten(1) for part in pytree.tree_leaves(s.z)], dim=1) for s in (warm, cold))
     assert _distance(a, b) < 200 * case.rtol
 

@@ -81,6 +81,7 @@ def test_diagnose_a_model_of_ones_own(script: Path, tmp_path: Path) -> None:
 def test_wrong_targets_are_explained(
     arguments: list[str], complaint: str, script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(script.parent)  # the repository may have a folder named build
     monkeypatch.syspath_prepend(str(script.parent))
     monkeypatch.setenv("COLUMNS", "400")  # the message in one line
     code, text = run("diagnose", *[argument.format(script=script) for argument in arguments])

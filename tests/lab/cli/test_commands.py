@@ -23,6 +23,8 @@ from equilibria._core.plain import to_plain
 from equilibria.lab.cli.main import app
 from equilibria.lab.data.catalogue import info
 from equilibria.lab.experiments.catalogue import experiments, tables
+from equilibria.lab.experiments.digits.argument import Trained
+from equilibria.lab.experiments.digits.memory_row import peak_bytes
 from equilibria.lab.experiments.digits.table import digits
 from equilibria.lab.experiments.evaluation import experiment_of
 from equilibria.lab.training.folder import Run
@@ -109,8 +111,22 @@ def test_every_experiment_s_debug_flavour_takes_less_than_a_minute(name: str) ->
 
 def test_demo(tmp_path: Path) -> None:
     text = run("demo", "--scale", "debug")
-    assert "explicit, 20 layers" in text and "report: " in text
-    assert (tmp_path / "runs" / "digits" / "debug" / "report.html").is_file()
+    assert "explicit, 20 layers" in text and "Of the test digits: " in text and "slowest quarter" in text
+    assert all(len(line) <= 80 for line in text.splitlines()), max(text.splitlines(), key=len)
+    folder = Path("runs") / "digits" / "debug"
+    assert f"report: {folder / 'demo.html'}" in text and text.split("Next:")[1].count("  equilibria ") == 3
+    trained = Trained(folder / "deq" / "seed-0", digits("deq", "debug").task())
+    reported = Run.open(folder / "deq" / "seed-0").metrics[-1]["split"]["test"]["accuracy"]
+    assert float(trained.solved()[0].float().mean()) == pytest.approx(reported, abs=0.01)  # the same digits, the same model
+    page = (tmp_path / folder / "demo.html").read_text()
+    assert "report.html" in page and (tmp_path / folder / "report.html").is_file()
+
+
+def test_the_memory_of_an_equilibrium_does_not_grow_with_its_steps() -> None:
+    """Allocated bytes are counted, not times: the explicit network stores every layer, the equilibrium none."""
+    peaks = {(kind, depth): peak_bytes(kind, depth) for kind in ("explicit", "equilibrium") for depth in (10, 40)}
+    assert peaks["explicit", 40] > 2 * peaks["explicit", 10]
+    assert peaks["equilibrium", 40] < 1.1 * peaks["equilibrium", 10]
 
 
 def test_train_evaluate_and_diagnose_a_run(tmp_path: Path) -> None:

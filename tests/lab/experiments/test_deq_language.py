@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("lightning_fabric")
-from equilibria._core.recording import record
 from equilibria.deq import DEQ
 from equilibria.lab.experiments.assignments import SettingError
 from equilibria.lab.experiments.deq_language.data import TOY_WORDS, Segments, TextData, TextSegment, toy_text
@@ -25,6 +24,7 @@ from equilibria.lab.training.statistics import Meter, observe
 from equilibria.lab.training.trainer import Trainer
 from equilibria.models.language.deq_transformer import DEQTransformer
 from equilibria.models.language.sequence import Memory
+from equilibria.solution import record
 
 SMALL = LanguageModel(width=8, heads=2, inner=8, memory=8, forward_steps=10, backward_steps=10)
 TRELLIS = LanguageModel(kind="trellis", embedding=4, hidden=4, forward_steps=10, backward_steps=10, solver="anderson")

@@ -249,7 +249,7 @@ def test_pooling_and_row_sums() -> None:
     assert sum_pool(x, None).tolist() == [[6.0, 9.0]]
     assert sum_pool(x, torch.tensor([1, 0, 1])).tolist() == [[2.0, 3.0], [4.0, 6.0]]
     assert row_normalized(torch.tensor([[1.0, 3.0], [0.0, 0.0], [1.0, -1.0]])).tolist() == [[0.25, 0.75], [0, 0], [1, -1]]
-    with pytest.raises(ValueError, match="a graph for each of 3 nodes"):
+    with pytest.raises(ValueError, match="one graph index for each of 3 nodes"):
         sum_pool(x, torch.tensor([0, 1]))
 
 
@@ -262,5 +262,5 @@ def test_wrong_choices_are_named() -> None:
         NodeGCNConfig(layers=0)
     with pytest.raises(ValueError, match="widths must be at least 1"):
         PPINetConfig(widths=(8, 0))
-    with pytest.raises(TypeError, match="take their degrees"):
+    with pytest.raises(TypeError, match="use their degrees"):
         made(GRAPH_MODELS["gcn"])(SimpleNamespace(x=None, edge_index=None))

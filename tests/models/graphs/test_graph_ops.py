@@ -286,25 +286,25 @@ def test_features_of_inference_mode_are_taken() -> None:
 
 def test_wrong_input_is_named() -> None:
     e, x = edges(4, 6), features(4, 2)
-    with pytest.raises(ValueError, match=r"integers \(2, edges\): got torch.int64 of \(6, 2\)"):
+    with pytest.raises(ValueError, match=r"integers of shape \(2, edges\): got torch.int64 of shape \(6, 2\)"):
         Adjacency(e.t())
-    with pytest.raises(ValueError, match="names nodes from 0 to 9, and there are 4"):
+    with pytest.raises(ValueError, match="has nodes from 0 to 9, but the 4 nodes"):
         Adjacency(torch.tensor([[0], [9]]), num_nodes=4)
     with pytest.raises(ValueError, match="one number for each of 6 edges"):
         Adjacency(e, weights(5))
-    with pytest.raises(ValueError, match=r"give edge_weight\.detach"):
+    with pytest.raises(ValueError, match=r"pass edge_weight\.detach"):
         Adjacency(e, weights(6).requires_grad_())
-    with pytest.raises(ValueError, match=r"Features of 4 nodes were expected"):
+    with pytest.raises(ValueError, match=r"Expected features of shape \(4, channels\)"):
         Adjacency(e, num_nodes=4).propagate(features(5, 2))
     with pytest.raises(ValueError, match="not all finite"):
         perron_value(torch.tensor([0, 1]), torch.tensor([0]), torch.tensor([float("nan")]))
-    with pytest.raises(TypeError, match="features but no edges"):
+    with pytest.raises(TypeError, match="Features were given without edges"):
         read_graph(x, normalize=False)
     with pytest.raises(TypeError, match="got SimpleNamespace"):
         read_graph(SimpleNamespace(x=None, edge_index=e), normalize=False)
     with pytest.raises(TypeError, match="given twice"):
         read_graph(SimpleNamespace(x=x, edge_index=e), e, normalize=False)
-    with pytest.raises(TypeError, match="has its weights in it"):
+    with pytest.raises(TypeError, match="contains its weights"):
         read_graph(x, torch.eye(4).to_sparse(), weights(4), normalize=False)
     with pytest.raises(ValueError, match="real numbers"):
         read_graph(e, e, normalize=False)

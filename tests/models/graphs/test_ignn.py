@@ -375,6 +375,6 @@ def test_wrong_choices_are_named() -> None:
         IGNNLayer(3, 4, start="ones")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="features and width must be at least 1"):
         IGNNLayer(0, 4)
-    with pytest.raises(ValueError, match=r"Features of shape \(9, 4\) were expected"):
+    with pytest.raises(ValueError, match=r"Expected features of shape \(9, 4\)"):
         layer()(features(channels=3), edges())
     assert "kappa=0.9" in repr(layer()) and "normalize=False" in repr(layer())

@@ -157,18 +157,18 @@ def test_pruning_goes_on_from_a_checkpoint() -> None:
     for name in model.prunable():
         assert torch.equal(other.critical[name], pruning.critical[name])
         assert torch.equal(other.scores[name], pruning.scores[name])
-    with pytest.raises(ValueError, match="Load the one that was saved with this model"):
+    with pytest.raises(ValueError, match="Load the state that was saved with this model"):
         Pruning({"w": nn.Parameter(torch.ones(2))}).load_state_dict(pruning.state_dict())
 
 
 def test_wrong_choices_are_named() -> None:
-    with pytest.raises(ValueError, match=r"gave \(8, 5\), and 6 features were expected"):
+    with pytest.raises(ValueError, match=r"returned shape \(8, 5\), but 6 features per image"):
         tiny(nn.Sequential(nn.Flatten(), nn.Linear(64, 5)))(batch()[0])
-    with pytest.raises(ValueError, match=r"keep is a share of the weights"):
+    with pytest.raises(ValueError, match=r"keep must lie in"):
         PruningConfig(keep=0.0)
-    with pytest.raises(ValueError, match="do not fall into 3 groups"):
+    with pytest.raises(ValueError, match="is not divisible by groups=3"):
         LionConfig(features=6, groups=3)
     pruning = Pruning(tiny().prunable())
     pruning.remove_()
-    with pytest.raises(RuntimeError, match="select after remove_"):
+    with pytest.raises(RuntimeError, match="select cannot be called after remove_"):
         pruning.select()

@@ -373,7 +373,7 @@ def test_wrong_choices_are_named() -> None:
 
 
 def test_pretraining_needs_an_equilibrium() -> None:
-    with pytest.raises(ValueError, match="there is none in this Linear"):
+    with pytest.raises(ValueError, match="this Linear contains none"):
         pretraining(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="this MDEQ is an explicit network"):
         pretraining(small(depth=2))

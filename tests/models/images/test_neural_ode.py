@@ -97,7 +97,7 @@ def test_equal_steps_count_their_evaluations() -> None:
 
 
 def test_a_flow_that_leaves_all_bounds_is_reported() -> None:
-    with pytest.raises(RuntimeError, match=r"followed to t = 0\.\d+ of 1"):
+    with pytest.raises(RuntimeError, match=r"stopped at t = 0\.\d+ of 1"):
         AdaptiveSteps().integrate(lambda t, h: h**3, torch.full((1, 1), 3.0))
 
 

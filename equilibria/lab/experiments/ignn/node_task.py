@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equilibria._core.recording import record
 from equilibria.lab.data.catalogue import load
 from equilibria.lab.data.graphs import Graph
 from equilibria.lab.data.sets import Dataset
@@ -29,6 +28,7 @@ from equilibria.models.graphs.graph_nets import (
     PPINet,
     PPINetConfig,
 )
+from equilibria.solution import record
 
 NodeSet = Literal["cora", "citeseer", "pubmed", "random"]
 

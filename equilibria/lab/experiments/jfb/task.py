@@ -8,7 +8,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from equilibria._core.recording import record
 from equilibria.gradients.base import Gradient
 from equilibria.gradients.implicit import Implicit
 from equilibria.gradients.phantom import JFB
@@ -24,7 +23,7 @@ from equilibria.models.images.implicit_resnet import (
 )
 from equilibria.models.images.neural_ode import AdaptiveSteps, FixedSteps, Integrator, NeuralODE, NeuralODEConfig
 from equilibria.models.solve_options import relative_stop
-from equilibria.solution import Solution
+from equilibria.solution import Solution, record
 from equilibria.solvers.krylov import NormalCG
 from equilibria.solvers.tableaus import Method as RungeKutta
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equilibria._core.loop import Stop
 from equilibria.lab.data.batches import Batches
 from equilibria.lab.data.sets import Dataset, Split
 from equilibria.models.images.lion import Lion, LionConfig
+from equilibria.stop import Stop
 
 FEATURES = 64  # of the small CNN
 BATCH = 64  # of its pre-training

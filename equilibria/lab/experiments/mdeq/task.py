@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from equilibria._core.recording import record
+from equilibria._core.checks import require
 from equilibria.analysis.agreement import gradient_agreement
 from equilibria.analysis.measuring import untouched
 from equilibria.deq import DEQ
@@ -24,9 +24,8 @@ from equilibria.models.images.mdeq_configs import MDEQ_CONFIGS, MDEQConfig
 from equilibria.models.images.skip_mlp import Variant
 from equilibria.models.solve_options import SolveOptions, relative_stop
 from equilibria.penalties import PenaltySchedule, jacobian_penalty, random_max_steps, skip_penalty
-from equilibria.solution import ConvergenceWarning, Solution
+from equilibria.solution import ConvergenceWarning, Solution, record
 from equilibria.solvers.anderson import Anderson
-from equilibria.solvers.base import require
 
 PROBED = 16  # images of a batch on which gradients are compared
 

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from equilibria._core.recording import record
 from equilibria.gradients.base import Gradient
 from equilibria.gradients.implicit import Implicit
 from equilibria.gradients.phantom import JFB
@@ -23,6 +22,7 @@ from equilibria.lab.training.task import Loaders, Outcome, Task
 from equilibria.models.language.attractor import AttractorHead, AttractorModel, CausalBackbone, token_residuals
 from equilibria.models.solve_options import relative_stop
 from equilibria.penalties import jacobian_penalty
+from equilibria.solution import record
 from equilibria.solvers.krylov import GMRES
 
 NAME = "ptb-attractor"

@@ -10,8 +10,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from equilibria._core.loop import Stop
-from equilibria._core.recording import record
 from equilibria.gradients.base import Gradient
 from equilibria.gradients.implicit import Implicit
 from equilibria.gradients.phantom import JFB
@@ -35,7 +33,9 @@ from equilibria.models.reasoning.reasoner import Reasoner, Thought, recursions
 from equilibria.models.reasoning.stack import ReasonerStack
 from equilibria.models.solve_options import relative_stop
 from equilibria.penalties import jacobian_penalty
+from equilibria.solution import record
 from equilibria.solvers.krylov import GMRES
+from equilibria.stop import Stop
 
 Batch = tuple[Tensor, Tensor]
 Kind = Literal["jfb", "exact", "bptt", "stack"]

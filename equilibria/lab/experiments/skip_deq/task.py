@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from equilibria._core.recording import record
 from equilibria.lab.data.batches import Batches
 from equilibria.lab.data.catalogue import load
 from equilibria.lab.experiments.image_task import judged, now
@@ -20,7 +19,7 @@ from equilibria.lab.training.settings import Training
 from equilibria.lab.training.task import Loaders, Outcome, Task
 from equilibria.models.images.skip_mlp import CONTINUOUS, DISCRETE, SkipMLP, SkipPolynomial, SkipSolver, Variant
 from equilibria.penalties import jacobian_penalty, skip_penalty
-from equilibria.solution import Solution
+from equilibria.solution import Solution, record
 
 Batch = tuple[Tensor, Tensor]
 
