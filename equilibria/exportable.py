@@ -92,7 +92,7 @@ class Loop(Program):
         with autodiff_modes.tracing():
             record = SolveRecord(self.stop, z0, None, self.precision)
             if self.stop.max_steps == 0:
-                record.record_rows(self.solver.init(equation.bind(args), z0), 0)  # type: ignore[arg-type]  # a map all the same
+                record.record_rows(self.solver.init(equation.bind(args), z0), 0)
             else:
                 _, *tensors = self._loop(Parts(lambda *args: args, equation), z0, *args)
                 record.load(tensors)

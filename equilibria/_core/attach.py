@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from equilibria._core import autodiff_modes
-from equilibria._core.maps import Affine
+from equilibria._core.maps import LinearMap
 from equilibria._core.primitive import ImplicitProblem, file_lost
 from equilibria._core.problem import OUT_OF_REACH
 from equilibria.gradients.base import cotangent_scale, quarantine
@@ -74,7 +74,7 @@ class _Attach(Function):
         return (u,)
 
 
-def _overflowing(system: Affine, u: Tensor, precision: float) -> Tensor | None:
+def _overflowing(system: LinearMap, u: Tensor, precision: float) -> Tensor | None:
     """(batch,) samples whose cotangent overflows on its way back through the cell; None if there are none.
 
     The adjoint system is solved for cotangents of size 1. Autograd propagates them at their own size, which may leave the
@@ -87,8 +87,8 @@ def _overflowing(system: Affine, u: Tensor, precision: float) -> Tensor | None:
     return None if bool(finite.all()) else ~finite
 
 
-def _adjoint_map(ctx: Any, right: Tensor) -> Affine:
-    """The affine map g -> J'g + right on the graph that forward kept."""
+def _adjoint_map(ctx: Any, rhs: Tensor) -> LinearMap:
+    """The affine map g -> J'g + rhs on the graph that forward kept."""
     out, leaf, equation = ctx.out, ctx.leaf, ctx.task.problem.equation
 
     def transposed(u: Tensor) -> Tensor:
@@ -98,4 +98,4 @@ def _adjoint_map(ctx: Any, right: Tensor) -> Affine:
     def product(t: Tensor) -> Tensor:
         return autodiff_modes.jvp(lambda z: equation(z, *ctx.inputs), [leaf.detach()], [t])
 
-    return Affine(transposed, product, right)
+    return LinearMap(transposed, product, rhs)

@@ -15,12 +15,11 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
-from equilibria._core.maps import FlatMap
+from equilibria._core.maps import FlatMap, Map
 from equilibria._core.user_warnings import warn_user
 from equilibria.stop import binary_size
 
 WORTH = 4096  # rows with fewer numbers in all are dropped only when they are half: small kernels take equally long
-DROP_AT = 8  # rows are dropped when an eighth has stopped; maps that are expensive to restrict set another `drop_at`
 # A difference below SHARE of a row's tolerance changes no status. One below ROUNDING machine epsilons is rounding, because
 # matrix kernels block differently for other batch sizes.
 SHARE, ROUNDING = 0.05, 4.0
@@ -39,10 +38,10 @@ _verdicts: WeakKeyDictionary[Any, dict[Hashable, bool]] = WeakKeyDictionary()
 _warned: WeakSet[Any] = WeakSet()
 
 
-def worth_dropping(f: FlatMap, stopped: int, shape: Sequence[int]) -> bool:
+def worth_dropping(f: Map, stopped: int, shape: Sequence[int]) -> bool:
     """True if enough rows have stopped that dropping them saves more time than restricting the map and the state takes."""
     rows, n = shape
-    share = getattr(f, "drop_at", DROP_AT) if stopped * n >= WORTH else 2
+    share = f.drop_at if stopped * n >= WORTH else 2
     return 0 < stopped < rows and stopped * share >= rows
 
 

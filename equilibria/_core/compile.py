@@ -31,8 +31,8 @@ from equilibria._core import autodiff_modes
 from equilibria._core.bookkeeping import SolveRecord
 from equilibria._core.frozen_cell import no_autocast
 from equilibria._core.loop import SolveResult, finished, measure, solve
-from equilibria._core.maps import Counter, FlatMap
-from equilibria._core.problem import BoundMap, Equation
+from equilibria._core.maps import Counter, FlatMap, Map
+from equilibria._core.problem import Equation
 from equilibria.solution import Status
 from equilibria.solvers.base import Solver
 from equilibria.solvers.picard import Picard
@@ -77,20 +77,23 @@ class Compiler:
         def plain() -> SolveResult:
             return solve(f, z0, solver, stop, **options)
 
-        if self._failed or not isinstance(f, BoundMap) or not _compilable(f, solver, stop, options):
+        if self._failed or not isinstance(f, Map) or (equation := f.equation) is None:
             return plain()
-        if (cause := f.equation.untraceable()) is not None:
+        if not _compilable(equation, solver, stop, options):
+            return plain()
+        if (cause := equation.untraceable()) is not None:
             self._give_up(cause)
             return plain()
+        call = _Call(f, equation, z0, solver, stop, options)
         try:
-            program = self._program(_Call(f, z0, solver, stop, options), plain)
-            found = None if program is None else program(f, z0, options)
+            program = self._program(call, plain)
+            found = None if program is None else program(call)
         except Exception as error:  # whatever a cell may do that cannot be traced or compiled, the plain loop can
             self._give_up(f"{type(error).__name__}: {error}".strip().splitlines()[0][:300])
             return plain()
         if program is None or found is None or found.faint is not None:
             return plain()
-        if f.equation.linear:  # measured by whoever asked for the solution
+        if equation.linear:  # measured by whoever asked for the solution
             return found
         measured = measure(found, f, stop, options["precision"])
         if not bool((found.stats.converged & measured.stats.failed).any()):
@@ -128,11 +131,11 @@ class Compiler:
             self._sightings[key] = self._sightings.get(key, 0) + 1
             if self._sightings[key] < SIGHTINGS:
                 return None
-        kind = type(call.f.equation)
+        kind = type(call.equation)
         if self._made.get(kind, 0) >= SHAPES:
             return None
         self._made[kind] = self._made.get(kind, 0) + 1
-        program = Program(self.backend, call.f, call.z0, call.solver, call.stop, call.options)
+        program = Program(self.backend, call)
         self._programs[key] = chosen = self._faster(program, call, plain)
         self._families.setdefault(family, []).extend([] if chosen is None else [chosen])
         return chosen
@@ -141,12 +144,12 @@ class Compiler:
         """The program, if it gives a right answer in less time than the plain loop."""
 
         def compiled() -> SolveResult | None:
-            return program(call.f, call.z0, call.options)
+            return program(call)
 
         found = compiled()
         if found is None:
             return None
-        if not _believable(found, plain(), call.f, call.stop, call.options):
+        if not _believable(found, plain(), call):
             self._give_up("the machine code made of this cell gives other values than the cell does")
             return None
         times = [(_seconds(plain), _seconds(compiled)) for _ in range(self.trials)]
@@ -165,43 +168,35 @@ class Compiler:
 class Program:
     """A compiled solve for one equation, solver, stop and set of shapes."""
 
-    def __init__(
-        self, backend: Backend, f: BoundMap, z0: Tensor, solver: Solver[Any], stop: Stop, options: dict[str, Any]
-    ) -> None:
-        self.solver, self.stop, self.precision, self.rows = solver, stop, options["precision"], len(z0)
-        inputs = self._inputs(f, z0, options)
-        with torch.no_grad(), autodiff_modes.tracing(), no_autocast(z0.device):
-            parts = Parts.of(f.equation, z0, f.args)
-            graph = make_fx(lambda *given: self._loop(parts, *given), tracing_mode="fake")(*inputs)
-            self.run = backend(graph, inputs)
+    def __init__(self, backend: Backend, call: _Call) -> None:
+        self.solver, self.stop, self.precision, self.rows = call.solver, call.stop, call.options["precision"], call.rows
+        self.extra = call.extra
+        with torch.no_grad(), autodiff_modes.tracing(), no_autocast(call.z0.device):
+            parts = Parts.of(call.equation, call.z0, call.f.args)
+            graph = make_fx(lambda *given: self._loop(parts, *given), tracing_mode="fake")(*call.inputs())
+            self.run = backend(graph, call.inputs())
 
-    def __call__(self, f: BoundMap, z0: Tensor, options: dict[str, Any]) -> SolveResult | None:
+    def __call__(self, call: _Call) -> SolveResult | None:
         """The solve; None if its start is so small or large that squares leave the dtype: the plain loop copes with that."""
-        inputs = self._inputs(f, z0, options)
+        inputs, rows = call.inputs(), call.rows
         with torch.no_grad():
-            step, *tensors = self.run(*(inputs if len(z0) == self.rows else self._padded(f, inputs)))
-        if len(z0) != self.rows:
-            tensors = [rows[: len(z0)] for rows in tensors]
-        record = SolveRecord(self.stop, z0, options["scale"], self.precision)
+            step, *tensors = self.run(*(inputs if rows == self.rows else self._padded(call, inputs)))
+        if rows != self.rows:
+            tensors = [each[:rows] for each in tensors]
+        record = SolveRecord(self.stop, call.z0, call.options["scale"], self.precision)
         record.load(tensors)
         if record.unusual() and record.unusual_rows():
             return None
         taken = int(step)
-        evaluations = taken + (options["known"] is None)
-        linear = f.equation.linear
-        counter = Counter(evaluations, evaluations * self.rows, taken if linear else 0)
+        evaluations = taken + (call.options["known"] is None)
+        counter = Counter(evaluations, evaluations * self.rows, taken if call.equation.linear else 0)
         return finished(record, counter, taken)
 
-    def _inputs(self, f: BoundMap, z0: Tensor, options: dict[str, Any]) -> tuple[Tensor, ...]:
-        extra = (tensor for tensor in (options["scale"], options["known"]) if tensor is not None)
-        self.extra = [options["scale"] is not None, options["known"] is not None]
-        return tuple(tensor.detach() for tensor in (z0, *extra, *f.args))
-
-    def _padded(self, f: BoundMap, inputs: Sequence[Tensor]) -> list[Tensor]:
+    def _padded(self, call: _Call, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The inputs of fewer rows than the program has, with the first row in place of those that are missing."""
         place = torch.arange(self.rows, device=inputs[0].device)
         index = torch.where(place < len(inputs[0]), place, torch.zeros_like(place))
-        rows = [True] * (1 + sum(self.extra)) + list(f.equation.rowwise)
+        rows = [True] * (1 + sum(self.extra)) + list(call.equation.rowwise)
         return [tensor.index_select(0, index) if has else tensor for tensor, has in zip(inputs, rows, strict=True)]
 
     def _loop(self, parts: Parts, z0: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
@@ -360,14 +355,15 @@ class _Traced:
         return self.parts.apply(z, *self.saved)
 
 
-def _believable(found: SolveResult, expected: SolveResult, f: BoundMap, stop: Stop, options: dict[str, Any]) -> bool:
+def _believable(found: SolveResult, expected: SolveResult, call: _Call) -> bool:
     """True if the result of a program is finite where that of the plain loop is, and its residual is the measured one."""
     lost = found.stats.status == Status.NONFINITE
     if not torch.equal(lost, expected.stats.status == Status.NONFINITE):
         return False
-    given = options | {"known": None, "verify": False}
-    seen = solve(f, found.z, Picard(), dataclasses.replace(stop, max_steps=0), **given).stats.residual
-    within = SLACK * found.stats.residual.clamp_min(stop.rtol) + FLOOR * options["precision"]
+    given = call.options | {"known": None, "verify": False}
+    stop = dataclasses.replace(call.stop, max_steps=0)
+    seen = solve(call.f, found.z, Picard(), stop, **given).stats.residual
+    within = SLACK * found.stats.residual.clamp_min(stop.rtol) + FLOOR * given["precision"]
     return bool((lost | (seen <= within)).all())
 
 
@@ -377,7 +373,7 @@ def _seconds(run: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def _compilable(f: BoundMap, solver: Any, stop: Stop, options: dict[str, Any]) -> bool:
+def _compilable(equation: Equation, solver: Any, stop: Stop, options: dict[str, Any]) -> bool:
     """True if a solve can be compiled: independent rows, a solver with fixed shapes, no trace and no stored iterates."""
     if (
         autodiff_modes.inside_transform()
@@ -386,9 +382,9 @@ def _compilable(f: BoundMap, solver: Any, stop: Stop, options: dict[str, Any]) -
         or options.get("keep_state")
     ):
         return False
-    if f.equation.linear == solver.evaluates_residual:  # a linear solver on a cell, or another one on a linear system
+    if equation.linear == solver.evaluates_residual:  # a linear solver on a cell, or another one on a linear system
         return False
-    if f.equation.linear and options.get("known") is None:  # its offset is not in the graph
+    if equation.linear and options.get("known") is None:  # its right-hand side is not in the graph
         return False
     plain = not (stop.trace or stop.keep_every or stop.process_group) and stop.max_steps >= 1
     return plain and stop.norm in (rms_norm, euclidean_norm)
@@ -398,7 +394,8 @@ def _compilable(f: BoundMap, solver: Any, stop: Stop, options: dict[str, Any]) -
 class _Call:
     """A solve that is to be run by a program."""
 
-    f: BoundMap
+    f: Map
+    equation: Equation  # of `f`
     z0: Tensor
     solver: Solver[Any]
     stop: Stop
@@ -408,13 +405,23 @@ class _Call:
     def rows(self) -> int:
         return len(self.z0)
 
+    @property
+    def extra(self) -> list[bool]:
+        """Whether the inputs contain a scale and a known value."""
+        return [self.options["scale"] is not None, self.options["known"] is not None]
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The tensors that a program takes."""
+        extra = (tensor for tensor in (self.options["scale"], self.options["known"]) if tensor is not None)
+        return tuple(tensor.detach() for tensor in (self.z0, *extra, *self.f.args))
+
     def key(self) -> Hashable:
         """All that a program depends on."""
         return self._identity([tensor.shape for tensor in self._tensors()])
 
     def family(self) -> Hashable:
         """The same but for the batch size."""
-        rows = (True, *self.f.equation.rowwise)
+        rows = (True, *self.equation.rowwise)
         shapes = [tensor.shape for tensor in self._tensors()]
         return self._identity([shape[1:] if has else shape for shape, has in zip(shapes, rows, strict=True)])
 
@@ -422,7 +429,6 @@ class _Call:
         return self.z0, *self.f.args
 
     def _identity(self, shapes: Sequence[torch.Size]) -> Hashable:
-        equation = self.f.equation
         tensors = tuple((tensor.stride(), tensor.dtype, tensor.device) for tensor in self._tensors())
         given = tuple(name for name in ("scale", "known") if self.options[name] is not None)
-        return type(equation), equation.fingerprint(), tuple(shapes), tensors, self.solver, self.stop, given
+        return type(self.equation), self.equation.fingerprint(), tuple(shapes), tensors, self.solver, self.stop, given

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from equilibria._core.loop import VERIFICATIONS, SolveResult, measure, solve
-from equilibria._core.maps import Affine, FlatMap
+from equilibria._core.maps import FlatMap, LinearMap
 from equilibria.solution import Stats
 from equilibria.solvers.fallback import AnySolver
 from equilibria.stop import Stop
@@ -36,7 +36,9 @@ def solve_coupled(
     def joined(g: FlatMap) -> FlatMap:
         return lambda x: join(g(x.reshape(batch, n)))
 
-    whole = Affine(joined(f.product), joined(f.transposed), join(f.offset)) if isinstance(f, Affine) else joined(f)
+    whole = joined(f)
+    if isinstance(f, LinearMap):
+        whole = LinearMap(joined(f.product), joined(f.transposed), join(f.rhs))
     scale = None if right is None else stop.norm(join(right))
     result = solve(
         whole, join(z0), solver, stop, scale=scale, precision=precision, known=None if known is None else join(known)

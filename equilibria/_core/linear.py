@@ -1,25 +1,29 @@
 """The linear equations of implicit differentiation, as instances of `Equation`.
 
 Let F(z, *args) = z and J = dF/dz. The adjoint of a cotangent v is the fixed point of g -> J'g + v. The tangent of a
-perturbation b is the fixed point of t -> J t + b. Both are affine maps with explicit arguments (z, offset, *args), so
+perturbation b is the fixed point of t -> J t + b. Both are affine maps with explicit arguments (z, rhs, *args), so
 the primitive that differentiates F also differentiates them, which gives derivatives of every order.
+
+Under vmap, an equation with a mapped dimension becomes a `FoldedEquation` with more rows.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from equilibria._core import autodiff_modes
-from equilibria._core.maps import Affine, FlatMap
-from equilibria._core.problem import BoundMap, Equation
+from equilibria._core.maps import Linearisation, LinearMap, Map
+from equilibria._core.problem import Equation
 
 
 class LinearEquation(Equation):
-    """t -> M t + offset with M = J or J' of the equation `of`; args are (equilibrium, offset, *args of `of`)."""
+    """t -> M t + rhs with M = J or J' of the equation `of`; args are (equilibrium, rhs, *args of `of`)."""
 
     def __init__(self, of: Equation) -> None:
         self.of = of
@@ -61,13 +65,13 @@ class AdjointEquation(LinearEquation):
         equilibrium, _, *rest = args
         return autodiff_modes.vjp(lambda y: self.of(y, *rest), equilibrium)(z)[0]
 
-    def bind(self, args: Sequence[Tensor]) -> FlatMap:
-        equilibrium, offset, *rest = args
-        return self.bind_at(Linearisation(self.of, equilibrium, rest), offset)
+    def bind(self, args: Sequence[Tensor]) -> LinearMap:
+        equilibrium, rhs, *rest = args
+        return self.bind_at(Linearisation(self.of, equilibrium, rest), rhs)
 
-    def bind_at(self, at: Linearisation, offset: Tensor) -> LinearMap:
+    def bind_at(self, at: Linearisation, rhs: Tensor) -> LinearMap:
         """As `bind`, on a given linearisation, so that its graph can be used for other products too."""
-        return LinearMap(self, (at.z, offset, *at.args), at.transposed, at.product, offset)
+        return LinearMap(at.transposed, at.product, rhs, self, (at.z, rhs, *at.args))
 
 
 class TangentEquation(LinearEquation):
@@ -77,79 +81,66 @@ class TangentEquation(LinearEquation):
         equilibrium, _, *rest = args
         return autodiff_modes.jvp(lambda y: self.of(y, *rest), [equilibrium], [z])
 
-    def bind(self, args: Sequence[Tensor]) -> FlatMap:
-        equilibrium, offset, *rest = args
+    def bind(self, args: Sequence[Tensor]) -> LinearMap:
+        equilibrium, rhs, *rest = args
         at = Linearisation(self.of, equilibrium, rest)
-        return LinearMap(self, args, at.product, at.transposed, offset)
+        return LinearMap(at.product, at.transposed, rhs, self, args)
 
 
-class LinearMap(BoundMap, Affine):
-    """A bound linear equation that gives linear solvers its product, its transposed product and its offset."""
+@dataclass(frozen=True)
+class Fold:
+    """A mapped dimension of size `size` that is folded into the batch."""
 
-    drop_at = 2  # rows are dropped when half have stopped: the rest need a new linearisation, which runs the cell again
+    size: int
+    batch: int
+    dims: tuple[int | None, ...]  # position of the mapped dimension in each arg; None for args that are not mapped
+    randomness: str
 
-    def __init__(
-        self, equation: Equation, args: Sequence[Tensor], product: FlatMap, transposed: FlatMap, offset: Tensor
-    ) -> None:
-        self.equation, self.args = equation, args
-        self.product, self.transposed, self.offset = product, transposed, offset
-
-    __call__ = Affine.__call__
+    def unfold(self, x: Tensor) -> Tensor:
+        """(size * batch, ...) -> (size, batch, ...)."""
+        return x.unflatten(0, (self.size, self.batch))
 
 
-class Linearisation:
-    """An equation linearised at z: the cell is run once with a graph, which all products with J' share.
+class FoldedEquation(Equation):
+    """An equation under vmap as an equation over size * batch rows."""
 
-    `needs` marks the args whose gradients `pull` returns.
-    """
+    def __init__(self, of: Equation, fold: Fold) -> None:
+        self.of, self.fold = of, fold
+        self.rowwise, self.linear = (False,) * len(fold.dims), of.linear
+        self.precision, self.identity = of.precision, of.identity
 
-    def __init__(self, equation: Equation, z: Tensor, args: Sequence[Tensor], needs: Sequence[bool] = ()) -> None:
-        self.equation = equation
-        self.z = z.detach()
-        self.args = [arg.detach() for arg in args]
-        self.needed = [i for i, need in enumerate(needs) if need]
-        for i in self.needed:
-            self.args[i].requires_grad_()
-        self._graph: tuple[Tensor, Tensor] | None = None
+    def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
+        mapped = torch.func.vmap(self.of, in_dims=(0, *self.fold.dims), randomness=self.fold.randomness)
+        out: Tensor = mapped(self.fold.unfold(z), *args)
+        return out.flatten(0, 1)
 
-    def value(self) -> Tensor:
-        """F at the point."""
-        return self._run()[1].detach()
+    def bind(self, args: Sequence[Tensor]) -> Map:
+        right = self.right(*args)
+        return super().bind(args) if right is None else self._linear_map(args, right)
 
-    def transposed(self, u: Tensor) -> Tensor:
-        """J'u."""
-        leaf, out = self._run()
-        (product,) = (
-            torch.autograd.grad(out, leaf, u, retain_graph=True, allow_unused=True) if out.requires_grad else (None,)
-        )
-        return torch.zeros_like(u) if product is None else product
+    def _linear_map(self, args: Sequence[Tensor], right: Tensor) -> Map:
+        def product(t: Tensor) -> Tensor:
+            return self(t, *args) - right
 
-    def product(self, t: Tensor) -> Tensor:
-        """J t."""
-        args = [arg.detach() for arg in self.args]
-        return autodiff_modes.jvp(lambda y: self.equation(y, *args), [self.z], [t])
+        def transposed(t: Tensor) -> Tensor:
+            return autodiff_modes.vjp(product, torch.zeros_like(t))(t)[0]
 
-    def pull(self, u: Tensor) -> tuple[list[Tensor | None], Tensor]:
-        """(dF/d arg)'u for each arg in `needs`, None for the others; and J'u from the same pass. Consumes the graph."""
-        leaf, out = self._run()
-        grads: list[Tensor | None] = [None] * len(self.args)
-        if not out.requires_grad:
-            return grads, torch.zeros_like(u)
-        inputs = [leaf, *[self.args[i] for i in self.needed]]
-        product, *found = torch.autograd.grad(out, inputs, u, allow_unused=True)
-        for i, grad in zip(self.needed, found, strict=True):
-            grads[i] = grad
-        return grads, torch.zeros_like(u) if product is None else product
+        return LinearMap(product, transposed, right, self, args)
 
-    def forget(self) -> None:
-        """Drop the graph after `pull` has consumed it; the next product runs the cell again."""
-        self._graph = None
+    def right(self, *args: Tensor) -> Tensor | None:
+        if not self.linear:
+            return None
+        mapped: Any = torch.func.vmap(self.of.right, in_dims=self.fold.dims)(*args)
+        return mapped.flatten(0, 1)
 
-    def _run(self) -> tuple[Tensor, Tensor]:
-        """The leaf z and F(z) with its graph, computed on the first call."""
-        if self._graph is None:
-            autodiff_modes.check_derivatives("A linearisation of the cell, as spectra and adjoints take it,", self.z)
-            with torch.enable_grad():
-                leaf = self.z.detach().requires_grad_()
-                self._graph = (leaf, self.equation(leaf, *self.args))
-        return self._graph
+    @property
+    def coupled(self) -> bool | None:
+        return self.of.coupled
+
+    def set_coupled(self, coupled: bool, *, warn: bool = True) -> None:
+        if coupled:  # False is not stored: with a batch of one, the rows compared are different mapped samples
+            self.of.set_coupled(coupled, warn=warn)
+
+    @property
+    def restrictable(self) -> bool:
+        return False  # the mapped dimension need not be the first one of an arg, so that rows cannot be indexed

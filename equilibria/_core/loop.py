@@ -14,8 +14,7 @@ from equilibria._core import autodiff_modes
 from equilibria._core.bookkeeping import SolveRecord
 from equilibria._core.compaction import ROUNDING, SHARE, is_harmless, rows_mix, warn_once, worth_dropping
 from equilibria._core.frozen_cell import no_autocast
-from equilibria._core.maps import Affine, Counter, FlatMap, Map
-from equilibria._core.problem import BoundMap
+from equilibria._core.maps import Counter, FlatMap, Map
 from equilibria.native import solve as native_solve
 from equilibria.solution import Handover, Stats, Status
 from equilibria.solvers.base import Iterate, Solver
@@ -67,9 +66,9 @@ def solve(
     measured_later  True if the caller evaluates `f` at the result, so that it is not evaluated here after rows were dropped
     """
     check_solver(solver)
-    f = Map(f, Counter(), None if stop.process_group is None else stop.any_rank())
-    if known is not None:
-        f.remember(z0, known)
+    f = f if isinstance(f, Map) else Map(f)
+    # a map may have been solved before
+    f.counter, f.any_rank, f.known = Counter(), stop.any_rank(), None if known is None else (z0, known)
     problem = _Problem(f, stop, scale, precision or torch.finfo(z0.dtype).eps, keep_state, verify, measured_later, z0)
     with no_autocast(z0.device):
         try:
@@ -111,7 +110,7 @@ def _divided(problem: _Problem, z0: Tensor, fz: Tensor, solver: AnySolver) -> So
     """Solve g(y) = f(unit y) / unit, whose states have a usual magnitude; units are powers of two per sample."""
     unit = binary_size(z0, fz).unsqueeze(1)
     y0 = z0 / unit
-    f = Map(_divide(problem.f.raw, unit), problem.f.counter, problem.f.any_rank).remember(y0, fz / unit)
+    f = problem.f.divided(unit).remember(y0, fz / unit)
     inner = dataclasses.replace(problem.with_stop(compact=False), f=f, unit=unit.squeeze(1), origin=None)
     result = _answer(inner, y0, solver)
     stats = dataclasses.replace(result.stats, iterates=tuple(y * unit for y in result.stats.iterates))
@@ -129,12 +128,6 @@ def _within_dtype(result: SolveResult, z0: Tensor) -> SolveResult:
     status, residual = stats.status.masked_fill(lost, Status.NONFINITE), stats.residual.masked_fill(lost, float("inf"))
     stats = dataclasses.replace(stats, status=status, residual=residual, best=stats.best.masked_fill(lost, 0))
     return dataclasses.replace(result, z=torch.where(lost.unsqueeze(1), start, result.z), stats=stats, failed=True)
-
-
-def _divide(f: FlatMap, unit: Tensor) -> FlatMap:
-    if isinstance(f, Affine):
-        return Affine(f.product, f.transposed, f.offset / unit)
-    return lambda y: f(y * unit) / unit
 
 
 @dataclass(frozen=True)
@@ -160,14 +153,13 @@ class _Problem:
 
         That rows do not mix is not enough: a weight with as many rows as the batch must not be restricted.
         """
-        if self.scale is None or not isinstance(self.f.raw, BoundMap):
-            return False
-        return self.f.raw.equation.separable and self.f.raw.equation.coupled is False
+        equation = self.f.equation
+        return self.scale is not None and equation is not None and equation.separable and equation.coupled is False
 
     def warn_of_coupling(self) -> None:
         """Warn once per cell that its rows cannot be dropped, unless compaction is not wanted."""
-        if isinstance(self.f.raw, BoundMap) and self.stop.compact:
-            warn_once(self.f.raw.equation.identity)
+        if self.f.equation is not None and self.stop.compact:
+            warn_once(self.f.equation.identity)
 
     def with_stop(self, **changes: Any) -> _Problem:
         return dataclasses.replace(self, stop=dataclasses.replace(self.stop, **changes))
@@ -200,7 +192,7 @@ def _run(problem: _Problem, z0: Tensor, solver: Solver[Any]) -> SolveResult:
                 compact = compact and (rows is None or rows.harmless)
                 if rows is not None and rows.coupled:
                     break  # the caller continues with the batch as one problem
-            if compact and rows is not None and worth_dropping(f.raw, stopped, state.z.shape):
+            if compact and rows is not None and worth_dropping(f, stopped, state.z.shape):
                 kept = gather(kept, state, record.index) if problem.keep_state else None
                 smaller = _compact(f, state, record, over=not problem.keep_state)
                 compact = smaller is not None
@@ -262,7 +254,7 @@ def _is_to_compare(problem: _Problem, solver: Solver[Any], step: int, stopped: i
         return False
     if problem.scale is None and solver.evaluates_residual:
         return stopped > 0 or step > COMPARE_AFTER
-    return problem.stop.compact and worth_dropping(problem.f.raw, stopped, shape)
+    return problem.stop.compact and worth_dropping(problem.f, stopped, shape)
 
 
 def _compare_rows(
@@ -459,9 +451,10 @@ def _confirm(problem: _Problem, claimed: SolveResult, rounding: float) -> SolveR
 def measure(result: SolveResult, f: FlatMap, stop: Stop, precision: float) -> SolveResult:
     """The result of a solve with its residuals measured by one evaluation of `f`."""
     before = result.stats
-    counter = Counter(before.evaluations, before.sample_evaluations, before.products)
+    f = Map(f.raw if isinstance(f, Map) else f)
+    f.counter = Counter(before.evaluations, before.sample_evaluations, before.products)
     with no_autocast(result.z.device):
-        return _confirm(_Problem(Map(f, counter), stop, None, precision, False, True, False), result, 0.0)
+        return _confirm(_Problem(f, stop, None, precision, False, True, False), result, 0.0)
 
 
 def _measured(problem: _Problem, z: Tensor, fz: Tensor) -> Stats:

@@ -1,42 +1,26 @@
-"""Maps (batch, n) -> (batch, n) for solvers, with counted evaluations, cached values and derivatives."""
+"""Maps (batch, n) -> (batch, n) for solvers, with counted evaluations, cached values, row restriction and derivatives.
+
+`Map` is what the loop passes to solvers. `LinearMap` is a map M z + rhs that is given by its products. `Linearisation`
+has the products with the derivative of any function at one point, which share one graph.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from equilibria._core import autodiff_modes
 
+if TYPE_CHECKING:
+    from equilibria._core.problem import Equation
+
 FlatMap = Callable[[Tensor], Tensor]  # (batch, n) -> (batch, n)
 
 FALLEN = 0.999  # value of `Map.growth` if it is only known to be below 1
-
-
-@runtime_checkable
-class Restrictable(Protocol):
-    """A map that can be evaluated on a subset of its rows."""
-
-    def take(self, index: Tensor) -> FlatMap | None:
-        """The map of the rows at `index`; None if rows depend on each other."""
-
-
-class Affine:
-    """z -> M z + offset, with M given by its products, for linear solvers.
-
-    product, transposed: t -> M t and t -> M' t, each (batch, n) -> (batch, n).
-    """
-
-    def __init__(self, product: FlatMap, transposed: FlatMap, offset: Tensor) -> None:
-        self.product = product
-        self.transposed = transposed
-        self.offset = offset
-
-    def __call__(self, z: Tensor) -> Tensor:
-        return self.product(z) + self.offset
 
 
 @dataclass
@@ -47,35 +31,40 @@ class Counter:
     rows: int = 0
     products: int = 0
 
-    def count(self, rows: int, *, evaluations: int = 1, products: int = 0) -> None:
-        self.evaluations += evaluations
-        self.rows += evaluations * rows
-        self.products += products
-
 
 class Map:
-    """A FlatMap that counts its evaluations and reuses a value that is already known; the loop passes it to solvers."""
+    """A function of z that counts its evaluations and reuses a value that is already known.
 
-    def __init__(self, raw: FlatMap, counter: Counter | None = None, any_rank: Callable[[bool], bool] | None = None) -> None:
-        self.raw = raw
-        self.counter = counter or Counter()
-        self.any_rank = any_rank
-        self.growth = float("inf")  # the largest ratio of a residual to the least of its sample before, where that is known
-        self.fell: Tensor | None = None  # (batch,) rows for which that ratio is below 1, where growth is not
-        self.latest: Tensor | None = None  # the value of the last evaluation
-        self._known: tuple[Tensor, Tensor] | None = None
-        self._jacobian: Jacobian | None = None
+    raw             the function itself, which counts nothing
+    equation, args  the equation whose args are bound in `raw`; None and () for a plain function
+    growth          the largest ratio of a residual to the smallest one of its sample before, if the loop knows it
+    fell            (batch,) rows for which that ratio is below 1, if growth is not
+    latest          the value of the last evaluation
+    any_rank        True if its argument is True on any rank; None for a single rank
+    """
+
+    drop_at = 8  # rows are dropped when an eighth has stopped
+
+    def __init__(self, raw: FlatMap, equation: Equation | None = None, args: Sequence[Tensor] = ()) -> None:
+        self.raw, self.equation, self.args = raw, equation, args
+        self.counter = Counter()
+        self.any_rank: Callable[[bool], bool] | None = None
+        self.growth, self.fell = float("inf"), None  # type: float, Tensor | None
+        self.latest: Tensor | None = None
+        self.known: tuple[Tensor, Tensor] | None = None  # z and f(z), for `remember`
+        self._derivative: tuple[Tensor, Linearisation] | None = None
 
     def __call__(self, z: Tensor) -> Tensor:
-        if self._known is not None and z is self._known[0]:
-            return self._known[1]
-        self.counter.count(z.shape[0])
+        if self.known is not None and z is self.known[0]:
+            return self.known[1]
+        self.counter.evaluations += 1
+        self.counter.rows += z.shape[0]
         self.latest = self.raw(z)
         return self.latest
 
     def remember(self, z: Tensor, fz: Tensor) -> Map:
         """Store f(z), so that the next call at `z` needs no evaluation; returns the map."""
-        self._known = (z, fz)
+        self.known = (z, fz)
         return self
 
     def any(self, mask: Tensor) -> bool:
@@ -86,45 +75,139 @@ class Map:
 
     def take(self, index: Tensor) -> Map | None:
         """The map of the rows at `index`, with the same counter; None if rows cannot be taken."""
-        if not isinstance(self.raw, Restrictable):
-            return None
-        raw = self.raw.take(index)
-        return None if raw is None else Map(raw, self.counter, self.any_rank)
+        if self.equation is not None:
+            smaller = self.equation.bind(self.equation.take(self.args, index)) if self.equation.restrictable else None
+        else:
+            restrict = getattr(self.raw, "take", None)  # a plain function may have this method
+            raw = None if restrict is None else restrict(index)
+            smaller = None if raw is None else Map(raw)
+        if smaller is not None:
+            smaller.counter, smaller.any_rank = self.counter, self.any_rank
+        return smaller
 
-    def jacobian(self, z: Tensor) -> Jacobian:
-        """The derivative at `z`; the same object, with its cached graph, for repeated calls at the same point."""
-        if self._jacobian is None or self._jacobian.z is not z:
-            self._jacobian = Jacobian(self.raw, self.counter, z)
-        return self._jacobian
+    def divided(self, unit: Tensor) -> Map:
+        """The map y -> f(unit y) / unit with the same counter; unit is (batch, 1)."""
+        raw = self.raw
+        return self._share(Map(lambda y: raw(y * unit) / unit))
+
+    def jacobian(self, z: Tensor) -> LinearMap | Linearisation:
+        """The products with the derivative at `z`; the same object, with its graph, for repeated calls at one point."""
+        if self._derivative is None or self._derivative[0] is not z:
+            self._derivative = z, Linearisation(self.raw, z, counter=self.counter)
+        return self._derivative[1]
+
+    def _share(self, other: Map) -> Map:
+        other.counter, other.any_rank = self.counter, self.any_rank
+        return other
 
 
-class Jacobian:
-    """The derivative of a map at `z`, given by its products; that of an affine map does not depend on `z`."""
+class LinearMap(Map):
+    """z -> M z + rhs, for linear solvers; `product` and `transposed` are t -> M t and t -> M' t, on (batch, n)."""
 
-    def __init__(self, raw: FlatMap, counter: Counter, z: Tensor) -> None:
-        self.raw, self.counter, self.z = raw, counter, z  # not the Map, because a reference cycle delays freeing memory
-        self._graph: tuple[Tensor, Tensor] | None = None
+    drop_at = 2  # rows are dropped when half have stopped: the rest need a new linearisation, which runs the cell again
+
+    def __init__(
+        self,
+        product: FlatMap,
+        transposed: FlatMap,
+        rhs: Tensor,
+        equation: Equation | None = None,
+        args: Sequence[Tensor] = (),
+    ) -> None:
+        super().__init__(lambda z: product(z) + rhs, equation, args)
+        self.rhs, self._products = rhs, (product, transposed)
 
     def product(self, t: Tensor) -> Tensor:
-        """J t, by forward mode; one evaluation of the map."""
-        self.counter.count(t.shape[0], products=1)
-        if isinstance(self.raw, Affine):
-            return self.raw.product(t)
-        return autodiff_modes.jvp(self.raw, [self.z], [t])
+        """M t, which counts as an evaluation."""
+        self.counter.evaluations += 1
+        self.counter.rows += t.shape[0]
+        self.counter.products += 1
+        return self._products[0](t)
 
     def transposed(self, t: Tensor) -> Tensor:
-        """J' t, by reverse mode; the map is evaluated once with a graph for all products at this point."""
-        if isinstance(self.raw, Affine):
-            self.counter.count(t.shape[0], products=1)
-            return self.raw.transposed(t)
+        """M' t, which counts as an evaluation."""
+        self.counter.evaluations += 1
+        self.counter.rows += t.shape[0]
+        self.counter.products += 1
+        return self._products[1](t)
+
+    def with_rhs(self, rhs: Tensor) -> LinearMap:
+        """The map z -> M z + rhs of the same M, as a plain one: its rows cannot be taken."""
+        return LinearMap(*self._products, rhs)
+
+    def divided(self, unit: Tensor) -> Map:
+        return self._share(self.with_rhs(self.rhs / unit))
+
+    def jacobian(self, z: Tensor) -> LinearMap:
+        """Itself: the derivative is M at every z."""
+        return self
+
+
+class Linearisation:
+    """A function f(z, *args) linearised at z: it is run once with a graph, which all products with J' share.
+
+    needs    marks the args whose gradients `pull` returns
+    counter  counts the evaluations and products; None: they are not counted
+    """
+
+    def __init__(
+        self,
+        f: Callable[..., Tensor],
+        z: Tensor,
+        args: Sequence[Tensor] = (),
+        needs: Sequence[bool] = (),
+        counter: Counter | None = None,
+    ) -> None:
+        self.f, self.counter = f, counter
+        self.z = z.detach() if z.requires_grad else z
+        self.args = [arg.detach() for arg in args]
+        self.needed = [i for i, need in enumerate(needs) if need]
+        for i in self.needed:
+            self.args[i].requires_grad_()
+        self._graph: tuple[Tensor, Tensor] | None = None
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        """The leaf z and f(z) with its graph, computed on the first call."""
         if self._graph is None:
-            autodiff_modes.check_derivatives("A transposed product, as NormalCG and TrustRegion take,", self.z)
-            self.counter.count(t.shape[0])
+            autodiff_modes.check_derivatives(
+                "A transposed product, as adjoints, spectra, NormalCG and TrustRegion take,", self.z
+            )
+            if self.counter is not None:
+                self.counter.evaluations += 1
+                self.counter.rows += self.z.shape[0]
             with torch.enable_grad():
                 leaf = self.z.detach().requires_grad_()
-                self._graph = (leaf, self.raw(leaf))
-        self.counter.count(t.shape[0], evaluations=0, products=1)
-        leaf, out = self._graph
-        if not out.requires_grad:  # a map that does not depend on z
-            return torch.zeros_like(t)
-        return torch.autograd.grad(out, leaf, t, retain_graph=True, allow_unused=True, materialize_grads=True)[0]
+                self._graph = (leaf, self.f(leaf, *self.args))
+        return self._graph
+
+    def transposed(self, u: Tensor) -> Tensor:
+        """J'u, by reverse mode."""
+        leaf, out = self.run()
+        if self.counter is not None:
+            self.counter.products += 1
+        if not out.requires_grad:  # f does not depend on z
+            return torch.zeros_like(u)
+        (product,) = torch.autograd.grad(out, leaf, u, retain_graph=True, allow_unused=True)
+        return torch.zeros_like(u) if product is None else product
+
+    def product(self, t: Tensor) -> Tensor:
+        """J t, by forward mode, which evaluates the function once."""
+        if self.counter is not None:
+            self.counter.evaluations += 1
+            self.counter.rows += t.shape[0]
+            self.counter.products += 1
+        args = [arg.detach() for arg in self.args]
+        return autodiff_modes.jvp(lambda y: self.f(y, *args), [self.z], [t])
+
+    def pull(self, u: Tensor) -> tuple[list[Tensor | None], Tensor]:
+        """(df/d arg)'u for each arg in `needs`, None for the others; and J'u from the same pass. Frees the graph."""
+        leaf, out = self.run()
+        self._graph = None
+        grads: list[Tensor | None] = [None] * len(self.args)
+        if not out.requires_grad:
+            return grads, torch.zeros_like(u)
+        inputs = [leaf, *[self.args[i] for i in self.needed]]
+        product, *found = torch.autograd.grad(out, inputs, u, allow_unused=True)
+        for i, grad in zip(self.needed, found, strict=True):
+            grads[i] = grad
+        return grads, torch.zeros_like(u) if product is None else product

@@ -30,9 +30,8 @@ from torch.autograd.function import Function
 from equilibria._core import autodiff_modes
 from equilibria._core.compaction import ROUNDING, rows_mix
 from equilibria._core.failures import report_failures
-from equilibria._core.folded import Fold, FoldedEquation
-from equilibria._core.linear import AdjointEquation, Linearisation, TangentEquation
-from equilibria._core.maps import Affine
+from equilibria._core.linear import AdjointEquation, Fold, FoldedEquation, TangentEquation
+from equilibria._core.maps import Linearisation, LinearMap
 from equilibria._core.problem import Equation
 from equilibria.gradients.approximations import Approximation
 from equilibria.gradients.base import Problem, cotangent_scale, quarantine
@@ -86,12 +85,12 @@ class ImplicitProblem:
         compiler, report = self.problem.compiler, self.problem.report
         return Problem(equation, self.solver, self.stop, report, what, on_failure, compiler=compiler, **options)
 
-    def cotangent(self, system: Affine) -> Tensor:
+    def cotangent(self, system: LinearMap) -> Tensor:
         """Solve u = J'u + v, exactly or by the formula; without derivatives of its own.
 
         The caller measures the residual when it pulls u back, and then calls `verified`, which reports failures.
         """
-        rhs = system.offset
+        rhs = system.rhs
         if self.approximation is None:
             coupled = bool(self.problem.equation.coupled)
             adjoint = self._derived(AdjointEquation(self.problem.equation), "adjoint", "ignore", known=rhs, verify=coupled)
@@ -101,30 +100,30 @@ class ImplicitProblem:
             return u
         return u + self._correction(system, u)
 
-    def _correction(self, system: Affine, u: Tensor) -> Tensor:
+    def _correction(self, system: LinearMap, u: Tensor) -> Tensor:
         """Solve d = J'd + (v + J'u - u) for the samples whose residual exceeds `when`; zero for the others."""
         assert self.when is not None
         residual = system(u) - u
         norm = self.stop.norm
-        enough = norm(residual) <= self.when * norm(system.offset)
+        enough = norm(residual) <= self.when * norm(system.rhs)
         return self.rest(system, torch.where(enough.unsqueeze(1), torch.zeros_like(residual), residual), u)
 
-    def rest(self, system: Affine, residual: Tensor, u: Tensor) -> Tensor:
+    def rest(self, system: LinearMap, residual: Tensor, u: Tensor) -> Tensor:
         """Solve for the correction of a cotangent u with this residual; add the statistics to those of finding u."""
         before = self.problem.report.adjoint if self.approximation is None else None
-        remainder = Affine(system.product, system.transposed, residual)
+        remainder = system.with_rhs(residual)
         adjoint = dataclasses.replace(self.adjoint().problem, known=residual)  # J'0 + residual
         if before is not None:  # both solves together take at most max_steps; the caller applies the failure policy
             stop = dataclasses.replace(self.stop, max_steps=self.steps_left())
             adjoint = dataclasses.replace(adjoint, stop=stop, on_failure="ignore")
-            result = adjoint.run_map(remainder, torch.zeros_like(residual), system.offset)
+            result = adjoint.run_map(remainder, torch.zeros_like(residual), system.rhs)
             self.problem.report.adjoint = _added(before, result.stats)
             return result.z
         falls_back = self.on_failure == "fall_back"
         adjoint = dataclasses.replace(adjoint, on_failure="warn") if falls_back else adjoint
-        result = adjoint.run_map(remainder, torch.zeros_like(residual), system.offset)
+        result = adjoint.run_map(remainder, torch.zeros_like(residual), system.rhs)
         if falls_back:  # u plus this is the Jacobian-free cotangent
-            return torch.where(result.stats.failed.unsqueeze(1), system.offset - u, result.z)
+            return torch.where(result.stats.failed.unsqueeze(1), system.rhs - u, result.z)
         return result.z
 
     def steps_left(self) -> int:
@@ -135,7 +134,7 @@ class ImplicitProblem:
 
     def verified(
         self,
-        system: Affine,
+        system: LinearMap,
         u: Tensor,
         residual: Tensor,
         measure: Callable[[Tensor], Tensor],
@@ -149,7 +148,7 @@ class ImplicitProblem:
         couples  called if a claim does not hold; if it returns True, the rows are not systems of their own, and the result
                  is None
         """
-        rhs = system.offset
+        rhs = system.rhs
         if self.approximation is not None:
             file_residual(self, residual, rhs)
             return u
@@ -284,14 +283,14 @@ def backward_first_order(
             z, args, v = quarantine(equation, z, args, v, good)
         at = Linearisation(equation, z, args, needs)
         if task.problem.report.unmeasured and z is whole_z:
-            task.problem.measure(z, at.value(), args)
+            task.problem.measure(z, at.run()[1].detach(), args)
         scale = cotangent_scale(equation, v, measured=True)
         rhs = v / scale
         system = AdjointEquation(equation).bind_at(at, rhs)
         u = task.cotangent(system)
         if some_bad:  # a formula may give a sample with a zero cotangent another value
             u = torch.where(good.unsqueeze(1), u, torch.zeros_like(u))
-        pull = _Pull(at, scale, rhs)
+        pull = _Pull(equation, at, scale, rhs)
         residual = pull(u)
         # nan compares false; the residual of a sample in quarantine is not that of its own system
         finite = (task.stop.norm(residual) < float("inf")) | ~good
@@ -305,7 +304,7 @@ def backward_first_order(
                 lost = bad if lost is None else lost | bad
                 good, some_bad = good & ~bad, True
                 continue
-        couples = None if equation.coupled or len(u) < 2 else partial(_couples, at, u)
+        couples = None if equation.coupled or len(u) < 2 else partial(_couples, at, u, equation.precision)
         if task.verified(system, u, residual, pull, pull.release, couples) is None:
             equation.set_coupled(True)  # solve again, as one system with one scale
             continue
@@ -317,13 +316,12 @@ def backward_first_order(
         return pull.grads
 
 
-def _couples(at: Linearisation, u: Tensor) -> bool:
+def _couples(at: Linearisation, u: Tensor, precision: float) -> bool:
     """True if J' mixes rows: J'(D u) differs from D J'u for a D of powers of two per row, which round nothing."""
     factors = torch.exp2(torch.arange(len(u), device=u.device, dtype=u.dtype) % 3).unsqueeze(1)
     plain, scaled = at.transposed(u), at.transposed(u * factors) / factors
-    at.forget()
     error, scale = torch.linalg.vector_norm(scaled - plain, dim=1), torch.linalg.vector_norm(plain, dim=1)
-    return bool((error > ROUNDING * at.equation.precision * scale).any())
+    return bool((error > ROUNDING * precision * scale).any())
 
 
 def _learn_coupling(equation: Equation, z: Tensor, args: Sequence[Tensor]) -> None:
@@ -336,9 +334,9 @@ def _learn_coupling(equation: Equation, z: Tensor, args: Sequence[Tensor]) -> No
 class _Pull:
     """Called with a scaled cotangent, stores the gradients of the args and returns the residual of the adjoint system."""
 
-    def __init__(self, at: Linearisation, scale: Tensor, rhs: Tensor) -> None:
-        self.at, self.scale, self.rhs = at, scale, rhs
-        self.common = _common_scale(scale, rhs) if at.equation.precision > torch.finfo(torch.float32).eps else None
+    def __init__(self, equation: Equation, at: Linearisation, scale: Tensor, rhs: Tensor) -> None:
+        self.equation, self.at, self.scale, self.rhs = equation, at, scale, rhs
+        self.common = _common_scale(scale, rhs) if equation.precision > torch.finfo(torch.float32).eps else None
         self.grads: list[Tensor | None] = []
         self.runs = 0
 
@@ -350,7 +348,6 @@ class _Pull:
             grads, product = self.at.pull(u * (self.scale / self.common))
             self.grads = [None if grad is None else grad * self.common for grad in grads]
             product = product * self.common
-        self.at.forget()
         return product / self.scale + self.rhs - u
 
     def seems_finite(self) -> Tensor:
@@ -386,13 +383,13 @@ def _sum(grad: Tensor) -> Tensor:
 
 def _responsible(pull: _Pull, u: Tensor, rows: Tensor) -> Tensor:
     """(batch,) samples whose own share of the gradients is not finite; none where only sums over samples are not."""
-    at, found = pull.at, torch.zeros_like(rows)
+    equation, at, found = pull.equation, pull.at, torch.zeros_like(rows)
     groups, searches = [rows], SEARCHES * max(len(rows).bit_length(), 1)
-    while groups and searches and not at.equation.coupled:
+    while groups and searches and not equation.coupled:
         group, searches = groups.pop(), searches - 1
-        z, args, alone = quarantine(at.equation, at.z, [arg.detach() for arg in at.args], u, group)
+        z, args, alone = quarantine(equation, at.z, [arg.detach() for arg in at.args], u, group)
         needs = [i in at.needed for i in range(len(args))]
-        share = _Pull(Linearisation(at.equation, z, args, needs), pull.scale, pull.rhs)
+        share = _Pull(equation, Linearisation(equation, z, args, needs), pull.scale, pull.rhs)
         share(alone)
         if share.is_finite():
             continue

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from equilibria._core import autodiff_modes
 from equilibria._core.compaction import CellIdentity, is_known_to_couple, remember_coupling
 from equilibria._core.frozen_cell import Autocast, FrozenCell
-from equilibria._core.maps import FlatMap
+from equilibria._core.maps import Map
 from equilibria._core.packing import Layout, State
 
 
@@ -37,9 +37,9 @@ class Equation(ABC):
     def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
         """F(z, *args), differentiable in z and in every arg."""
 
-    def bind(self, args: Sequence[Tensor]) -> FlatMap:
+    def bind(self, args: Sequence[Tensor]) -> Map:
         """The map z -> F(z, *args) for the solver loop, which does not differentiate it."""
-        return BoundMap(self, args)
+        return Map(lambda z: self(z, *args), self, args)
 
     def take(self, args: Sequence[Tensor], index: Tensor) -> list[Tensor]:
         """The args restricted to the rows at `index`; args without rows are returned unchanged."""
@@ -81,23 +81,6 @@ class Equation(ABC):
         return not self.coupled
 
 
-class BoundMap:
-    """The map z -> F(z, *args) of an equation; `evaluate` computes it in place of the equation, if it is given."""
-
-    def __init__(self, equation: Equation, args: Sequence[Tensor], evaluate: FlatMap | None = None) -> None:
-        self.equation, self.args = equation, args
-        self.evaluate: FlatMap = evaluate or (lambda z: equation(z, *args))
-
-    def __call__(self, z: Tensor) -> Tensor:
-        return self.evaluate(z)
-
-    def take(self, index: Tensor) -> FlatMap | None:
-        """The map of the rows at `index`, with these rows of the args that have rows; None if that is not possible."""
-        if not self.equation.restrictable:
-            return None
-        return self.equation.bind(self.equation.take(self.args, index))
-
-
 class CellEquation(Equation):
     """A cell on nested states as an equation on matrices; its args are the inputs, parameters, masks and buffers.
 
@@ -137,10 +120,10 @@ class CellEquation(Equation):
     def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
         return self._run(z, args, self._unflatten(args), direct=False)
 
-    def bind(self, args: Sequence[Tensor]) -> FlatMap:
+    def bind(self, args: Sequence[Tensor]) -> Map:
         # the module itself may be called if the args are its own tensors
         own, inputs = all(a is b for a, b in zip(args[self._inputs :], self._own, strict=True)), self._unflatten(args)
-        return BoundMap(self, args, lambda z: self._run(z, args, inputs, direct=own))
+        return Map(lambda z: self._run(z, args, inputs, direct=own), self, args)
 
     @property
     def coupled(self) -> bool | None:

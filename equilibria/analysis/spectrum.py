@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from equilibria._core.checks import require
-from equilibria._core.linear import Linearisation
-from equilibria._core.maps import FlatMap
+from equilibria._core.maps import FlatMap, Linearisation
 from equilibria.gradients.base import quarantine
 from equilibria.solution import Solution, Status
 from equilibria.solvers.rowwise import divide, dot

@@ -17,7 +17,7 @@ from equilibria._core.compile import Compiler
 from equilibria._core.coupled import go_on, solve_coupled, solve_rows_as_one
 from equilibria._core.failures import report_failures
 from equilibria._core.loop import SolveResult, solve
-from equilibria._core.maps import FlatMap
+from equilibria._core.maps import Map
 from equilibria._core.problem import Equation
 from equilibria.solution import Report, Status
 from equilibria.solvers.fallback import AnySolver
@@ -55,7 +55,7 @@ class Problem:
         with torch.no_grad():
             return self.run_map(self.equation.bind(args), z0, self.equation.right(*args))
 
-    def run_map(self, f: FlatMap, z0: Tensor, right: Tensor | None) -> SolveResult:
+    def run_map(self, f: Map, z0: Tensor, right: Tensor | None) -> SolveResult:
         """As `run`, for the bound map `f` and its right-hand side if it is linear."""
         result = self._solve(f, z0, right)
         if self.what == "forward":
@@ -73,13 +73,13 @@ class Problem:
             return dataclasses.replace(result, z=torch.where(result.stats.failed.unsqueeze(1), right, result.z))
         return result
 
-    def _solve(self, f: FlatMap, z0: Tensor, right: Tensor | None) -> SolveResult:
+    def _solve(self, f: Map, z0: Tensor, right: Tensor | None) -> SolveResult:
         """Solve row by row, or as one system if rows depend on each other; switch if the solve finds that they do."""
         equation, precision = self.equation, self.equation.precision
         if equation.coupled and z0.shape[0] > 1:
             if self.what == "forward" and equation.may_uncouple:
                 result = solve_rows_as_one(f, z0, self.solver, self.stop, precision=precision)
-                equation.set_coupled(bool(rows_mix(f, result.z, precision)))
+                equation.set_coupled(bool(rows_mix(f.raw, result.z, precision)))
                 return result
             return solve_coupled(f, z0, self.solver, self.stop, right=right, precision=precision, known=self.known)
         scale = None if right is None else self.stop.norm(right)

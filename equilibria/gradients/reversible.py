@@ -15,8 +15,7 @@ from torch.autograd.function import Function
 from equilibria._core import autodiff_modes
 from equilibria._core.checks import require
 from equilibria._core.failures import report_failures
-from equilibria._core.linear import Linearisation
-from equilibria._core.maps import Map
+from equilibria._core.maps import Linearisation, Map
 from equilibria._core.search import all_finite, sum_finite_shares
 from equilibria.gradients.base import Gradient, Problem, check_first_order, quarantine
 from equilibria.solution import Status, empty_stats
@@ -186,7 +185,7 @@ def _undo(
     def back(at: Tensor, state: Tensor, cotangent: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Invert state <- (1 - d) state + d f(at): the state before, and the cotangent that reaches `at`."""
         here = Linearisation(equation, at.to(v.dtype), args, needs)
-        value = here.value().to(WIDE)
+        value = here.run()[1].detach().to(WIDE)
         sent = torch.where(rows, d * cotangent, torch.zeros_like(cotangent)).to(v.dtype)
         grads, product = here.pull(sent)
         for i, grad in enumerate(grads):

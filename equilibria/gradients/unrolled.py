@@ -103,7 +103,7 @@ class Unrolled(Gradient):
         """Each sample's iterate at its step `best`, (batch, n), with a graph."""
         assert isinstance(problem.solver, Solver)
         z0, args, _ = quarantine(problem.equation, z0, args, z0, good)
-        f = Map(_bind(problem, args))
+        f = _bind(problem, args)
         start = problem.solver.init(f, z0)
         step = _ReplayedStep(problem.solver, f, start, best, self.truncate)
         _, chosen, *_ = repeat(step, step.first(start), int(best.max()) if best.numel() else 0, self.checkpoint)
@@ -148,8 +148,9 @@ def _without_graph(tensor: Tensor, rows: Tensor) -> Tensor:
     return torch.where(rows.view(-1, *[1] * (tensor.dim() - 1)), tensor.detach(), tensor)
 
 
-def _bind(problem: Problem, args: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
-    return lambda z: problem.equation(z, *args)
+def _bind(problem: Problem, args: Sequence[Tensor]) -> Map:
+    """The map with the graph of its evaluations, whose rows are not dropped."""
+    return Map(lambda z: problem.equation(z, *args))
 
 
 def _direct(problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:

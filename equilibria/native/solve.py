@@ -123,7 +123,7 @@ def run(
                 work.keep_running(method.z)
                 break
         ready = compact and (rows is not None or compare is None)
-        if ready and worth_dropping(f.raw, stopped, (work.rows, z0.shape[1])):
+        if ready and worth_dropping(f, stopped, (work.rows, z0.shape[1])):
             index = work.running_rows()
             smaller = f.take(index)
             compact = smaller is not None

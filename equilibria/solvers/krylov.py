@@ -15,7 +15,7 @@ from torch import Tensor
 
 from equilibria._core import autodiff_modes
 from equilibria._core.checks import require
-from equilibria._core.maps import FALLEN, Affine, Map
+from equilibria._core.maps import FALLEN, LinearMap, Map
 from equilibria.solvers.base import Iterate, Solver
 from equilibria.solvers.rowwise import (
     SMALL_STATE,
@@ -158,7 +158,7 @@ def _roomier(f: Map, state: GMRESState) -> GMRESState:
     """The state with a larger window for rows that have filled theirs and whose last step was slow."""
     if isinstance(state.count, Tensor) or len(state.order) < FEW or (state.limit == state.most and state.window is None):
         return state
-    if isinstance(f.raw, Affine) and f.growth < SLOW and f.growth != FALLEN:  # which does not say how far
+    if isinstance(f, LinearMap) and f.growth < SLOW and f.growth != FALLEN:  # which does not say how far
         return state  # no row was slow: linear systems have a fixed scale, so that this is about residuals alone
     full = len(state.order) == state.limit
     window = state.window

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from equilibria._core.checks import require
-from equilibria._core.maps import Affine, Map
+from equilibria._core.maps import LinearMap, Map
 from equilibria.solvers.base import Iterate, Solver
 from equilibria.solvers.krylov import GMRES
 from equilibria.solvers.line_search import backtrack
@@ -94,9 +94,9 @@ def inexact_step(
     product, transposed, scale = jacobian.product, jacobian.transposed, None if shift is None else 1 + shift
     right = residual if scale is None else residual / scale
     if scale is not None:
-        system = Map(Affine(lambda t: product(t) / scale, lambda t: transposed(t) / scale, right))
+        system = LinearMap(lambda t: product(t) / scale, lambda t: transposed(t) / scale, right)
     else:
-        system = Map(Affine(product, transposed, right))
+        system = LinearMap(product, transposed, right)
     before = torch.linalg.vector_norm(right, dim=1)
     zero = torch.zeros_like(residual)
     inner = linear.init(system.remember(zero, right), zero)
