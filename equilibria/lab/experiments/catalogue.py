@@ -27,6 +27,7 @@ from equilibria.lab.experiments.phantom.language_table import tables as language
 from equilibria.lab.experiments.phantom.table import tables as phantom_tables
 from equilibria.lab.experiments.reasoning.attractor_table import tables as attractor_tables
 from equilibria.lab.experiments.reasoning.table import tables as reasoning_tables
+from equilibria.lab.experiments.sampling.table import tables as sampling_tables
 from equilibria.lab.experiments.skip_deq.multiscale_table import tables as skip_vision_tables
 from equilibria.lab.experiments.skip_deq.table import tables as skip_tables
 
@@ -60,6 +61,7 @@ def tables() -> dict[str, Table]:
         *reasoning_tables(),
         *attractor_tables(),
         *flow_tables(),
+        *sampling_tables(),
     )
     return {table.name: table for table in found}
 

@@ -1,0 +1,1 @@
+"""Experiments on sampling from a diffusion model as an equilibrium."""
