@@ -31,7 +31,8 @@ EQ_INLINE void judge(const Row<T>& row, T length, T growth) {
         return;
     }
     waited = length >= shortest ? waited + 1 : 0;
-    int64_t most = row.c.patience_of_trust + (row.c.most < row.c.n ? 0 : row.c.most);
+    const int64_t usual = row.c.patience_of_trust + (row.c.most < row.c.n ? 0 : row.c.most);
+    const int64_t most = row.c.own ? row.c.own->trust[row.place] : usual;
     if (length <= T(GROWTH) * shortest && waited < most) {
         if (length < shortest) shortest = length;
     } else {
@@ -90,7 +91,7 @@ EQ_INLINE void anderson(const Context& c, const Call<T>& call, int64_t r, int64_
     const T *z = call.a + r * c.n, *fz = call.b + r * c.n, *g0 = row.vector(c.residual);
     T* out = call.out + r * c.n;
     judge(row, length, growth);
-    if (call.step == 0) {
+    if (row.age(call.step) == 0) {
         difference(row.vector(c.residual), fz, z, c.n);
         copy(row.vector(c.value), fz, c.n);
         return relax(out, z, fz, T(c.damping), c.n);

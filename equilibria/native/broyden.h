@@ -35,7 +35,7 @@ EQ_INLINE void solve_small(T* matrix, T* right, int64_t k) {
 template <class T>
 EQ_INLINE void insert_pair(const Row<T>& row, const T* fz) {
     const Context& c = row.c;
-    const int64_t n = c.n, slot = row.count() % c.most, k = least(row.count() + 1, c.most), width = c.core_size;
+    const int64_t n = c.n, slot = row.count() % row.limit(), k = least(row.count() + 1, row.limit()), width = c.core_size;
     const T *step = row.vector(c.residual), *f0 = row.vector(c.value), length = row.of(c.shortest);
     const bool still = length == 0;
     const T scale = still ? T(0) : 1 / length;
@@ -71,8 +71,8 @@ EQ_INLINE void broyden(const Context& c, const Call<T>& call, int64_t r, int64_t
     const int64_t n = c.n, width = c.core_size;
     const T *z = call.a + r * n, *fz = call.b + r * n;
     T *out = call.out + r * n, *step = row.vector(c.residual);
-    if (call.step > 0) insert_pair(row, fz);
-    const int64_t k = least(row.count(), c.most);
+    if (row.age(call.step) > 0) insert_pair(row, fz);
+    const int64_t k = least(row.count(), row.limit());
     s.fit(c.most);
     if (int64_t(s.matrix.size()) < k * k) s.matrix.resize(k * k);
     const T* core = static_cast<const T*>(c.core) + place * width * width;

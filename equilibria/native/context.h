@@ -4,7 +4,18 @@
 
 namespace equilibria {
 
-enum Status : int8_t { RUNNING = -1, CONVERGED = 0, NONFINITE = 2, STALLED = 3, DIVERGED = 4 };  // as in solution.py
+enum Status : int8_t { RUNNING = -1, CONVERGED = 0, MAX_STEPS = 1, NONFINITE = 2, STALLED = 3, DIVERGED = 4 };  // as in solution.py
+
+// Settings of single rows in a pool, where rows start at different steps; one entry per position. `pool.py` has the same fields.
+struct Own {
+    const int64_t *born;      // step at which the row starts
+    const int64_t *end;       // step at which its steps run out
+    const int64_t *limit;     // slots of its history
+    const int64_t *trust;     // Anderson: steps without a smaller residual before the row drops its history
+    const int64_t *watchful;  // nonzero: its progress is recorded
+    const void *rtol, *atol, *natural;
+    int64_t *stopped;         // written: the rows that stopped in this call
+};
 
 struct Context {
     int64_t n;         // numbers per row
@@ -39,6 +50,7 @@ struct Context {
     void *iterate, *other;             // (batch, n), GMRES: z and z before
     void *core;                        // (batch, core_size, core_size)
     void *const *first, *const *second;  // (slots,) pointers to (batch, n): first and second vectors of the pairs of the history
+    const Own* own;  // null: all rows start at step 0 with the settings above
 };
 
 }  // namespace equilibria

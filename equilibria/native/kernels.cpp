@@ -53,13 +53,16 @@ void over_rows(Kernel<T> kernel, const Context& c, const Call<T>& call) {
     for (std::thread& worker : workers) worker.join();
 }
 
-// Count the running rows; at step 0 also compute the range of their sizes.
+// Count the running rows and list those that stopped in this call; at step 0 also compute the range of their sizes.
 template <class T>
 int64_t summary(Context& c, int64_t step) {
-    int64_t running = 0, wanted = 0;
+    int64_t running = 0, wanted = 0, stopped = 0;
     for (int64_t r = 0; r < c.rows; ++r) {
         int64_t place = c.place ? c.place[r] : r;
-        if (c.status[place] != RUNNING) continue;
+        if (c.status[place] != RUNNING) {
+            if (c.own && c.steps[place] + c.own->born[place] == step) c.own->stopped[stopped++] = r;
+            continue;
+        }
         ++running;
         int64_t next = least(c.count[place] + 1, c.limit[place]);
         wanted = next > wanted ? next : wanted;

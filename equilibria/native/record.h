@@ -22,6 +22,12 @@ struct Row {  // typed views of the record of one row
     EQ_INLINE bool running() const { return c.status[place] == RUNNING; }
     EQ_INLINE int64_t& count() const { return c.count[place]; }
     EQ_INLINE int64_t& limit() const { return c.limit[place]; }
+    EQ_INLINE int64_t age(int64_t step) const { return c.own ? step - c.own->born[place] : step; }  // steps since its start
+    EQ_INLINE T own(const void* numbers) const { return static_cast<const T*>(numbers)[place]; }
+    EQ_INLINE T rtol() const { return c.own ? own(c.own->rtol) : T(c.rtol); }
+    EQ_INLINE T atol() const { return c.own ? own(c.own->atol) : T(c.atol); }
+    EQ_INLINE T natural() const { return c.own ? own(c.own->natural) : T(c.natural); }
+    EQ_INLINE bool watchful() const { return c.own ? c.own->watchful[place] != 0 : c.watchful != 0; }
 };
 
 // The record of a row before its first iterate.
@@ -33,14 +39,14 @@ EQ_INLINE void begin(const Row<T>& row) {
     c.status[place] = RUNNING;
     c.current[place] = 0;
     c.steps[place] = c.best_step[place] = c.waiting[place] = c.waited[place] = c.count[place] = 0;
-    c.limit[place] = c.first_limit;
+    c.limit[place] = c.own ? c.own->limit[place] : c.first_limit;
     row.of(c.excess) = row.of(c.length) = row.of(c.milestone) = inf;
     row.of(c.size) = c.scale ? row.of(c.scale) : T(1);
 }
 
 template <class T>
 EQ_INLINE bool far_away(const Row<T>& row, T length) {
-    T scale = row.of(row.c.first_length), size = row.of(row.c.first_size), natural = T(row.c.natural);
+    T scale = row.of(row.c.first_length), size = row.of(row.c.first_size), natural = row.natural();
     scale = scale > size ? scale : size;
     scale = scale > natural ? scale : natural;
     return length > T(DIVERGENCE) * scale;
@@ -68,7 +74,7 @@ EQ_INLINE T record(const Row<T>& row, int64_t step, T length, T size) {
     const Context& c = row.c;
     const T inf = std::numeric_limits<T>::infinity();
     if (c.scale) size = row.of(c.scale);
-    T excess = length / (size * T(c.rtol) + T(c.atol));
+    T excess = length / (size * row.rtol() + row.atol());
     if (step == 0) {
         row.of(c.first_length) = row.of(c.peak) = length;
         row.of(c.first_size) = size;
@@ -90,9 +96,13 @@ EQ_INLINE T record(const Row<T>& row, int64_t step, T length, T size) {
         running = false;
         ended = DIVERGED;
     }
-    if (c.watchful && stalled(row) && running) {
+    if (row.watchful() && stalled(row) && running) {
         running = false;
         ended = STALLED;
+    }
+    if (running && c.own && step >= c.own->end[row.place] - c.own->born[row.place]) {
+        running = false;
+        ended = MAX_STEPS;
     }
     row.status() = running ? RUNNING : ended;
     return step == 0 ? T(0) : excess / before;

@@ -168,7 +168,7 @@ class Iteration:
         self.f, self.kind = f, KINDS[type(solver)]
         self.z, self.fz = _rows(z0, z0), _rows(fz, z0)
         self.out = self.z
-        most, vectors, more = _needs(solver, z0)
+        most, vectors, more = needs(solver, z0)
         self.work = Workspace(kernels, self.z, most, vectors, settings | more)
 
     def step(self, step: int, last: bool) -> int:
@@ -247,7 +247,7 @@ class Krylov:
 KINDS: dict[type[Solver[Any]], int] = {Picard: PICARD, Anderson: ANDERSON, Broyden: BROYDEN, krylov.GMRES: GMRES}
 
 
-def _needs(solver: Any, z0: Tensor) -> tuple[int, tuple[str, ...], dict[str, Any]]:
+def needs(solver: Any, z0: Tensor) -> tuple[int, tuple[str, ...], dict[str, Any]]:
     """Return the largest number of history slots, the names of the vectors stored per row, and the settings of a solver."""
     n = z0.shape[1]
     if isinstance(solver, Picard):

@@ -46,13 +46,14 @@ template <class T>
 EQ_INLINE bool observe(const Row<T>& row, const Call<T>& call, int64_t r, T& length, T& growth) {
     const int64_t n = row.c.n;
     const T *z = call.a + r * n, *fz = call.b + r * n;
+    const int64_t step = row.age(call.step);
     length = growth = 0;
-    if (call.step == 0) begin(row);
+    if (step == 0) begin(row);
     if (row.running()) {
         T size;
         lengths(z, fz, n, length, size);
-        growth = record(row, call.step, length, size);
-        keep_best(row, call.step, z, call.before + r * n, call.out == nullptr);
+        growth = record(row, step, length, size);
+        keep_best(row, step, z, call.before + r * n, call.out == nullptr);
     }
     if (call.out && !row.running()) copy(call.out + r * n, row.vector(row.c.answer), n);
     return call.out && row.running();

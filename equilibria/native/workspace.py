@@ -79,6 +79,7 @@ class Context(ctypes.Structure):
                 "core",
                 "first",
                 "second",
+                "own",
             )
         ],
     ]

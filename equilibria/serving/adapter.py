@@ -27,8 +27,11 @@ from equilibria.gradients.phantom import JFB, UnrolledPhantom
 from equilibria.gradients.reversible import Reversible
 from equilibria.gradients.unrolled import Unrolled
 from equilibria.gradients.warmup import Warmup
+from equilibria.native.pool import PoolWorkspace
+from equilibria.native.pool import can_run as can_run_native
 from equilibria.solution import Report, Solution, Stats
 from equilibria.solvers.anderson import GROWTH, PATIENCE, Anderson
+from equilibria.solvers.picard import Picard
 from equilibria.solvers.rowwise import history_size, products, solve_small, subtract_combination
 from equilibria.starts import memory_of, prepared, start_of
 from equilibria.stop import FLOOR, Stop, euclidean_norm, max_norm, rms_norm, usual_range
@@ -44,19 +47,21 @@ __all__ = [
     "LEAST",
     "PATIENCE",
     "PROGRESS",
-    "Ended",
+    "Anderson",
     "Layout",
+    "PoolWorkspace",
     "State",
     "advance",
+    "can_run_native",
     "describe",
     "euclidean_norm",
     "history_limit",
-    "judge",
     "max_norm",
     "memory_of",
     "prepared",
     "products",
     "rms_norm",
+    "settle",
     "solution",
     "solve_small",
     "start",
@@ -66,7 +71,9 @@ __all__ = [
 
 
 def history_limit(solver: Any, n: int, like: Tensor) -> int:
-    """Return how many pairs of vectors Anderson or Broyden keeps for a state of `n` numbers in the dtype of `like`."""
+    """Return how many pairs of vectors a solver keeps for a state of `n` numbers in the dtype of `like`."""
+    if isinstance(solver, Picard):
+        return 0
     row = like.new_empty(1, n)
     if isinstance(solver, Anderson):
         return history_size(solver.history, solver.budget, row, small=n, medium=4, large=3)
@@ -114,50 +121,28 @@ def describe(status: Sequence[int], steps: Sequence[int], residual: Sequence[flo
     )
 
 
-@dataclasses.dataclass(slots=True)
-class Ended:
-    """The record of a stopped row that `judge` reads. Lengths are norms of residuals, sizes are norms of f(z)."""
+def settle(
+    stop: Stop,
+    precision: float,
+    rtol: float,
+    roots: Tensor,
+    z0: Tensor,
+    z: Tensor,
+    status: Tensor,
+    steps: Tensor,
+    numbers: Tensor,
+) -> tuple[Tensor, list[int], list[float]]:
+    """Return answers, statuses and residuals of rows that may have failed, by the rules of the library's own loop.
 
-    rtol: float
-    excess: float  # residual over tolerance of the best iterate
-    length: float
-    size: float
-    first_length: float
-    first_size: float
-    peak: float
-    last: float
-    steps: int
-    open: bool  # the row was still running when its steps or its time ran out
-    stalled: bool
-    diverged: bool
-    root: float
-
-
-def judge(stop: Stop, precision: float, z0: Tensor, z: Tensor, row: Ended) -> tuple[Tensor, int, float]:
-    """Return the answer, the status and the residual of a row that may have failed, by the rules of the library's own loop.
-
-    z0, z  (1, n), its start and its best iterate
+    z0, z    (rows, n), starts and best iterates
+    roots    (rows,), norms of states of ones
+    numbers  (6, rows), as in `Results`
     """
-    own = dataclasses.replace(stop, rtol=row.rtol, trace=False, keep_every=None)
-    record = SolveRecord(own, z0, None, precision)
-    record.natural = row.root
-    numbers = {name: z.new_tensor([getattr(row, name)]) for name in ("excess", "length", "size", "last", "peak")}
-    first = {name: z.new_tensor([getattr(row, name)]) for name in ("first_length", "first_size")}
-    counts = {name: torch.tensor([getattr(row, name)], device=z.device) for name in ("steps", "open", "diverged")}
-    record.watchful = record.watchful or row.stalled
-    nothing = torch.zeros_like(counts["steps"])
-    tensors: dict[str, Tensor] = {
-        "z": z,
-        "best": counts["steps"],
-        "rejected": nothing,
-        "worse": ~counts["open"],
-        **numbers,
-        **first,
-        **counts,
-    }
-    tensors |= {"milestone": numbers["excess"], "waiting": nothing, "stalled": torch.tensor([row.stalled], device=z.device)}
-    record.traced, record.diverged = True, counts["diverged"]
-    record.load([tensors[name] for name in record._names()])
+    record = SolveRecord(dataclasses.replace(stop, rtol=rtol, trace=False, keep_every=None), z0, None, precision)
+    record.natural = roots
+    length, size, first_length, first_size, peak, last = numbers
+    found = {"z": z, "length": length, "size": size, "last": last, "status": status, "steps": steps, "best": steps}
+    record.adopt({**found, "rejected": torch.zeros_like(steps)}, first_length, first_size, peak)
     answer, stats = record.close(Counter())
     answer, stats, _ = record.settle(answer, stats)
-    return answer, int(stats.status), float(stats.residual)
+    return answer, stats.status.tolist(), stats.residual.tolist()

@@ -2,63 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from equilibria.serving.adapter import FALL, GROWN, Ended, judge
-from equilibria.serving.records import INF, Records, Row
+from equilibria.serving.adapter import FALL, GROWN, settle
+from equilibria.serving.rows import Left, Results, Row
 from equilibria.solution import Status
 from equilibria.stop import Stop
-
-
-@dataclass(eq=False, slots=True)
-class Left:
-    """A row that has left the solve. Its place keeps the tensors it carried until rows are exchanged."""
-
-    row: Row
-    place: int
-    z: Tensor  # (rows, n), the best iterates when it left; later steps do not overwrite them
-    length: float  # norm of the residual of its best iterate
-    size: float
-    steps: int
-    reason: str
-    ended: Ended | None  # None: it converged without doubt
-
-    @staticmethod
-    def of(row: Row, place: int, z: Tensor, r: Records, step: int, reason: str, precision: float) -> Left:
-        """Return the record of a row that leaves at pool step `step` for `reason`; it has converged if its best residual is
-        below tolerance.
-        """
-        excess, length, size, steps = r.excess[place], r.length[place], r.size[place], step - row.born
-        # a state may have grown so much that any residual is small relative to it
-        grown = size > GROWN * r.first_size[place] and size * max(row.rtol, precision) > FALL * r.first_length[place]
-        ended = None if excess <= 1 and not grown else _ended(row, place, r, steps, reason)
-        return Left(row, place, z, length, size, steps, reason, ended)
-
-
-def _ended(row: Row, place: int, r: Records, steps: int, reason: str) -> Ended:
-    """Collect what `judge` needs to decide how the row ended."""
-    excess = r.excess[place]
-    finite = math.isfinite(excess)
-    return Ended(
-        rtol=row.rtol,
-        excess=excess,
-        length=r.length[place] if finite else INF,
-        size=r.size[place] if finite else 1.0,
-        first_length=r.first_length[place],
-        first_size=r.first_size[place],
-        peak=max([r.peak[place], *(lengths[place] for lengths in r.trail if lengths[place] > r.peak[place])]),
-        last=r.last[place],
-        steps=steps,
-        open=reason in ("steps", "late"),
-        stalled=reason == "stalled",
-        diverged=reason == "diverged",
-        root=row.root,
-    )
 
 
 @dataclass
@@ -74,28 +27,51 @@ class Done:
     late: list[bool]
 
     @staticmethod
-    def of(left: Sequence[Left], carried: Sequence[Tensor]) -> Done:
-        """Gather rows that left at different steps; `carried` are the tensors that all rows of the pool carry."""
-        place = torch.tensor([each.place for each in left], device=left[0].z.device)
-        tiny = torch.finfo(left[0].z.dtype).tiny
-        return Done(
-            rows=[each.row for each in left],
-            z=_answers(left),
-            carried=[buffer.index_select(0, place) for buffer in carried],
-            status=[int(Status.CONVERGED)] * len(left),
-            steps=[each.steps for each in left],
-            residual=[each.length / max(each.size, tiny) for each in left],
-            late=[each.reason == "late" for each in left],
-        )
+    def of(
+        left: Sequence[Left], results: Results, carried: Sequence[Tensor], stop: Stop, precision: float, least: float
+    ) -> tuple[Done, list[int]]:
+        """Gather rows that left, and the positions of those whose numbers are so small that their squares underflow.
 
-    def judge(self, j: int, left: Left, stop: Stop, precision: float, least: float) -> bool:
-        """Set status and residual of a row; False if its numbers are so small that their squares underflow."""
-        if left.ended is not None:
-            start = left.row.start.unsqueeze(0)
-            answer, self.status[j], self.residual[j] = judge(stop, precision, start, self.z[j : j + 1], left.ended)
-            self.z[j] = answer[0]
-        arrived = self.status[j] in (Status.CONVERGED, Status.STALLED)
-        return not (arrived and 0 < left.size < least and left.steps > 0)
+        carried  the tensors that all rows of the pool carry
+        least    smallest norm whose square is a number of the dtype
+        """
+        place = torch.tensor([each.place for each in left], device=results.z.device)
+        rows = [each.row for each in left]
+        numbers = results.numbers.tolist()
+        tiny = torch.finfo(results.z.dtype).tiny
+        residual = [length / max(size, tiny) for length, size in zip(numbers[0], numbers[1], strict=True)]
+        carried = [buffer.index_select(0, place) for buffer in carried]
+        late = [each.reason == "late" for each in left]
+        done = Done(rows, results.z, carried, results.status, results.steps, residual, late)
+        done._settle(results, _doubtful(rows, results.status, numbers, precision), stop, precision)
+        faint = [j for j, size in enumerate(numbers[1]) if 0 < size < least and done._arrived(j)]
+        return done, faint
+
+    def _arrived(self, j: int) -> bool:
+        return self.steps[j] > 0 and self.status[j] in (Status.CONVERGED, Status.STALLED)
+
+    def _settle(self, results: Results, doubtful: Sequence[int], stop: Stop, precision: float) -> None:
+        """Decide answers, statuses and residuals of rows that may have failed; rows of one tolerance at once."""
+        groups: dict[float, list[int]] = {}
+        for j in doubtful:
+            groups.setdefault(self.rows[j].rtol, []).append(j)
+        for rtol, group in groups.items():
+            index = torch.tensor(group, device=self.z.device)
+            rows = [self.rows[j] for j in group]
+            z, status, residual = settle(
+                stop,
+                precision,
+                rtol,
+                self.z.new_tensor([row.root for row in rows]),
+                torch.stack([row.starts[row.at] for row in rows]),
+                self.z.index_select(0, index),
+                torch.tensor([self.status[j] for j in group], device=self.z.device),
+                torch.tensor([self.steps[j] for j in group], device=self.z.device),
+                results.numbers.index_select(1, index),
+            )
+            self.z.index_copy_(0, index, z)
+            for j, own_status, own_residual in zip(group, status, residual, strict=True):
+                self.status[j], self.residual[j] = own_status, own_residual
 
     @staticmethod
     def join(parts: Sequence[Done]) -> Done:
@@ -118,12 +94,13 @@ class Done:
         return Done(own, z, carried, status, steps, residual, late)
 
 
-def _answers(left: Sequence[Left]) -> Tensor:
-    """Return the iterates of rows that left at different steps, (rows, n)."""
-    parts, begin = [], 0
-    for end in range(1, len(left) + 1):
-        if end == len(left) or left[end].z is not left[begin].z:
-            index = torch.tensor([each.place for each in left[begin:end]], device=left[begin].z.device)
-            parts.append(left[begin].z.index_select(0, index))
-            begin = end
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _doubtful(rows: Sequence[Row], status: Sequence[int], numbers: Sequence[Sequence[float]], precision: float) -> list[int]:
+    """Return the positions of rows that have not converged without doubt: a state may have grown so much that any residual
+    is small relative to it.
+    """
+    _, sizes, first_lengths, first_sizes, *_ = numbers
+    found = []
+    for j, (row, ended, size) in enumerate(zip(rows, status, sizes, strict=True)):
+        if ended or (size > GROWN * first_sizes[j] and size * max(row.rtol, precision) > FALL * first_lengths[j]):
+            found.append(j)
+    return found

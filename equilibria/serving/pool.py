@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from equilibria.serving.adapter import FLOOR, LEAST, euclidean_norm, max_norm, rms_norm, usual_range
+from equilibria.serving.adapter import (
+    FLOOR,
+    can_run_native,
+    euclidean_norm,
+    history_limit,
+    max_norm,
+    rms_norm,
+    usual_range,
+)
 from equilibria.serving.admission import Admission, Admitting
 from equilibria.serving.answering import Answering, Counts
-from equilibria.serving.leaving import Done, Left
+from equilibria.serving.carried import Carried
+from equilibria.serving.leaving import Done
+from equilibria.serving.native_rows import NativeRows
 from equilibria.serving.pacing import Pacing
-from equilibria.serving.records import INF, Records, Row
-from equilibria.serving.row_solvers import row_solver
-from equilibria.serving.row_tensors import RowTensors
+from equilibria.serving.rows import INF, Left, Row, SolveRows
 from equilibria.serving.staging import Entry, Staging
 from equilibria.serving.template import Template
 from equilibria.serving.tickets import Ticket, as_invalid_request
+from equilibria.serving.torch_rows import TorchRows
 
 SPARSE = 0.5  # below this share of rows in use, rows are exchanged at every step: no request waits for a row
 SHRINK = 8  # empty rows are dropped when they are 1 / SHRINK of the evaluated ones, as in the loop's own compaction
@@ -43,11 +52,11 @@ class Pool:
         layout, stop = template.layout, template.stop
         self.n, self.stop = layout.columns, stop
         self.like = torch.empty(0, dtype=layout.dtype, device=layout.device)
-        self.norm = euclidean_norm if stop.norm in (rms_norm, euclidean_norm) else stop.norm
-        self.solver = row_solver(template.solver, self.like, self.n)
-        self.tensors = RowTensors(self.solver, self.like, self.n)
         self.least, self.most = usual_range(layout.dtype)
-        self.records = Records(FLOOR * layout.precision, stop.patience)
+        self.solve = self._solve()
+        self.carried = Carried(self.like, self.n)
+        self.root = max(self.n, 1) ** 0.5 if stop.norm is rms_norm else 1.0  # norm of a state of ones
+        self.floor = FLOOR * layout.precision
         self.step_number = 0
         self.rows: list[Row | None] = []  # evaluated rows; None: empty
         self.active = 0  # rows in use
@@ -62,6 +71,17 @@ class Pool:
         self.next_deadline = INF
         self.entered_at = self.done_at = 0
 
+    def _solve(self) -> SolveRows:
+        """Return the solve of the rows: native where the kernels can run it."""
+        template, stop, like = self.template, self.stop, self.like
+        precision = template.layout.precision
+        if can_run_native(like, template.solver, stop):
+            sizes = template.sizes()  # a short text may keep a longer history than a long one
+            most = max(1, *(history_limit(template.solver, n, like) for n in sizes))
+            return NativeRows(like, self.capacity, self.n, template.solver, stop, precision, most)
+        norm = euclidean_norm if stop.norm in (rms_norm, euclidean_norm) else stop.norm
+        return TorchRows(like, self.capacity, self.n, template.solver, stop, FLOOR * precision, norm)
+
     # state
 
     @property
@@ -74,7 +94,7 @@ class Pool:
 
     def residuals(self) -> list[tuple[int, int, float]]:
         """Return (row, steps, residual over tolerance) of every row in use."""
-        rows, excess, step = list(self.rows), self.records.excess, self.step_number  # copied: other threads call this
+        rows, excess, step = list(self.rows), self.solve.excess(), self.step_number  # copied: other threads call this
         return [
             (i, step - row.born, best) for i, (row, best) in enumerate(zip(rows, excess, strict=False)) if row is not None
         ]
@@ -132,48 +152,39 @@ class Pool:
         have = len(self.rows)
         missing = self.capacity - have if self.full else count - self.rows.count(None)
         if missing > 0:
-            if have + missing > self.tensors.room:
-                room = self.capacity if self.full else min(max(have + missing, 2 * self.tensors.room), self.capacity)
-                self.tensors.reserve(room)
+            if have + missing > self.carried.room:
+                room = self.capacity if self.full else min(max(have + missing, 2 * self.carried.room), self.capacity)
+                self.carried.reserve(room)
             self.rows += [None] * missing
-            self.records.extend(missing)
-            self.tensors.extend(missing)
+            self.solve.extend(missing)
         return [i for i, row in enumerate(self.rows) if row is None][:count]
 
     def _enter(self, entry: Entry, z: Tensor, places: list[int], index: Tensor) -> Tensor:
-        """Set up new rows at `places`; returns the iterates `z` with their starts."""
-        self.tensors.carry(index, entry.values)
-        z0 = entry.z0
+        """Set up new rows at `places`; returns the points `z` with their starts."""
+        self.carried.write(index, entry.values)
+        z0, tickets, numbers = entry.z0, entry.tickets, None
         if self.template.padding is not None:
-            lengths = [ticket.length for ticket in entry.tickets if ticket.length is not None]
+            lengths = [ticket.length for ticket in tickets if ticket.length is not None]
             masks = torch.stack([self.template.mask(length) for length in lengths])
-            self.tensors.set_masks(index, masks)
-            z0 = z0 * masks
-        self._start_rows(places, index, entry.tickets, z0)
-        return z.index_copy(0, index, z0)
-
-    def _start_rows(self, places: list[int], index: Tensor, tickets: Sequence[Ticket], z0: Tensor) -> None:
-        """Fill the list of rows, the records and the tolerances at these places."""
-        now, info = time.monotonic(), torch.finfo(self.like.dtype)
-        rows = [self._row(ticket, start) for ticket, start in zip(tickets, z0.unbind(0), strict=True)]
+            self.carried.set_masks(index, masks)
+            z0, numbers = z0 * masks, [self._numbers(ticket) for ticket in tickets]
+        now = time.monotonic()
+        rows = [self._row(ticket, z0, at) for at, ticket in enumerate(tickets)]
         for place, row in zip(places, rows, strict=True):
             row.ticket.admitted = now
             self.rows[place] = row
         self.next_deadline = min([self.next_deadline, *(ticket.deadline or INF for ticket in tickets)])
         self.oldest = self.oldest if self.active else self.step_number
         self.active += len(rows)
-        self.records.begin(places, rows)
-        rtols = [max(row.rtol, LEAST * info.eps) for row in rows]
-        atols = [max(self.stop.atol * row.root, info.tiny**0.8) for row in rows]
-        self.tensors.tolerances.index_copy_(1, index, self.like.new_tensor([rtols, atols]))
+        return self.solve.begin(z, index, rows, numbers, z0)
 
-    def _row(self, ticket: Ticket, start: Tensor) -> Row:
-        """Return a row that starts at the current step from `start`, (n,), with the options of its request."""
+    def _row(self, ticket: Ticket, starts: Tensor, at: int) -> Row:
+        """Return a row that starts at the current step from starts[at] with the options of its request."""
         stop, now = self.stop, self.step_number
         rtol = float(stop.rtol) if ticket.rtol is None else ticket.rtol
         steps = stop.max_steps if ticket.max_steps is None else ticket.max_steps
-        root = max(self._numbers(ticket), 1) ** 0.5 if stop.norm is rms_norm else 1.0
-        return Row(ticket, now, now + steps, rtol, root, start, stop.patience is not None or rtol < self.records.floor)
+        root = self.root if ticket.length is None or self.root == 1.0 else max(self._numbers(ticket), 1) ** 0.5
+        return Row(ticket, now, now + steps, rtol, root, starts, at, stop.patience is not None or rtol < self.floor)
 
     def _numbers(self, ticket: Ticket) -> int:
         """Return the size of a request's state without padding."""
@@ -183,32 +194,24 @@ class Pool:
 
     def _advance(self, entry: Entry | None = None) -> None:
         """Take one step; new rows have their starts evaluated in it."""
-        tensors = self.tensors
         going, new = self.active > 0, self._places(len(entry.tickets)) if entry is not None else []
-        depth = self.step_number - self.oldest
-        z = tensors.z
-        if going:
-            z = self.solver.propose(z, tensors.fz, tensors.residual, tensors.length, depth, tensors.improved)
+        z = self.solve.propose(self.step_number - self.oldest if going else -1)
         self.step_number += 1
-        index = torch.tensor(new, device=self.like.device) if new else None
-        if entry is not None and index is not None:
-            z = self._enter(entry, z, new, index)
+        if entry is not None:
+            z = self._enter(entry, z, new, torch.tensor(new, device=self.like.device))
         fz = self._evaluate(z)
         if fz is None:
             return
-        if going:
-            self.solver.absorb(z, fz)
-        tensors.set_iterate(z, fz)
-        if entry is not None and index is not None:
-            padded = self.template.padding is not None
-            numbers = [self._numbers(ticket) for ticket in entry.tickets] if padded else None
-            self.solver.begin(index, tensors.length.index_select(0, index), numbers)
-        self._record(new)
+        finished = self.solve.record(z, fz, self.step_number, self.rows, new)
+        if new:
+            finished |= dict.fromkeys(self._unusual(new, z, fz), "unusual")
+        if finished:
+            self._leave(finished)
 
     def _given(self, places: slice) -> tuple[Any, ...]:
         """Return the arguments of the cell for the rows at `places`."""
         given = self.template.given
-        found: tuple[Any, ...] = given.unflatten([buffer[places] for buffer in self.tensors.buffers[: given.count]])
+        found: tuple[Any, ...] = given.unflatten([buffer[places] for buffer in self.carried.buffers[: given.count]])
         return found
 
     def _evaluate(self, z: Tensor) -> Tensor | None:
@@ -221,7 +224,7 @@ class Pool:
             fz = self.template.evaluate(z, self._given(slice(rows)))
         except Exception as error:
             return self._evaluate(z) if self._drop_raising(z, error) else None
-        mask = self.tensors.mask
+        mask = self.carried.mask
         return fz if mask is None else fz * mask[:rows]
 
     def _drop_raising(self, z: Tensor, error: Exception) -> bool:
@@ -243,34 +246,23 @@ class Pool:
                 self._clear(i)
             if good:
                 z[i] = z[good[0]]
-                for buffer in self.tensors.buffers[: self.template.given.count]:
+                for buffer in self.carried.buffers[: self.template.given.count]:
                     buffer[i] = buffer[good[0]]
         if len(bad) == len(z):
             self._shrink()
         return len(bad) < len(z)
 
-    def _record(self, new: list[int]) -> None:
-        """Record the iterate, and let rows leave that are done; `new` are the places of rows at their start."""
-        tensors, count = self.tensors, len(self.rows)
-        length = tensors.length if self.norm is euclidean_norm else self.norm(tensors.residual)
-        size = self.norm(tensors.fz)
-        excess = length / torch.addcmul(tensors.tolerances[1, :count], size, tensors.tolerances[0, :count])
-        numbers = torch.stack((excess, length, size)).tolist()  # the only read-back of a step
-        excesses, lengths, sizes = numbers
-        stopped, worse = self.records.look(excesses, lengths, sizes, self.rows, new)
-        tensors.keep_best(worse)
-        finished = self.records.given_up(self.step_number, self.rows) | dict.fromkeys(stopped, "stopped")
-        finished |= {i: "unusual" for i in new if self._unusual(i, lengths[i], sizes[i])}
-        if finished:
-            self._leave(finished)
-
-    def _unusual(self, i: int, length: float, size: float) -> bool:
-        """True if the numbers of a row's start are finite, but their squares over- or underflow."""
-        if (self.least <= size <= self.most and length < INF) or self.rows[i] is None:
-            return False
-        z, fz = self.tensors.z, self.tensors.fz
-        largest = float(torch.maximum(max_norm(z[i : i + 1]), max_norm(fz[i : i + 1])))
-        return self.most < largest < INF or 0 < largest < self.least
+    def _unusual(self, new: list[int], z: Tensor, fz: Tensor) -> list[int]:
+        """Return the rows whose start has finite numbers whose squares over- or underflow."""
+        lengths, sizes = self.solve.starts(new)
+        usual = zip(new, lengths, sizes, strict=True)
+        suspects = [i for i, length, size in usual if not (self.least <= size <= self.most and length < INF)]
+        found = []
+        for i in suspects:
+            largest = float(torch.maximum(max_norm(z[i : i + 1]), max_norm(fz[i : i + 1])))
+            if self.rows[i] is not None and (self.most < largest < INF or 0 < largest < self.least):
+                found.append(i)
+        return found
 
     # leaving
 
@@ -294,19 +286,22 @@ class Pool:
 
     def _leave(self, finished: dict[int, str]) -> None:
         """Free the places of finished rows, given with the reason, and keep their records for the answer."""
-        z, records, step = self.tensors.best_z, self.records, self.step_number
         for place, reason in finished.items():
             row = self.rows[place]
             if row is not None:
-                self.left.append(Left.of(row, place, z, records, step, reason, self.template.layout.precision))
+                self.left.append(self.solve.leave(place, row, self.step_number, reason))
                 self.pacing.finished(self.step_number - row.born)
                 self.finished += 1
-                self._clear(place)
+                self.active -= 1
+                self.rows[place] = None
         self._shrink()
 
     def _clear(self, i: int) -> None:
-        self.active -= self.rows[i] is not None
-        self.rows[i] = None
+        """Drop the request of a row without an answer."""
+        if self.rows[i] is not None:
+            self.active -= 1
+            self.rows[i] = None
+            self.solve.release(i)
 
     def _shrink(self) -> None:
         """Drop empty rows at the end, and update the age of the oldest row."""
@@ -329,16 +324,15 @@ class Pool:
         if source:
             for a, b in zip(source, target, strict=True):
                 self.rows[a], self.rows[b] = None, self.rows[a]
-            self.records.move(source, target)
-            self.tensors.move(source, target)
+            self.solve.move(source, target)
+            self.carried.move(source, target)
         self._cut(self.active)
 
     def _cut(self, count: int) -> None:
         """Keep the first `count` rows."""
         if count < len(self.rows):
             del self.rows[count:]
-            self.records.cut(count)
-            self.tensors.cut(count)
+            self.solve.cut(count)
 
     # answering
 
@@ -361,11 +355,12 @@ class Pool:
         left = [each for each in left if each.reason != "unusual"]
         if not left:
             return
-        done = Done.of(left, self.tensors.buffers)
         precision = self.template.layout.precision
-        sound = [j for j, each in enumerate(left) if done.judge(j, each, self.stop, precision, self.least)]
-        for j in sorted(set(range(len(left))) - set(sound)):
+        results = self.solve.results(left)
+        done, faint = Done.of(left, results, self.carried.buffers, self.stop, precision, self.least)
+        for j in faint:
             self.answering.solve_alone(done.rows[j].ticket)
+        sound = [j for j in range(len(left)) if j not in faint]
         if sound:
             self.done_at = self.done_at if self.done else self.step_number
             self.done.append(done.select(sound))

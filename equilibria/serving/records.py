@@ -7,30 +7,11 @@ nothing is computed per row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-from torch import Tensor
 
 from equilibria.serving.adapter import DIVERGENCE, DIVERGENCE_EVERY, FLOOR_PATIENCE, PROGRESS
-from equilibria.serving.tickets import Ticket
+from equilibria.serving.rows import INF, Row
 
-INF = float("inf")
 FOLD = 64  # steps whose norms are kept before they are reduced to their maximum
-
-
-@dataclass(eq=False, slots=True)
-class Row:
-    """A request and its row."""
-
-    ticket: Ticket
-    born: int  # pool step at which its start was evaluated
-    end: int  # pool step at which its steps run out
-    rtol: float
-    root: float  # norm of a state of ones
-    start: Tensor  # (n,)
-    watched: bool = False  # its progress is checked at every step
-    milestone: float = INF
-    waiting: int = 0
 
 
 class Records:

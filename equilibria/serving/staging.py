@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equilibria.serving.records import INF
+from equilibria.serving.rows import INF
 from equilibria.serving.split import Arguments
 from equilibria.serving.template import Template, stack
 from equilibria.serving.tickets import Ticket, as_invalid_request

@@ -111,6 +111,7 @@ class Template:
         self.output = Leaves.of(outputs[0], outputs[1], "The output of the model")
         self._dims: tuple[tuple[int | None, ...], tuple[int | None, ...]] | None = None
         self._masks: dict[int, Tensor] = {}
+        self.filled = 0 if padding is None else padding.length(sample)  # length with padding
         if padding is not None:
             self._find_lengths(sample, two, outputs[0], length)
 
@@ -195,6 +196,14 @@ class Template:
         if found is None:
             found = self._masks[length] = self._mask(length)
         return found
+
+    def sizes(self) -> list[int]:
+        """Return the sizes that the state of a request may have, without padding."""
+        if self.padding is None:
+            return [self.layout.columns]
+        lengths = range(1, self.filled + 1)
+        pairs = list(zip(self.layout.leaves, self._state_dims(), strict=True))
+        return [sum(leaf.columns if d is None else leaf.columns // self.filled * m for leaf, d in pairs) for m in lengths]
 
     def _mask(self, length: int) -> Tensor:
         """Compute `mask` from the layout of the state."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import equilibria as eq
+from equilibria import native
 from equilibria.serving import (
     Answer,
     DeadlineExceededError,
@@ -55,6 +56,15 @@ def test_late_rows_are_solved_as_if_alone(solver: Any, arrivals: list[int], rows
     answers = run(Engine(model, rows=rows), inputs, arrivals)
     for answer, x in zip(answers, inputs, strict=True):
         same(answer, model, x)
+
+
+@pytest.mark.parametrize("solver", SOLVERS, ids=name)
+def test_late_rows_are_solved_as_if_alone_without_native_steps(solver: Any) -> None:
+    with native.disabled():
+        model, inputs = Net(solver), requests(14)
+        answers = run(Engine(model, rows=4), inputs, [0, 0, 1, 3, 0, 2, 7, 0, 1, 1, 5, 0, 0, 2])
+        for answer, x in zip(answers, inputs, strict=True):
+            same(answer, model, x)
 
 
 @pytest.mark.parametrize("solver", [eq.Picard(), eq.Anderson(), eq.Broyden()], ids=name)
@@ -266,7 +276,7 @@ def test_answered_requests_free_rows_and_memory() -> None:
     engine = Engine(Net(eq.Broyden()), rows=16)
     run(engine, requests(40), [0] * 20 + [1] * 20)
     (pool,) = engine.pools.values()
-    assert pool.active == 0 and len(pool.tensors.z) == 0 and not pool.left and not engine.waiting
+    assert pool.active == 0 and len(pool.rows) == 0 and not pool.left and not engine.waiting
     assert pool.counts.answered == 40 and pool.counts.row_steps <= pool.counts.evaluated
 
 

@@ -1,0 +1,114 @@
+"""The solve of a pool's rows, which start and stop at different steps: what rows are, and the interface of a solve."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from equilibria.serving.tickets import Ticket
+
+INF = float("inf")
+NUMBERS = ("length", "size", "first_length", "first_size", "peak", "last")  # of a row that has left, see `Results`
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """A request and its row."""
+
+    ticket: Ticket
+    born: int  # pool step at which its start is evaluated
+    end: int  # pool step at which its steps run out
+    rtol: float
+    root: float  # norm of a state of ones
+    starts: Tensor  # (requests, n), the starts of the requests that entered with it
+    at: int  # position of its own start there
+    watched: bool = False  # its progress is checked at every step
+    milestone: float = INF
+    waiting: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Left:
+    """A row that has left the solve. Its place keeps the tensors it carried until rows are exchanged."""
+
+    row: Row
+    place: int
+    reason: str  # "stopped", "stalled", "diverged", "steps", "late" or "unusual"
+    kept: Any = None  # what the solve recorded when the row left
+
+
+@dataclass(eq=False, slots=True)
+class Results:
+    """How rows that left ended.
+
+    z        (rows, n), best iterates
+    status   values of `Status`, not yet settled for rows that failed
+    numbers  (6, rows), NUMBERS: norm of the residual and of f(z) at the best iterate, both at the start, the largest and
+             the last residual
+    """
+
+    z: Tensor
+    status: list[int]
+    steps: list[int]
+    numbers: Tensor
+
+
+class SolveRows(ABC):
+    """The iterates, histories and records of the rows of a pool.
+
+    A step is `propose`, then `begin` for new rows, an evaluation of the cell, and `record`.
+    """
+
+    @abstractmethod
+    def extend(self, count: int) -> None:
+        """Append rows without a request."""
+
+    @abstractmethod
+    def cut(self, count: int) -> None:
+        """Keep the first `count` rows."""
+
+    @abstractmethod
+    def move(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Move the rows at `source` to `target`."""
+
+    @abstractmethod
+    def propose(self, depth: int) -> Tensor:
+        """Return the points to evaluate next, (rows, n). `depth` is the number of steps that the oldest row has taken."""
+
+    @abstractmethod
+    def begin(self, z: Tensor, index: Tensor, rows: Sequence[Row], numbers: Sequence[int] | None, z0: Tensor) -> Tensor:
+        """Return the points `z` with the starts of new rows at `index`, and set up these rows.
+
+        numbers  size of each new row's state without padding; None: the full size
+        """
+
+    @abstractmethod
+    def record(self, z: Tensor, fz: Tensor, step: int, rows: Sequence[Row | None], new: Sequence[int]) -> dict[int, str]:
+        """Record the values at the points; returns the rows that are done, with the reason.
+
+        new  rows at their start
+        """
+
+    @abstractmethod
+    def starts(self, new: Sequence[int]) -> tuple[list[float], list[float]]:
+        """Return the norms of the residuals and of f(z) of rows at their start."""
+
+    @abstractmethod
+    def leave(self, place: int, row: Row, step: int, reason: str) -> Left:
+        """Take a row out of the solve."""
+
+    @abstractmethod
+    def release(self, place: int) -> None:
+        """Drop a row whose answer nobody wants."""
+
+    @abstractmethod
+    def results(self, left: Sequence[Left]) -> Results:
+        """Return how rows ended that have left since rows were last exchanged."""
+
+    @abstractmethod
+    def excess(self) -> list[float]:
+        """Return the residual over tolerance of the best iterate of every row."""
