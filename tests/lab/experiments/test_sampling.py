@@ -48,7 +48,7 @@ def test_the_gradient_of_the_parallel_chain_is_that_of_the_sequential_one() -> N
     noise, images = torch.randn(3, 1, 8, 8, dtype=torch.float64).requires_grad_(), torch.zeros(3, 1, 8, 8).double()
     gradients = {}
     for way in ("sequential", "implicit", "jfb"):
-        task = Inversion(InversionSettings(way=way, steps=10, rtol=1e-10))  # type: ignore[arg-type]
+        task = Inversion(InversionSettings(way=way, steps=10, rtol=1e-10))
         task._step(task._sampler(net), noise, images, None)
         assert noise.grad is not None
         gradients[way] = noise.grad.clone()

@@ -50,9 +50,9 @@ def experiment(row: str, scale: Scale = "full") -> Experiment[InversionSettings]
 
 
 _COMMON = (
-    "The noise is trained by Adam (rate 0.1) so that its sample is a given test image. Parallel chains start at the chain of the "
-    "iteration before and are solved to 1e-3 by Picard, and so is the adjoint. The error is that of the sequential chain from the "
-    "last noise. Memory is what torch's allocator hands out in one iteration; weights have no gradients.",
+    "The noise is trained by Adam (rate 0.1) so that its sample is a given test image. Parallel chains start at the chain "
+    "of the iteration before and are solved to 1e-3 by Picard, and so is the adjoint. The error is that of the sequential "
+    "chain from the last noise. Memory is what torch's allocator hands out in one iteration; weights have no gradients.",
 )
 
 

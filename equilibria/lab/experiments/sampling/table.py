@@ -14,8 +14,9 @@ from equilibria.models.diffusion.denoiser import DIGITS, DenoiserConfig
 
 SAMPLING = "sampling-digits"
 SOURCE = (
-    "after Pokle, Geng and Kolter 2022, Deep Equilibrium Approaches to Diffusion Models, arXiv:2210.12867, and Shih and others "
-    "2023, Parallel Sampling of Diffusion Models, arXiv:2305.16317; digits of scikit-learn, so that no published figure compares"
+    "after Pokle, Geng and Kolter 2022, Deep Equilibrium Approaches to Diffusion Models, arXiv:2210.12867, and Shih and "
+    "others 2023, Parallel Sampling of Diffusion Models, arXiv:2305.16317; digits of scikit-learn, so that no published "
+    "figure compares"
 )
 ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "picard": ("sum of velocities, Picard", {"solver": "picard"}),
@@ -87,8 +88,9 @@ def _columns() -> tuple[Column, ...]:
 
 
 _COMMON = (
-    "A dense denoiser of 8x8 digits. Samples are compared with those of the sequential chain from the same noise: the error is the "
-    "largest relative distance over the samples. A round is one call of the denoiser on all states of all samples; the calls with which a solve checks rows that stopped count too.",
+    "A dense denoiser of 8x8 digits. Samples are compared with those of the sequential chain from the same noise: the error "
+    "is the largest relative distance over the samples. A round is one call of the denoiser on all states of all samples; "
+    "the calls with which a solve checks rows that stopped count too.",
     "Rows with one seed have the same weights; they differ in the solve alone. AdamW 2e-3, cosine, batch 64.",
 )
 
