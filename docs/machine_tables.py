@@ -16,14 +16,14 @@ def torch_table() -> str:
     """A line per version of torch, oldest first."""
     runs = [json.loads(path.read_text()) for path in FOLDER.glob("torch-*.json")]
     runs.sort(key=lambda run: [int(part) for part in run["torch"].split("+")[0].split(".")])
-    head = "| torch | Python | passed | failed | skipped |\n|---|---|---:|---:|---:|\n"
+    head = "| torch | Python | commit | passed | failed | skipped |\n|---|---|---|---:|---:|---:|\n"
     return head + "".join(f"| {run['torch']} | {run['python']} | {_counts(run)} |\n" for run in runs)
 
 
 def rounding_table() -> str:
     """A line per setting of arithmetic."""
     found = json.loads((FOLDER / "rounding.json").read_text())
-    head = "| setting | environment | passed | failed | skipped |\n|---|---|---:|---:|---:|\n"
+    head = "| setting | environment | commit | passed | failed | skipped |\n|---|---|---|---:|---:|---:|\n"
     return head + "".join(_setting(name, run) for name, run in found["settings"].items())
 
 
@@ -50,13 +50,13 @@ def written(page: str) -> str:
 
 def _setting(name: str, run: dict[str, Any]) -> str:
     if "not_run" in run:
-        return f"| {name} | {run['not_run']} | - | - | - |\n"
+        return f"| {name} | {run['not_run']} | - | - | - | - |\n"
     variables = " ".join(f"`{key}={value}`" for key, value in run["environment"].items())
     return f"| {name} | {variables} | {_counts(run)} |\n"
 
 
 def _counts(run: dict[str, Any]) -> str:
-    return f"{run['passed']} | {len(run['failed'])} | {run['skipped']}"
+    return f"`{run['commit']}` | {run['passed']} | {len(run['failed'])} | {run['skipped']}"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
-"""EQUILIBRIA_TEST_SEED=N shifts every seeded generator of the tests by N, so that no test leans on the luck of its seed.
+"""Every test begins with the same random state: torch draws its own seed anew in every process, and a test that draws
+numbers without a seed would pass in one run and fail in the next.
 
+EQUILIBRIA_TEST_SEED=N shifts every seeded generator of the tests by N, so that no test leans on the luck of its seed.
 Tests marked `recorded` keep their seeds: they compare with numbers that were recorded with them.
 """
 
@@ -39,6 +41,8 @@ def shift_seeds() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     global _offset
     _offset = 0 if item.get_closest_marker("recorded") else OFFSET
+    torch.manual_seed(0)
+    random.seed(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -51,3 +55,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 if OFFSET:
     shift_seeds()
+torch.manual_seed(0)  # for tensors made while test modules are imported

@@ -1,12 +1,14 @@
 """Run the tests under several settings of arithmetic: `python -m tests.rounding [--only NAME ...] [-- PYTEST ARGUMENTS]`.
 
 Kernels of other instruction sets, other numbers of threads and other libraries add the same numbers in another order. What
-holds on one machine only fails in one of these settings. The summary is written as JSON.
+holds on one machine only fails in one of these settings. The summary is written as JSON; the other settings of an earlier
+summary of the same machine stay in it, each with its commit.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,15 +48,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, default=Path("rounding.json"), help="where the summary goes")
     parser.add_argument("pytest", nargs="*", help="after --, for pytest; default: -q -n 2 and all tests but those left out")
     options = parser.parse_args(arguments)
-    summary: dict[str, Any] = {**machine(), "left_out": LEFT_OUT, "settings": {}}
+    summary: dict[str, Any] = {**machine(), "left_out": LEFT_OUT, "settings": earlier(options.json)}
     for name in options.only:
         summary["settings"][name] = run(
             name, options.pytest or ["-q", "-n", "2", *(f"--ignore={path}" for path in LEFT_OUT)]
         )
         write(options.json, summary)
-    for name, found in summary["settings"].items():
+    ran = {name: summary["settings"][name] for name in options.only}
+    for name, found in ran.items():
         print(f"{name}: {found.get('not_run') or describe(found)}")
-    return int(any(found.get("exit_code") for found in summary["settings"].values()))
+    return int(any(found.get("exit_code") for found in ran.values()))
+
+
+def earlier(path: Path) -> dict[str, Any]:
+    """The settings in a summary of this machine; none where the file is missing or of another one."""
+    found = json.loads(path.read_text()) if path.exists() else {}
+    same = all(found.get(key) == value for key, value in machine().items())
+    return {name: found["settings"][name] for name in SETTINGS if same and name in found.get("settings", {})}
 
 
 def run(name: str, arguments: Sequence[str]) -> dict[str, Any]:

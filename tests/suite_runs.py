@@ -19,8 +19,9 @@ import torch
 
 
 def run_pytest(arguments: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Counts, the names of the tests that failed, the exit code and the seconds it took."""
+    """Counts, the names of the tests that failed, the exit code, the seconds it took and the commit."""
     begin = time.monotonic()
+    found: dict[str, Any] = {"commit": commit()}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments]
@@ -28,13 +29,20 @@ def run_pytest(arguments: Sequence[str], environment: Mapping[str, str]) -> dict
         cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
     failed = [f"{case.get('classname')}::{case.get('name')}" for case in cases if _has(case, "failure", "error")]
     skipped = sum(_has(case, "skipped") for case in cases)
-    return {
+    return found | {
         "passed": len(cases) - len(failed) - skipped,
         "skipped": skipped,
         "failed": failed,
         "exit_code": code,
         "seconds": round(time.monotonic() - begin),
     }
+
+
+def commit() -> str:
+    """The commit of the tests, marked where files differ from it; "unknown" outside of a clone."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--match="]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
 
 
 def machine() -> dict[str, str]:

@@ -51,8 +51,11 @@ def captured(model: nn.Module, batch: Any) -> dict[str, Call]:
 
 
 @contextmanager
-def untouched(module: nn.Module, inputs: Any = ()) -> Iterator[None]:
-    """Give the module copies of its buffers inside the block, and restore the random state after it."""
+def untouched(module: nn.Module, inputs: Any = (), seed: int | None = None) -> Iterator[None]:
+    """Give the module copies of its buffers inside the block, and restore the random state after it.
+
+    seed  of the random state inside the block, so that measurements repeat; None: it goes on as it is
+    """
     parts = list(module.modules())
     originals = [dict(part._buffers) for part in parts]
     copies = {id(buffer): buffer.clone() for buffer in module.buffers()}
@@ -60,8 +63,12 @@ def untouched(module: nn.Module, inputs: Any = ()) -> Iterator[None]:
     states = [generator.get_state() for generator in generators]
     for part, own in zip(parts, originals, strict=True):
         part._buffers.update({name: copies.get(id(buffer)) for name, buffer in own.items()})
+    devices = _cuda_devices([*module.parameters(), *pytree.tree_leaves(inputs)])
     try:
-        with torch.random.fork_rng(devices=_cuda_devices([*module.parameters(), *pytree.tree_leaves(inputs)])):
+        with torch.random.fork_rng(devices=devices):
+            if seed is not None:  # torch.manual_seed would change GPUs whose state is not restored
+                for generator in (torch.default_generator, *(torch.cuda.default_generators[i] for i in devices)):
+                    generator.manual_seed(seed)
             yield
     finally:
         for part, own in zip(parts, originals, strict=True):

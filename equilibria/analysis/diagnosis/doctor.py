@@ -17,7 +17,7 @@ from equilibria._core.files import replace_file
 from equilibria._core.plain import to_plain
 from equilibria.analysis.diagnosis.attractor_findings import attractor_findings
 from equilibria.analysis.diagnosis.attractors import measure_attractors, wrong_answers
-from equilibria.analysis.diagnosis.examine import Examination, examine
+from equilibria.analysis.diagnosis.examine import SEED, Examination, examine
 from equilibria.analysis.diagnosis.findings import Finding, Severity, findings
 from equilibria.analysis.diagnosis.layers import LayerDiagnosis, text
 from equilibria.analysis.measuring import Call, captured, muted, untouched
@@ -73,7 +73,7 @@ def diagnose(model: nn.Module, batch: Any, *, restarts: int = 0, labels: Tensor 
     Measured per layer: convergence of every sample, spectral radius of the Jacobian, the backward solve, other solvers run
     to the same residual, agreement of gradients with the exact one, memory, and whether the cell is a deterministic function
     of each sample alone. The model is examined in its current mode (call model.train() first for training) and left
-    unchanged.
+    unchanged. The random numbers of the measurements have a fixed seed, so the same layer and inputs give the same findings.
 
     Every other solver may take 10 s, the comparison of gradients 30 s; what takes longer is stopped and reported. The clock
     is read at every run of the cell, so a limit may be exceeded by one run. The layer's own solve, its backward pass and the
@@ -102,7 +102,7 @@ def _examined(name: str, call: Call, restarts: int, wrong: Tensor | None) -> Exa
     examination = examine(name, call)
     if restarts == 0:
         return examination
-    with untouched(call.deq, call.inputs):
+    with untouched(call.deq, call.inputs, seed=SEED):
         found = measure_attractors(call.deq, call.inputs, restarts, wrong)
     return dataclasses.replace(examination, attractors=found)
 
