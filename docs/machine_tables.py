@@ -56,7 +56,7 @@ def _setting(name: str, run: dict[str, Any]) -> str:
 
 
 def _counts(run: dict[str, Any]) -> str:
-    return f"`{run['commit']}` | {run['passed']} | {len(run['failed'])} | {run['skipped']}"
+    return f"`{run.get('commit', '-')}` | {run['passed']} | {len(run['failed'])} | {run['skipped']}"
 
 
 if __name__ == "__main__":
