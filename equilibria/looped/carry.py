@@ -36,13 +36,12 @@ class Carry:
         """The samples and states to train on: those of `batch` in the rows that are free, the others as they were.
 
         batch  a nesting of tensors, batch first
-        start  batch -> a start for each of its samples
+        start  batch -> a start for each of its samples; called with the samples that are taken, if there are any
         """
         leaves = pytree.tree_leaves(batch)
         rows, device = len(leaves[0]), leaves[0].device
-        fresh = pytree.tree_map(torch.Tensor.detach, start(batch))
         if self._rows is None:
-            self._rows = batch, fresh
+            self._rows = batch, pytree.tree_map(torch.Tensor.detach, start(batch))
             self.steps = torch.zeros(rows, dtype=torch.int64, device=device)
             self.halted = torch.zeros(rows, dtype=torch.bool, device=device)
             return self._rows
@@ -53,7 +52,7 @@ class Carry:
             )
         free = self.halted.to(device)
         held = pytree.tree_map(lambda leaf: leaf.to(device), self._rows)
-        self._rows = pytree.tree_map(lambda new, old: _where(free, new, old), (batch, fresh), held)
+        self._rows = _replaced(held, batch, free.nonzero().squeeze(1), start)
         self.steps = torch.where(free, 0, self.steps.to(device))
         self.halted = torch.zeros_like(free)
         return self._rows
@@ -83,5 +82,10 @@ class Carry:
         self._rows = pytree.tree_unflatten(leaves, structure) if leaves else None
 
 
-def _where(rows: Tensor, new: Tensor, old: Tensor) -> Tensor:
-    return torch.where(rows.view(-1, *[1] * (new.dim() - 1)), new, old)
+def _replaced(held: tuple[Any, Any], batch: Any, free: Tensor, start: Callable[[Any], State]) -> tuple[Any, Any]:
+    """Return samples and states with those of `batch` in the rows `free`; `held` is left as it is."""
+    if not len(free):
+        return held
+    taken = pytree.tree_map(lambda leaf: leaf.index_select(0, free), batch)
+    fresh = taken, pytree.tree_map(torch.Tensor.detach, start(taken))
+    return pytree.tree_map(lambda old, new: old.to(new.dtype).index_copy(0, free, new), held, fresh)

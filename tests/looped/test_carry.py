@@ -37,6 +37,23 @@ def test_rows_are_replaced_as_they_halt_and_the_others_go_on() -> None:
     assert state[:, 0].tolist() == [0, 1, 2]
 
 
+def test_starts_are_drawn_for_the_samples_that_are_taken_alone() -> None:
+    asked: list[list[float]] = []
+
+    def noted(samples: Any) -> Tensor:
+        asked.append(samples[0].tolist())
+        return start(samples)
+
+    carry = eq.Carry()
+    _, state = carry.admit(batch([1, 2, 3]), noted)
+    carry.advance(state, torch.tensor([False, True, False]))
+    first = carry.admit(batch([4, 5, 6]), noted)[1]
+    carry.advance(state, torch.zeros(3, dtype=torch.bool))
+    second = carry.admit(batch([7, 8, 9]), noted)[1]
+    assert asked == [[1, 2, 3], [5]]
+    assert first.shape == second.shape == (3, 2)
+
+
 def test_a_row_that_is_not_finite_halts() -> None:
     carry = eq.Carry()
     _, state = carry.admit(batch([1, 2]), start)

@@ -9,7 +9,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from equilibria.lab.data.sets import Dataset, Split, generator
+from equilibria.lab.data.sets import Dataset, Split, cut, generator
 
 WALL, FREE, START, GOAL, PATH = range(5)
 MAZE_TOKENS = ("#", " ", "S", "G", "o")
@@ -81,7 +81,13 @@ def least_image(maze: Tensor) -> bytes:
 
 @lru_cache(maxsize=8)
 def mazes(
-    *, size: int = 9, train: int = 1_000, test: int = 200, lengths: tuple[int, int] | None = None, seed: int = 0
+    *,
+    size: int = 9,
+    train: int = 1_000,
+    valid: int = 0,
+    test: int = 200,
+    lengths: tuple[int, int] | None = None,
+    seed: int = 0,
 ) -> Dataset[Split]:
     """Perfect mazes: x (n, size^2) of `MAZE_TOKENS`, y the same with the one path from S to G marked.
 
@@ -96,9 +102,9 @@ def mazes(
     low, high = (4, 3 * size) if lengths is None else lengths
     draws, seen = Random(f"maze {size} {seed}"), set()
     found: list[tuple[Tensor, Tensor]] = []
-    length = draws.randint(low, high)
-    for _ in range(ATTEMPTS * (train + test)):
-        if len(found) == train + test:
+    length, wanted = draws.randint(low, high), train + valid + test
+    for _ in range(ATTEMPTS * wanted):
+        if len(found) == wanted:
             break
         made = make_maze(size, length, draws)
         if made is None or (mark := least_image(made[0])) in seen:
@@ -106,29 +112,29 @@ def mazes(
         seen.add(mark)
         found.append(made)
         length = draws.randint(low, high)
-    if len(found) < train + test:
+    if len(found) < wanted:
         raise ValueError(
             f"Only {len(found)} different mazes of size {size} with paths of {low} to {high} steps were found, "
-            f"{train + test} are asked for: ask for fewer, shorter paths or a larger size."
+            f"{wanted} are asked for: ask for fewer, shorter paths or a larger size."
         )
     x, y = (torch.stack([entry[i] for entry in found]).flatten(1) for i in (0, 1))
-    return Dataset(f"maze-{size}", Split(x[:train], y[:train]), Split(x[train:], y[train:]), classes=MAZE_TOKENS)
+    return cut(f"maze-{size}", Split(x, y), valid, test, MAZE_TOKENS)
 
 
-def prefix_sums(*, length: int = 16, train: int = 2_000, test: int = 500, seed: int = 0) -> Dataset[Split]:
+def prefix_sums(*, length: int = 16, train: int = 2_000, valid: int = 0, test: int = 500, seed: int = 0) -> Dataset[Split]:
     """Bits and the parity of each prefix: x (n, length) of 0 and 1, y[i] = x[0] + ... + x[i] modulo 2; no sequence twice."""
-    if train + test > 2 ** min(length, 40):
-        raise ValueError(f"There are {2**length} sequences of {length} bits, {train + test} are asked for.")
+    wanted = train + valid + test
+    if wanted > 2 ** min(length, 40):
+        raise ValueError(f"There are {2**length} sequences of {length} bits, {wanted} are asked for.")
     draws, seen = generator(seed, "prefix sums", length), set()
     rows: list[list[int]] = []
-    while len(rows) < train + test:
-        for row in torch.randint(2, (train + test, length), generator=draws).tolist():
-            if (key := tuple(row)) not in seen and len(rows) < train + test:
+    while len(rows) < wanted:
+        for row in torch.randint(2, (wanted, length), generator=draws).tolist():
+            if (key := tuple(row)) not in seen and len(rows) < wanted:
                 seen.add(key)
                 rows.append(row)
     x = torch.tensor(rows)
-    y = x.cumsum(dim=1) % 2
-    return Dataset("prefix-sums", Split(x[:train], y[:train]), Split(x[train:], y[train:]), classes=("0", "1"))
+    return cut("prefix-sums", Split(x, x.cumsum(dim=1) % 2), valid, test, ("0", "1"))
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,16 @@ def hold_out(dataset: Dataset[Split], count: int, seed: int = 0) -> Dataset[Spli
     return dataclasses.replace(dataset, train=dataset.train[order[count:]], valid=dataset.train[order[:count]])
 
 
+def cut(name: str, samples: Split, valid: int, test: int, classes: tuple[str, ...]) -> Dataset[Split]:
+    """Cut generated samples into splits: the first `test` of them, then `valid`, the rest to train on.
+
+    So the puzzles of test and validation do not change with the number of those to train on. No validation split for 0.
+    """
+    held = test + valid
+    chosen = samples[test:held] if valid else None
+    return Dataset(name, samples[held:], samples[:test], chosen, classes)
+
+
 def stratified_folds(labels: Tensor, folds: int, seed: int = 0) -> Tensor:
     """A fold for each sample: equal in size, and with equal shares of every class, to one sample."""
     shuffled = torch.randperm(len(labels), generator=generator(seed, "folds"))

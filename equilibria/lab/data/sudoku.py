@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equilibria.lab.data.sets import Dataset, Split
+from equilibria.lab.data.sets import Dataset, Split, cut
 
 BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # rows and columns of a box, by the size of the board
 Board = list[int]  # row by row; 0 is an empty cell
@@ -176,6 +176,7 @@ def sudoku(
     *,
     size: int = 9,
     train: int = 1_000,
+    valid: int = 0,
     test: int = 200,
     givens: tuple[int, int] | None = None,
     guesses: tuple[int, int] = (0, 1_000_000),
@@ -183,7 +184,7 @@ def sudoku(
 ) -> Dataset[Split]:
     """Sudoku: x (n, size^2) has the givens, 0 for an empty cell; y the one solution, digits from 1.
 
-    No two boards, of either split, are images of each other under the symmetries of Sudoku: digits, rows in bands, columns
+    No two boards, of any split, are images of each other under the symmetries of Sudoku: digits, rows in bands, columns
     in stacks, bands, stacks, and transposition where boxes are square.
 
     givens   range from which the number of givens is drawn that removal stops at; None: half of the cells
@@ -193,7 +194,7 @@ def sudoku(
         raise ValueError(f"A Sudoku has the size {', '.join(map(str, BOXES))}, got {size}.")
     givens = (size**2 // 2, size**2 // 2) if givens is None else tuple(givens)  # type: ignore[assignment]
     boards = different_boards(size, givens, tuple(guesses), Random(f"sudoku {size} {seed}"))  # type: ignore[arg-type]
-    wanted = train + test
+    wanted = train + valid + test
     found: list[tuple[Board, Board, int]] = []
     for _ in range(ATTEMPTS * wanted):
         if len(found) == wanted:
@@ -207,7 +208,7 @@ def sudoku(
         )
     x, y = (torch.tensor([entry[i] for entry in found]) for i in (0, 1))
     classes = (".", *map(str, range(1, size + 1)))
-    return Dataset(f"sudoku-{size}", Split(x[:train], y[:train]), Split(x[train:], y[train:]), classes=classes)
+    return cut(f"sudoku-{size}", Split(x, y), valid, test, classes)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ class Evaluator:
         known = verdicts(self.state.module)
         try:
             with self.weights(), other_rng(self.training.seed, self.state.progress.epoch, rank):
-                return {name: self._split(loader, look=i == 0) for i, (name, loader) in enumerate(given)}
+                found = {name: self._split(loader, look=i == 0) for i, (name, loader) in enumerate(given)}
+                return self.state.task.conclude(found)
         finally:
             set_verdicts(self.state.module, known)
 

@@ -96,6 +96,11 @@ class Task(ABC, Generic[Batch]):
         themselves, such as a ratio of two."""
         return means
 
+    def conclude(self, splits: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+        """What to report of validation and test together, from what `summarise` gave for each; for figures on the test
+        split of a choice that is made on the validation split."""
+        return splits
+
     def improve(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Take the optimiser's step; a task that projects, rescales or prunes weights does it here."""
         optimizer.step()

@@ -50,7 +50,7 @@ class ReasonerCell(nn.Module):
         """Apply the layers to h + inject, relax towards h and add the noise of this place."""
         c = self.config
         out = self.layers(h + inject)
-        out = out if c.relaxation == 1 else torch.lerp(h, out, c.relaxation)
+        out = out if c.relaxation == 1 else torch.lerp(h.to(out.dtype), out, c.relaxation)
         if not self._noisy:
             return out
         return torch.add(out, torch.randn_like(out) if noise is None else noise[:, place], alpha=c.noise)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from equilibria._core.checks import require
 from equilibria.deq import DEQ
 from equilibria.explicit import WeightTied
 from equilibria.gradients.base import Gradient
@@ -49,6 +50,9 @@ class Reasoner(nn.Module):
     stop       of the solve in a supervised step; None: plain recursions in its place
     gradient   of a supervised step
     eval_stop  in eval mode; None: the same
+    direct     True: in training mode the recursion with a gradient is applied as it is, without a solve around it. Values,
+               residuals and gradients are those of `JFB`, at one evaluation less; `eq.record` then has no solution. For
+               `stop=None` and `JFB()` only
     """
 
     def __init__(
@@ -59,9 +63,14 @@ class Reasoner(nn.Module):
         stop: Stop | None = None,
         gradient: Gradient = JFB(),
         eval_stop: Stop | None = None,
+        direct: bool = False,
     ) -> None:
         super().__init__()
-        self.config = config
+        require(
+            not direct or (stop is None and gradient == JFB()),
+            f"direct=True is the published step: it needs stop=None and gradient=JFB(), got {stop} and {gradient}.",
+        )
+        self.config, self.direct = config, direct
         self.embedding = nn.Embedding(config.tokens, config.width)
         self.registers = nn.Parameter(torch.zeros(config.registers, config.width)) if config.registers else None
         cell = ReasonerCell(_with_registers(config))
@@ -84,12 +93,25 @@ class Reasoner(nn.Module):
         if self.plain:
             with torch.no_grad():
                 state = WeightTied(self.layer.cell, self.plain, self.layer.init)(x, init=state)
-        s = self.layer.solve(x, init=state)
-        logits, halt = self.read(s.z)
+        z, residual = self._recursed(x, state)
+        logits, halt = self.read(z)
         if not with_thought:
             return logits
-        answer, scratch = s.z
-        return Thought(logits, halt, (answer.detach(), scratch.detach()), s.stats.residual)
+        answer, scratch = z
+        return Thought(logits, halt, (answer.detach(), scratch.detach()), residual)
+
+    def _recursed(self, x: Tensor, state: Pair | None) -> tuple[Pair, Tensor]:
+        """Run the part of a supervised step that has a gradient; returns the state and the residual before that part."""
+        if not (self.direct and self.training):
+            s = self.layer.solve(x, init=state)
+            return s.z, s.stats.residual
+        path = WeightTied(self.layer.cell, 1, self._constant_start).trajectory(x, init=state)
+        return path.states[-1], path.residuals[-1]
+
+    @torch.no_grad()
+    def _constant_start(self, x: Tensor) -> Pair:
+        answer, scratch = self.layer.init(x)  # type: ignore[operator, misc]
+        return answer, scratch
 
     def think(self, tokens: Tensor, state: Pair | None = None) -> Thought:
         """Run one supervised step."""

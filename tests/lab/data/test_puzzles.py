@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +85,26 @@ def test_no_test_board_of_4x4_is_an_image_of_a_training_board() -> None:
     train = {min(image([board[cell] for cell in move]) for move in moves) for board in sudoku.train.x.tolist()}
     test = {min(image([board[cell] for cell in move]) for move in moves) for board in sudoku.test.x.tolist()}
     assert len(train) == 60 and len(test) == 30 and not train & test
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "mark"),
+    [
+        ("sudoku", {"size": 4, "givens": (4, 7)}, signature),
+        ("mazes", {"size": 9}, lambda maze: least_image(torch.tensor(maze).view(9, 9))),
+        ("prefix-sums", {"length": 8}, tuple),
+    ],
+)
+def test_three_splits_are_disjoint_under_symmetry(name: str, options: dict[str, Any], mark: Callable[[Any], Any]) -> None:
+    found = data.load(name, train=20, valid=8, test=12, **options)
+    assert found.valid is not None and [len(found.train), len(found.valid), len(found.test)] == [20, 8, 12]
+    marks = [mark(board) for split in (found.train, found.valid, found.test) for board in split.x.tolist()]
+    assert len(set(marks)) == 40
+    more = data.load(name, train=24, valid=8, test=12, **options)
+    if name != "prefix-sums":  # drawn in one piece, whose size counts
+        assert more.valid is not None
+        assert torch.equal(more.test.x, found.test.x) and torch.equal(more.valid.x, found.valid.x)
+    assert data.load(name, train=20, test=12, **options).valid is None
 
 
 def test_difficulty_and_bounds_of_sudoku() -> None:

@@ -138,6 +138,30 @@ def test_one_step_gradient_is_jfb_at_any_state() -> None:
         torch.testing.assert_close(one, other, rtol=ROUNDING, atol=ROUNDING)
 
 
+@pytest.mark.parametrize("start", ["random", "learned"])
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_a_direct_step_is_a_solve_of_no_steps_with_jfb(start: Any, noise: float) -> None:
+    """Values, residuals and gradients to the bit of the draws, from a new start and from a state; the solve stays in eval."""
+    x, found = tokens(), []
+    for direct in (False, True):
+        model = tiny(start=start, noise=noise, relaxation=0.9, direct=direct)
+        torch.manual_seed(5)
+        first = model.think(x)
+        second = model.think(x, first.state)
+        loss = first.logits.square().sum() + second.logits.square().sum() + second.halt.sum()
+        weights = [weight for name, weight in model.named_parameters() if not name.startswith("layer.init")]
+        grads = torch.autograd.grad(loss, weights)
+        found.append([first.logits, second.logits, second.halt, first.residual, second.residual, *second.state, *grads])
+        with eq.record(model) as solutions:
+            model.train()(x)
+            model.eval()(x)
+        assert len(solutions) == 2 - direct
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=ROUNDING, atol=ROUNDING)
+    with pytest.raises(ValueError, match="direct=True is the published step"):
+        tiny(direct=True, gradient=eq.UnrolledPhantom(steps=2, damping=1.0))
+
+
 @pytest.mark.parametrize("solver", [eq.Anderson(), eq.Broyden(), eq.Newton()], ids=["anderson", "broyden", "newton"])
 def test_every_solver_finds_the_equilibrium_of_plain_iteration(solver: Any) -> None:
     """From near it: the cell has others too, and Newton's method finds one of those from far away."""
