@@ -3,8 +3,11 @@
 torchrun --nproc-per-node 2 examples/two_processes.py
 """
 
+import gc
+
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before the process group exists, or defaults of its functions hold the group until exit
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,8 +44,9 @@ def train(rank: int, processes: int) -> None:
 
 def main() -> None:
     dist.init_process_group("gloo")
-    train(dist.get_rank(), dist.get_world_size())  # its model is gone before the processes part, or they may wait for ever
-    dist.destroy_process_group()
+    train(dist.get_rank(), dist.get_world_size())
+    gc.collect()  # of the model, which is part of a reference cycle and holds the group
+    dist.destroy_process_group()  # joins the group's threads; one that runs at exit may abort the process
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import gc
 import os
-import socket
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before the process group exists, or defaults of its functions hold the group until exit
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -29,22 +30,19 @@ Found = Callable[[Work], list[Any]]
 STOP = eq.Stop(rtol=1e-11, atol=0.0, max_steps=200, on_failure="raise")
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-def _enter(rank: int, port: int, folder: Path) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+def _enter(rank: int, folder: Path) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
+    # meets by a file: a port that was free may be taken before it is used
+    store, limit = f"file://{folder / 'store'}", timedelta(minutes=10)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD, timeout=limit)
     try:
         for work in WORKS:
             (folder / work.__name__).mkdir(exist_ok=True)
             work(rank, folder / work.__name__)
             dist.barrier()  # nobody goes on or tears down while another still reduces
     finally:
+        gc.collect()  # of models, which are parts of reference cycles and hold the group
         dist.destroy_process_group()
 
 
@@ -52,7 +50,7 @@ def _enter(rank: int, port: int, folder: Path) -> None:
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What the processes wrote in one of their works; they are started once, which takes longer than the works."""
     folder = tmp_path_factory.mktemp("processes")
-    spawn(_enter, (_free_port(), folder), nprocs=WORLD)
+    spawn(_enter, (folder,), nprocs=WORLD)
     return lambda work: [torch.load(folder / work.__name__ / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
 
 

@@ -150,7 +150,7 @@ def test_the_example_of_two_processes() -> None:
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*words, str(EXAMPLES / "two_processes.py")], capture_output=True, text=True, timeout=120, env=environment
+        [*words, str(EXAMPLES / "two_processes.py")], capture_output=True, text=True, timeout=600, env=environment
     )
     assert done.returncode == 0, done.stderr
     assert "steps of the last solve by process" in done.stdout

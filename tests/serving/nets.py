@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import equilibria as eq
+from equilibria.serving import engine, pool, tickets
 from tests.problems import matrix
+
+HOUR = 3600.0
 
 STOP = eq.Stop(rtol=1e-7, atol=1e-9, max_steps=60, on_failure="ignore")
 SOLVERS = [
@@ -19,6 +25,16 @@ SOLVERS = [
     eq.Broyden(),
     eq.Broyden(history=4),
 ]
+
+
+class Clock:
+    """The engine's clock for deadlines, put forward by hand: no test depends on how busy the machine is."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.passed = 0.0
+        for module in (engine, pool, tickets):
+            own = SimpleNamespace(monotonic=lambda: time.monotonic() + self.passed, perf_counter=time.perf_counter)
+            monkeypatch.setattr(module, "time", own)
 
 
 class GainCell(nn.Module):

@@ -24,7 +24,7 @@ from equilibria.serving import (
     UnservableModelError,
 )
 from tests.problems import name
-from tests.serving.nets import SOLVERS, STOP, Net, alone, requests
+from tests.serving.nets import HOUR, SOLVERS, STOP, Clock, Net, alone, requests
 
 ROUNDING = 1e-11  # answers of about 1 in float64, after up to 60 steps of an ill-conditioned history
 
@@ -183,14 +183,18 @@ def test_a_bad_request_does_not_change_the_other_answers(kind: str) -> None:
         assert (ours.status, ours.steps, ours.residual) == (theirs.status, theirs.steps, theirs.residual)
 
 
-def test_a_passed_deadline_returns_the_best_iterate_flagged_late() -> None:
+def test_a_passed_deadline_returns_the_best_iterate_flagged_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
     model = Net(eq.Picard(), stop=eq.Stop(max_steps=10**9, on_failure="ignore"))
     model.layer.cell = Oscillating()
     engine = Engine(model, rows=1)
     x = requests(1)[0]
-    ticket, behind = engine.submit(x, deadline=0.2), engine.submit(x, deadline=0.05)
-    while not ticket.done():
-        engine.step()
+    ticket, behind = engine.submit(x, deadline=2 * HOUR), engine.submit(x, deadline=HOUR)
+    for passed in (0.0, HOUR, 2 * HOUR):
+        clock.passed = passed
+        assert not ticket.done()
+        for _ in range(5):
+            engine.step()
     answer = ticket.result(0)
     assert answer.late and answer.steps > 0 and not answer.converged
     with pytest.raises(DeadlineExceededError, match="before a row was free"):
@@ -207,7 +211,7 @@ def test_threads_submit_and_cancel_while_the_engine_steps() -> None:
                 ticket = engine.submit(inputs[i])
                 if i % 7 == 3 and ticket.cancel():
                     continue
-                torch.testing.assert_close(ticket.result(60).output, expected[i], rtol=ROUNDING, atol=ROUNDING)
+                torch.testing.assert_close(ticket.result(600).output, expected[i], rtol=ROUNDING, atol=ROUNDING)
 
         failures: list[BaseException] = []
         threads = [threading.Thread(target=caught, args=(client, i, failures)) for i in range(4)]

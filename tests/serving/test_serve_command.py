@@ -40,7 +40,7 @@ def serving(model: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str],
             yield process, found.group()
         finally:
             process.terminate()
-            process.wait(30)
+            process.wait(300)
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_a_model_file_is_served_load_tested_and_drained(model: Path) -> None:
         found = load(address, "--rate", "200", "--count", "60", "--clients", "8")
         assert found["codes"] == {"200": 60} and 0 < found["p50"] <= found["p99"]
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(300) == 0
         assert process.stdout is not None
         assert len(re.findall(r"CONVERGED in \d+ steps, residual \S+, \S+ ms", process.stdout.read())) == 60
 
@@ -82,7 +82,7 @@ def test_sigterm_answers_running_requests(tmp_path: Path) -> None:
 
         def ask() -> None:
             request = urllib.request.Request(f"{address}/predict", body, {"Content-Type": "application/json"})
-            with urllib.request.urlopen(request, timeout=30) as response:
+            with urllib.request.urlopen(request, timeout=300) as response:
                 answers.append(json.load(response))
 
         thread = threading.Thread(target=ask)
@@ -93,7 +93,7 @@ def test_sigterm_answers_running_requests(tmp_path: Path) -> None:
             time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
         thread.join()
-        assert process.wait(30) == 0
+        assert process.wait(300) == 0
     assert answers and answers[0]["steps"] > 0
 
 
@@ -128,6 +128,6 @@ def in_browser(address: str, scheme: str, folder: Path) -> tuple[str, Path]:
     common += ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if scheme == "dark" else []
     wait = ["--virtual-time-budget=3000", "--window-size=1200,700"]
     shot = [*common, *wait, f"--screenshot={picture}", address]
-    subprocess.run(shot, check=True, capture_output=True, timeout=120)
-    done = subprocess.run([*common, *wait, "--dump-dom", address], check=True, capture_output=True, text=True, timeout=120)
+    subprocess.run(shot, check=True, capture_output=True, timeout=600)
+    done = subprocess.run([*common, *wait, "--dump-dom", address], check=True, capture_output=True, text=True, timeout=600)
     return done.stdout, picture

@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # before a process group exists, or defaults of its functions hold the group until exit
 from lightning_fabric import Fabric
 from lightning_fabric.strategies.model_parallel import ModelParallelStrategy
 from torch import nn

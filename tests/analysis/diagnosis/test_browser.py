@@ -37,7 +37,7 @@ def test_the_page_shows_its_plots(example: str, tmp_path: Path) -> None:
     looked = tmp_path / "looked.html"
     looked.write_text(page.read_text().replace("</body>", f"{LOOK}</body>"))
     command = [str(BROWSER), *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1200,900", "--dump-dom"]
-    shown = subprocess.run([*command, looked.as_uri()], capture_output=True, text=True, timeout=120, check=True).stdout
+    shown = subprocess.run([*command, looked.as_uri()], capture_output=True, text=True, timeout=600, check=True).stdout
     seen = re.search(r'data-seen="([^"]*)"', shown)
     assert seen is not None
     expected = page.read_text().count("<img")

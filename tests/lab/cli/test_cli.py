@@ -61,7 +61,7 @@ def test_diagnose_a_model_of_ones_own(script: Path, tmp_path: Path) -> None:
         str(tmp_path / "out"),
         "--eval",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert "3 samples of 4 numbers (float32), eval mode" in done.stdout
 

@@ -143,7 +143,7 @@ def test_a_run_that_was_cut_off_resumes_to_the_bit(tmp_path: Path) -> None:
 def test_two_processes_carry_rows_of_their_own(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "tests.lab.experiments.test_reasoning", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     run = Run.open(tmp_path)
     assert run.metrics[-1]["split"]["train"]["loss"] < 5

@@ -20,7 +20,7 @@ TOLERANCE = 1e-10  # float64, solves to 1e-12: what is left is the order of sums
 def torchrun(strategy: str, folder: Path, *more: int) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "tests.lab.training.launched", strategy, str(folder), *map(str, more)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def run(strategy: str, folder: Path) -> None:
