@@ -29,7 +29,7 @@ def experiment(row: str, scale: Scale = "full") -> Experiment[InversionSettings]
             "repeats": 1,
             "iterations": 3,
         },
-        "reduced": {"config": DIGITS, "repeats": 100},
+        "reduced": {"config": DIGITS, "repeats": 60, "samples": 6, "iterations": 40},
         "full": {"config": DIGITS, "repeats": 400, "samples": 32, "iterations": 200},
     }
     title, way = ROWS[row]
@@ -85,7 +85,7 @@ def inversion_table() -> Table:
         claims=claims,
         protocol={
             "debug": ("Debug scale: a tiny network, chains of 6. It proves nothing.", *_COMMON),
-            "reduced": ("2,245 training steps; 8 images, chains of 50 steps, 60 iterations.", *_COMMON),
+            "reduced": ("1,347 training steps; 6 images, chains of 50 steps, 40 iterations.", *_COMMON),
             "full": ("8,981 training steps; 32 images, chains of 50 steps, 200 iterations.", *_COMMON),
         },
         seeds={"debug": 1, "reduced": 3, "full": 3},

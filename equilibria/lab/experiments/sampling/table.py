@@ -29,7 +29,7 @@ SMALL = DenoiserConfig(width=16, blocks=1, embedding=8)
 
 
 def training(scale: Scale) -> Training:
-    """The training of the denoiser: one epoch over repeated images, 2,200 steps."""
+    """The training of the denoiser: one epoch over repeated images."""
     return Training(
         epochs=1,
         batch_size=64,
@@ -43,7 +43,7 @@ def experiment(row: str, scale: Scale = "full") -> Experiment[SamplingSettings]:
     """One row of the table of samples."""
     sizes: dict[Scale, dict[str, Any]] = {
         "debug": {"config": SMALL, "steps": 8, "samples": 4, "repeats": 1},
-        "reduced": {"config": DIGITS, "steps": 100, "samples": 64, "repeats": 100},
+        "reduced": {"config": DIGITS, "steps": 100, "samples": 32, "repeats": 60},
         "full": {"config": DIGITS, "steps": 100, "samples": 360, "repeats": 400},
     }
     title, options = ROWS[row]
@@ -114,7 +114,7 @@ def sampling_table() -> Table:
         ),
         protocol={
             "debug": ("Debug scale: a tiny network, 22 training steps, chains of 8. It proves nothing.", *_COMMON),
-            "reduced": ("2,245 training steps, 64 samples, chains of 100 steps.", *_COMMON),
+            "reduced": ("1,347 training steps, 32 samples, chains of 100 steps.", *_COMMON),
             "full": ("8,981 training steps, 360 samples, chains of 100 steps.", *_COMMON),
         },
         seeds={"debug": 1, "reduced": 3, "full": 3},
