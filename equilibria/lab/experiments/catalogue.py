@@ -14,6 +14,7 @@ from equilibria.lab.experiments.deq_language.table import tables as language_tab
 from equilibria.lab.experiments.deq_language.trellis_table import tables as trellis_tables
 from equilibria.lab.experiments.deq_language.wikitext_table import tables as wikitext_tables
 from equilibria.lab.experiments.digits.table import tables as digits_tables
+from equilibria.lab.experiments.fields.table import tables as field_tables
 from equilibria.lab.experiments.flow.table import tables as flow_tables
 from equilibria.lab.experiments.ignn.table import tables as graph_tables
 from equilibria.lab.experiments.jacobian_regularization.language_table import tables as language_method_tables
@@ -62,6 +63,7 @@ def tables() -> dict[str, Table]:
         *attractor_tables(),
         *flow_tables(),
         *sampling_tables(),
+        *field_tables(),
     )
     return {table.name: table for table in found}
 

@@ -1,0 +1,1 @@
+"""Experiments on signals as functions of their coordinates."""
