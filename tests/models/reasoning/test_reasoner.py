@@ -141,7 +141,7 @@ def test_one_step_gradient_is_jfb_at_any_state() -> None:
 @pytest.mark.parametrize("start", ["random", "learned"])
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 def test_a_direct_step_is_a_solve_of_no_steps_with_jfb(start: Any, noise: float) -> None:
-    """Values, residuals and gradients to the bit of the draws, from a new start and from a state; the solve stays in eval."""
+    """Values, residuals and gradients from the same draws, from a new start and from a state; in eval mode it is a solve."""
     x, found = tokens(), []
     for direct in (False, True):
         model = tiny(start=start, noise=noise, relaxation=0.9, direct=direct)
