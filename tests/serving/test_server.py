@@ -172,7 +172,7 @@ def test_a_full_queue_sends_retry_after_and_deadlines_hold(monkeypatch: pytest.M
     clock = Clock(monkeypatch)
     engine, answers = Engine(never_ending(), rows=1, queue=1), {}
 
-    def ask(name: str, deadline: float) -> threading.Thread:
+    def ask(port: int, name: str, deadline: float) -> threading.Thread:
         def asking() -> None:
             answers[name] = call(port, "POST", "/predict", {"inputs": GOOD, "deadline": deadline})
 
@@ -181,9 +181,9 @@ def test_a_full_queue_sends_retry_after_and_deadlines_hold(monkeypatch: pytest.M
         return thread
 
     with running(engine, limits=Limits(deadline=2 * HOUR)) as (_, port):
-        first = ask("first", 2 * HOUR)
+        first = ask(port, "first", 2 * HOUR)
         until(lambda: engine.active == 1 and engine.queued == 0)
-        second = ask("second", HOUR)
+        second = ask(port, "second", HOUR)
         until(lambda: engine.queued == 1)
         code, headers, _ = call(port, "POST", "/predict", {"inputs": GOOD, "deadline": HOUR})
         assert code == 429 and headers["retry-after"]
