@@ -13,11 +13,12 @@ from torch.utils import _pytree as pytree
 from equilibria._core import autodiff_modes
 from equilibria._core.autodiff_modes import not_traced
 from equilibria._core.compile import Compiler
+from equilibria._core.equation import CellEquation
 from equilibria._core.frozen_cell import Autocast, FrozenCell
 from equilibria._core.loop import check_solver
 from equilibria._core.packing import Layout, State
-from equilibria._core.problem import CellEquation
-from equilibria.gradients.base import Gradient, Problem
+from equilibria._core.problem import Problem
+from equilibria.gradients.base import Gradient
 from equilibria.gradients.implicit import Implicit
 from equilibria.gradients.warmup import Warmup
 from equilibria.remember import Keys

@@ -19,11 +19,12 @@ from equilibria._core import autodiff_modes
 from equilibria._core.bookkeeping import SolveRecord
 from equilibria._core.checks import require
 from equilibria._core.compile import Parts, Program
+from equilibria._core.equation import Equation, uses_batch_statistics
 from equilibria._core.loop import SolveResult
 from equilibria._core.maps import Counter
-from equilibria._core.problem import Equation, uses_batch_statistics
+from equilibria._core.problem import Problem
 from equilibria.deq import DEQ
-from equilibria.gradients.base import Gradient, Problem
+from equilibria.gradients.base import Gradient
 from equilibria.gradients.escalate import Escalate
 from equilibria.gradients.implicit import Implicit
 from equilibria.gradients.phantom import JFB, NeumannPhantom, UnrolledPhantom

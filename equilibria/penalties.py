@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from equilibria._core import autodiff_modes
 from equilibria._core.checks import require
 from equilibria._core.packing import State
+from equilibria._core.quarantine import quarantine
 from equilibria.explicit import Trajectory
-from equilibria.gradients.base import quarantine
 from equilibria.solution import Solution, Status
 from equilibria.stop import Stop
 

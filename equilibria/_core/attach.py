@@ -14,18 +14,19 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from equilibria._core import autodiff_modes
+from equilibria._core.adjoint import cotangent, file_lost, verified
+from equilibria._core.equation import OUT_OF_REACH
+from equilibria._core.linear import AdjointEquation
 from equilibria._core.maps import LinearMap
-from equilibria._core.primitive import ImplicitProblem, file_lost
-from equilibria._core.problem import OUT_OF_REACH
-from equilibria.gradients.base import cotangent_scale, quarantine
+from equilibria._core.problem import Problem
+from equilibria._core.quarantine import cotangent_scale, quarantine
 from equilibria.solution import Status
 
 
-def attach(task: ImplicitProblem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
+def attach(problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
     """The equilibrium, (batch, n), with first-order gradients for every tensor the cell used."""
     if autodiff_modes.inside_transform():
         raise RuntimeError(OUT_OF_REACH)
-    problem = task.problem
     result = problem.run(z0, [arg.detach() for arg in args])
     if not torch.is_grad_enabled():
         return result.z
@@ -34,7 +35,7 @@ def attach(task: ImplicitProblem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
         z, inputs, _ = quarantine(problem.equation, z, args, z, good)
     leaf = z.detach().requires_grad_()
     out = problem.equation(leaf, *inputs)
-    return _Attach.apply(task, result.z, out, leaf, good, [arg.detach() for arg in inputs])
+    return _Attach.apply(problem, result.z, out, leaf, good, [arg.detach() for arg in inputs])
 
 
 class _Attach(Function):
@@ -42,9 +43,9 @@ class _Attach(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, task: ImplicitProblem, z: Tensor, out: Tensor, leaf: Tensor, good: Tensor, inputs: list[Tensor]
+        ctx: Any, problem: Problem, z: Tensor, out: Tensor, leaf: Tensor, good: Tensor, inputs: list[Tensor]
     ) -> Tensor:
-        ctx.task, ctx.out, ctx.leaf, ctx.good, ctx.inputs = task, out, leaf, good, inputs
+        ctx.problem, ctx.out, ctx.leaf, ctx.good, ctx.inputs = problem, out, leaf, good, inputs
         return z.clone()
 
     @staticmethod
@@ -60,17 +61,19 @@ class _Attach(Function):
         lost = ctx.good & ~torch.isfinite(v).all(dim=1)
         keep = (ctx.good & ~lost).unsqueeze(1)
         v = torch.where(keep, v, torch.zeros_like(v))
-        size = cotangent_scale(ctx.task.problem.equation, v, measured=False)
+        equation = ctx.problem.equation
+        adjoint = ctx.problem.derived(AdjointEquation(equation), "adjoint")
+        size = cotangent_scale(equation, v, measured=False)
         system = _adjoint_map(ctx, v / size)
-        u = ctx.task.cotangent(system)
-        u = ctx.task.verified(system, u, system(u) - u, lambda u: system(u) - u)
-        assert u is not None
-        u = torch.where(keep, u * size, torch.zeros_like(v))
-        overflowing = _overflowing(system, u, ctx.task.problem.equation.precision)
+        u = cotangent(adjoint, system)
+        sure = verified(adjoint, system, u, system(u) - u, lambda u: system(u) - u)
+        assert sure is not None
+        u = torch.where(keep, sure * size, torch.zeros_like(v))
+        overflowing = _overflowing(system, u, equation.precision)
         if overflowing is not None:
             lost, u = lost | overflowing, torch.where(overflowing.unsqueeze(1), torch.zeros_like(u), u)
         if bool(lost.any()):
-            file_lost(ctx.task, lost)
+            file_lost(adjoint, lost)
         return (u,)
 
 
@@ -89,7 +92,7 @@ def _overflowing(system: LinearMap, u: Tensor, precision: float) -> Tensor | Non
 
 def _adjoint_map(ctx: Any, rhs: Tensor) -> LinearMap:
     """The affine map g -> J'g + rhs on the graph that forward kept."""
-    out, leaf, equation = ctx.out, ctx.leaf, ctx.task.problem.equation
+    out, leaf, equation = ctx.out, ctx.leaf, ctx.problem.equation
 
     def transposed(u: Tensor) -> Tensor:
         (product,) = torch.autograd.grad(out, leaf, u, retain_graph=True, allow_unused=True)

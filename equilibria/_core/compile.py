@@ -29,10 +29,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from equilibria._core import autodiff_modes
 from equilibria._core.bookkeeping import SolveRecord
+from equilibria._core.equation import Equation
 from equilibria._core.frozen_cell import no_autocast
 from equilibria._core.loop import SolveResult, finished, measure, solve
 from equilibria._core.maps import Counter, FlatMap, Map
-from equilibria._core.problem import Equation
 from equilibria.solution import Status
 from equilibria.solvers.base import Solver
 from equilibria.solvers.picard import Picard

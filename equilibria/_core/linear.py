@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from equilibria._core import autodiff_modes
+from equilibria._core.equation import Equation
 from equilibria._core.maps import Linearisation, LinearMap, Map
-from equilibria._core.problem import Equation
 
 
 class LinearEquation(Equation):

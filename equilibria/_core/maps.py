@@ -16,7 +16,7 @@ from torch import Tensor
 from equilibria._core import autodiff_modes
 
 if TYPE_CHECKING:
-    from equilibria._core.problem import Equation
+    from equilibria._core.equation import Equation
 
 FlatMap = Callable[[Tensor], Tensor]  # (batch, n) -> (batch, n)
 

@@ -1,270 +1,250 @@
-"""Equations: maps F(z, *args) on matrices that take every tensor they depend on as an argument.
+"""The problem of one solve: an equation with its solver, tolerances and report, and how its derivatives are solved.
 
-Explicit arguments make derivatives of any order possible: an autograd.Function differentiates the tensors that are
-passed to it, never those in a closure.
+`Problem.run` solves it without a graph. Rows are solved separately. If rows depend on each other, as with batch statistics,
+the batch is solved as one system: Krylov spaces and mixing weights per sample are not valid there, because J is not block
+diagonal, and a sample that is frozen when it converges does not stay converged while the other samples change. Whether
+rows depend on each other is found out by the loop, and kept by the equation for the backward pass.
 """
 
 from __future__ import annotations
 
-import weakref
-from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
-from equilibria._core import autodiff_modes
-from equilibria._core.compaction import CellIdentity, is_known_to_couple, remember_coupling
-from equilibria._core.frozen_cell import Autocast, FrozenCell
-from equilibria._core.maps import Map
-from equilibria._core.packing import Layout, State
+from equilibria._core.compaction import ROUNDING, rows_mix
+from equilibria._core.compile import Compiler
+from equilibria._core.equation import Equation
+from equilibria._core.failures import report_failures
+from equilibria._core.loop import VERIFICATIONS, SolveResult, measure, solve
+from equilibria._core.maps import FlatMap, LinearMap, Map
+from equilibria.solution import Report, Stats, Status
+from equilibria.solvers.fallback import AnySolver
+from equilibria.solvers.krylov import GMRES
+from equilibria.stop import Stop
 
+if TYPE_CHECKING:
+    from equilibria.gradients.approximations import Approximation
 
-class Equation(ABC):
-    """F(z, *args), (rows, n) -> (rows, n)."""
-
-    linear: bool = False  # True if F is affine in z and its right-hand side is one of the args
-    rowwise: tuple[bool, ...]  # True for each arg that has a row per sample
-    precision: float  # machine epsilon of the dtype F computes in
-    identity: CellIdentity  # of the cell, shared by the linear equations of its derivatives
-    separable: bool = False  # True if a solve ran rows without the others, and they gave the same
-
-    @abstractmethod
-    def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
-        """F(z, *args), differentiable in z and in every arg."""
-
-    def bind(self, args: Sequence[Tensor]) -> Map:
-        """The map z -> F(z, *args) for the solver loop, which does not differentiate it."""
-        return Map(lambda z: self(z, *args), self, args)
-
-    def take(self, args: Sequence[Tensor], index: Tensor) -> list[Tensor]:
-        """The args restricted to the rows at `index`; args without rows are returned unchanged."""
-        return [arg[index] if rows else arg for arg, rows in zip(args, self.rowwise, strict=True)]
-
-    def right(self, *args: Tensor) -> Tensor | None:
-        """The right-hand side of a linear equation, to which its tolerance is relative; None for other equations."""
-        return None
-
-    def product(self, z: Tensor, *args: Tensor) -> Tensor:
-        """M z for a linear equation F(z) = M z + right; TypeError for other equations."""
-        raise TypeError(f"{type(self).__name__} is not linear.")
-
-    def untraceable(self) -> str | None:
-        """The reason why F cannot be traced; None if one trace is valid for as long as `fingerprint` stays the same."""
-        return "it is not a function of tensors alone"
-
-    def fingerprint(self) -> Hashable:
-        """A key of everything F depends on besides its args."""
-        return self.identity.mode
-
-    @property
-    def coupled(self) -> bool | None:
-        """True if rows depend on each other, False if a check found that they do not, None before the first check."""
-        return False
-
-    @property
-    def may_uncouple(self) -> bool:
-        """True if rows depended on each other in an earlier solve and the cell may have changed since."""
-        return False
-
-    @abstractmethod
-    def set_coupled(self, coupled: bool, *, warn: bool = True) -> None:
-        """Store whether rows depend on each other, for the backward pass and for later solves of the cell."""
-
-    @property
-    def restrictable(self) -> bool:
-        """True if `take` works. The loop verifies that the rows taken give the same values before it drops the others."""
-        return not self.coupled
+AdjointFailure = Literal["ignore", "warn", "raise", "fall_back"]
+TIGHTER = 2.0  # factor by which the tolerance is tightened beyond what the worst row needs
 
 
-class CellEquation(Equation):
-    """A cell on nested states as an equation on matrices; its args are the inputs, parameters, masks and buffers.
+@dataclass(frozen=True)
+class LinearSolve:
+    """How the linear systems of the derivatives of a problem are solved.
 
-    Buffers are constant during a solve. If the cell updates them (batch norm), every evaluation works on a copy, and
-    `settle` updates the module's own buffers once, at the equilibrium.
+    solver, stop, on_failure  for the exact solution
+    approximation             a formula used in place of the exact solution; None: no formula
+    when                      the largest relative residual at which the formula is used; None: it is always used
     """
 
-    def __init__(self, cell: FrozenCell, layout: Layout, inputs: Sequence[Any]) -> None:
-        self.cell, self.layout = cell, layout
-        self._leaves, self._inputs_spec = pytree.tree_flatten(tuple(inputs))
-        tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
-        self.opaque = cell.sharded  # True if the cell depends on tensors that cannot be passed as arguments
-        own = cell.tensors()
-        self._snapshot = None if cell.module is None or cell.sharded else cell.snapshot()
-        self._names = (*own.parameters, *own.weights, *own.masks, *own.buffers)
-        self._buffers = tuple(own.buffers)
-        self._inputs = len(tensors)
-        may_move = cell.training and len(own.buffers) > 0
-        self.moves_buffers = None if may_move else False  # True if the cell updates its buffers; None before its first run
-        self._writes: bool | None = None  # True if the cell writes into its state in place; None before its first run
-        kept = [buffer.clone() if may_move else buffer for buffer in own.buffers.values()]  # `settle` updates the originals
-        still = (*own.parameters.values(), *own.weights.values())
-        masks = tuple(own.masks.values())
-        self._own = (*still, *masks, *kept)
-        self.args: tuple[Tensor, ...] = (*tensors, *self._own)
-        self.autocast = Autocast.current(layout.device)
-        self.precision = torch.finfo(self.autocast.dtype).eps if self.autocast.enabled else layout.precision
-        self._needs_context = self.autocast.enabled or cell.holds
-        rows = [layout.has_rows(tensor) for tensor in tensors]
-        self.rowwise = (*rows, *[False] * len(still), *map(layout.has_rows, masks), *[False] * len(kept))
-        lasting, mode = cell.module is not None, (cell.training, self.rowwise)
-        self.identity = CellIdentity(_owner(cell.original), lasting, mode, silent=not lasting and not any(rows))
-        norms = [module for module in cell.modules if isinstance(module, _NormBase)]
-        self._batch_statistics = any(map(uses_batch_statistics, norms))
-        self._coupled: bool | None = True if self._batch_statistics or is_known_to_couple(self.identity) else None
-
-    def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
-        return self._run(z, args, self._unflatten(args), direct=False)
-
-    def bind(self, args: Sequence[Tensor]) -> Map:
-        # the module itself may be called if the args are its own tensors
-        own, inputs = all(a is b for a, b in zip(args[self._inputs :], self._own, strict=True)), self._unflatten(args)
-        return Map(lambda z: self._run(z, args, inputs, direct=own), self, args)
+    solver: AnySolver = dataclasses.field(default_factory=GMRES)
+    stop: Stop = Stop()
+    on_failure: AdjointFailure | None = None  # None uses `stop.on_failure`
+    approximation: Approximation | None = None
+    when: float | None = None
 
     @property
-    def coupled(self) -> bool | None:
-        return self._coupled
+    def formula(self) -> Approximation | None:
+        """The formula for derivatives of any order: `approximation` if it is always used, else None."""
+        return self.approximation if self.when is None else None
 
-    @property
-    def may_uncouple(self) -> bool:
-        return bool(self._coupled) and not self._batch_statistics
 
-    def set_coupled(self, coupled: bool, *, warn: bool = True) -> None:
-        if coupled is not self._coupled and not self._batch_statistics:
-            self._coupled = coupled
-            remember_coupling(self.identity, coupled, warn=warn)
+@dataclass(frozen=True)
+class Problem:
+    """The problem z = equation(z, *args) with its solver, stop and report.
 
-    @property
-    def restrictable(self) -> bool:
-        # the dropout masks of a sharded cell are not args, so that `take` cannot restrict them
-        return not self._batch_statistics and not (self.opaque and self.cell.dropouts)
+    what    "forward" for a cell; "adjoint" or "tangent" for a linear system of its derivatives, whose args are
+            (z, right-hand side, *args) and whose tolerance is relative to that right-hand side
+    known   F(z0) if it has been computed already
+    opaque  True if the equation depends on tensors that are not among its args
+    """
 
-    def untraceable(self) -> str | None:
-        if self.cell.module is None:
-            return "the cell is a function, which may close over other data every time; an nn.Module can be compiled"
-        if self.opaque or self.coupled or self.moves_buffers is not False:
-            return "the cell is sharded, couples the samples or has buffers that may change in training"
-        return None
+    equation: Equation
+    solver: AnySolver
+    stop: Stop
+    report: Report
+    what: Literal["forward", "adjoint", "tangent"] = "forward"
+    on_failure: AdjointFailure | None = None  # None uses `stop.on_failure`
+    known: Tensor | None = None
+    opaque: bool = False
+    keep_state: bool = False  # return the state of the solver in the SolveResult
+    solves: int = 0  # number of earlier solves of the layer in training mode
+    verify: bool = True  # measure the residual of the result if the solver updates its residual by a recurrence
+    linear: LinearSolve = LinearSolve()  # for the linear systems of the derivatives
+    compiler: Compiler | None = None  # the layer's compiler; None if its solves are not compiled
+    measured_later: bool = False  # True if backward evaluates the cell at the result and measures the residual there
 
-    def fingerprint(self) -> Hashable:
-        constants = tuple(_known(leaf) for leaf in self._leaves if not isinstance(leaf, Tensor))
-        settings = tuple(_settings(module) for module in self.cell.sources)
-        # TreeSpecs are not hashable in torch 2.6, their text is
-        return self.identity.mode, self.autocast, constants, repr(self._inputs_spec), self.layout.leaves, settings
+    def run(self, z0: Tensor, args: Sequence[Tensor]) -> SolveResult:
+        """Solve from z0, (batch, n), without a graph; store the statistics in `report` and report failures."""
+        with torch.no_grad():
+            f = self.equation.bind(args)
+            return self.run_map(f, z0, f.rhs if isinstance(f, LinearMap) else None)
 
-    def captures(self, z: Tensor) -> tuple[Tensor, bool]:
-        """F(z), and True if a plain callable closes over tensors that require gradients."""
-        with torch.enable_grad():
-            args = [autodiff_modes.primal(arg).detach() for arg in self.args]
-            out = self._run(z, args, self._unflatten(args), direct=True)
-        mapped = autodiff_modes.is_mapped(out) and not any(autodiff_modes.is_mapped(arg) for arg in (z, *self.args))
-        if mapped or autodiff_modes.tangent(out) is not None:
-            raise RuntimeError(OUT_OF_REACH)
-        return out.detach(), out.requires_grad
-
-    def settle(self, z: Tensor) -> bool:
-        """Run the cell at z, (batch, n), so that it updates its own buffers; True, because it was run."""
-        with torch.no_grad(), self.autocast.inside(), self.cell.in_place():
-            self.cell.cell(self.layout.unpack(z.clone() if self._writes else z), *self._unflatten(self.args))
-        return True
-
-    def _run(self, z: Tensor, args: Sequence[Tensor], inputs: Sequence[Any], *, direct: bool) -> Tensor:
-        """Evaluate the cell on the matrix z; `direct` calls it without replacing its tensors by `args`."""
-        first = self._writes is None
-        given = _copied(z) if first or self._writes else z  # a cell that writes in place must not change the solver's z
-        state, direct = self.layout.unpack(given), direct and self.moves_buffers is False
-        # the leaves and not `given`: unpacking copies some leaves and returns views for others, depending on the batch size
-        watched = [(part, _version(part)) for part in pytree.tree_leaves(state)] if first else []
-        if direct and not self._needs_context:  # fast path: entering a context takes measurable time
-            out = self.cell.cell(state, *inputs)
+    def run_map(self, f: Map, z0: Tensor, rhs: Tensor | None = None) -> SolveResult:
+        """As `run`, for the bound map `f`; `rhs` is what the tolerance of a linear system is relative to."""
+        if self.equation.coupled and z0.shape[0] > 1:
+            result = self._solve_coupled(f, z0, rhs)
         else:
-            with self.autocast.inside(), self.cell.in_place():
-                out = self.cell.cell(state, *inputs) if direct else self._run_functional(state, inputs, args[self._inputs :])
-        if first:
-            self._writes = any(version is None or _version(part) != version for part, version in watched)
-        packed = self.layout.pack_output(out, z.shape[0], cast=self.autocast.enabled)
-        return self.layout.refuse_overflow(z, packed) if self.layout.narrow else packed
+            result = self._solve_rows(f, z0, rhs)
+        if self.what == "forward":
+            self.report.stats = result.stats
+            self.report.nonfinite = result.failed and result.stats.count(Status.NONFINITE) > 0
+            self.report.unmeasured = result.unmeasured
+        else:
+            self.report.adjoint = result.stats
+        if result.failed and self.on_failure != "ignore":
+            action = "warn" if self.on_failure == "fall_back" else self.on_failure
+            self.report_failures(result.stats, action)
+        if rhs is not None and self.on_failure == "fall_back":  # failed rows get the Jacobian-free cotangent g = v
+            return dataclasses.replace(result, z=torch.where(result.stats.failed.unsqueeze(1), rhs, result.z))
+        return result
 
-    def _run_functional(self, state: State, inputs: Sequence[Any], tensors: Sequence[Tensor]) -> State:
-        """Call a copy of the module with `tensors` in place of its own, so that the module is not modified."""
-        named = dict(zip(self._names, tensors, strict=True))
-        if self.moves_buffers is not False:
-            named |= {name: _copied(named[name]) for name in self._buffers}
-        before = [(named[name], _version(named[name])) for name in self._buffers] if self.moves_buffers is None else []
-        arguments = (state, *inputs)
-        snapshot = self._snapshot  # the cell itself may have been changed between forward and backward
-        out: State = self.cell.cell(*arguments) if snapshot is None else snapshot.call(named, arguments)
-        if self.moves_buffers is None:
-            after = [named[name] for name in self._buffers]
-            self.moves_buffers = any(
-                new is not old or version is None or _version(new) != version
-                for new, (old, version) in zip(after, before, strict=True)
-            )
-        return out
+    def _solve_rows(self, f: Map, z0: Tensor, rhs: Tensor | None) -> SolveResult:
+        """Solve row by row; continue with the batch as one system if the solve finds that rows depend on each other."""
+        equation, precision = self.equation, self.equation.precision
+        run = solve if self.compiler is None else self.compiler.solve
+        result = run(
+            f,
+            z0,
+            self.solver,
+            self.stop,
+            scale=None if rhs is None else self.stop.norm(rhs),
+            precision=precision,
+            known=self.known,
+            keep_state=self.keep_state,
+            verify=self.verify,
+            measured_later=self.measured_later,
+        )
+        if result.coupled is not None:
+            equation.separable = not result.coupled
+            equation.set_coupled(result.coupled, warn=self.stop.compact)  # without compaction the cost is accepted
+        left = self.stop.max_steps - result.taken
+        if not result.coupled or left <= 0 or not bool(result.stats.failed.any()):
+            return result
+        stop = dataclasses.replace(self.stop, max_steps=left)
+        return go_on(result, solve_rows_as_one(f, result.z, self.solver, stop, precision=precision))
 
-    def _unflatten(self, args: Sequence[Tensor]) -> Sequence[Any]:
-        """The nested inputs of the cell, with the first tensors of `args` as leaves."""
-        tensors = iter(args)
-        leaves = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
-        inputs: Sequence[Any] = pytree.tree_unflatten(leaves, self._inputs_spec)
-        return inputs
+    def _solve_coupled(self, f: Map, z0: Tensor, rhs: Tensor | None) -> SolveResult:
+        """Solve the batch as one system; a cell that may have changed is checked again afterwards."""
+        equation, precision = self.equation, self.equation.precision
+        if self.what == "forward" and equation.may_uncouple:
+            result = solve_rows_as_one(f, z0, self.solver, self.stop, precision=precision)
+            equation.set_coupled(bool(rows_mix(f.raw, result.z, precision)))
+            return result
+        return solve_coupled(f, z0, self.solver, self.stop, right=rhs, precision=precision, known=self.known)
+
+    def derived(self, equation: Equation, what: Literal["adjoint", "tangent"]) -> Problem:
+        """The problem of a linear system of the derivatives, which is solved by the settings in `linear`."""
+        by = self.linear
+        return Problem(equation, by.solver, by.stop, self.report, what, by.on_failure, linear=by, compiler=self.compiler)
+
+    def report_failures(self, stats: Stats, action: Any = None) -> None:
+        """Report failed samples of this problem; None uses `stop.on_failure`."""
+        owner = self.equation.identity.owner
+        report_failures(stats, self.stop, self.solver, what=self.what, owner=owner, on_failure=action)
+
+    def measure(self, z: Tensor, fz: Tensor, args: Sequence[Tensor]) -> None:
+        """Check the residuals of the result z, (batch, n), by fz = F(z); rows wrongly marked CONVERGED become STALLED.
+
+        An evaluation in a batch of another size rounds differently, which is allowed for.
+        """
+        stats, stop, precision = self.report.stats, self.stop, self.equation.precision
+        assert stats is not None
+        self.report.unmeasured = False
+        length, size = stop.norm(fz - z), stop.norm(fz)
+        residual, rounding = length / size, ROUNDING * precision
+        if not bool(((residual - stats.residual).abs() > rounding).any()):  # nan is a row of zeros, or in quarantine
+            return
+        wrong = stats.converged & (length > stop.atol + (stop.rtol + rounding) * size)
+        status, residual = stats.status.masked_fill(wrong, Status.STALLED), torch.where(size > 0, residual, stats.residual)
+        self.report.stats = dataclasses.replace(stats, status=status, residual=residual)
+        if bool(wrong.any()):
+            equation = self.equation
+            with torch.no_grad():
+                equation.set_coupled(bool(rows_mix(lambda y: equation(y, *args).detach(), z, precision)))
+            self.report_failures(self.report.stats)
 
 
-OUT_OF_REACH = (
-    "The cell closes over tensors that are being differentiated or mapped over. Only tensors that are passed to it can be "
-    "tracked: forward mode, torch.func transforms and second derivatives need them as inputs, "
-    "f(z, *inputs), or as parameters of a cell that is an nn.Module."
-)
+def solve_coupled(
+    f: FlatMap, z0: Tensor, solver: AnySolver, stop: Stop, *, right: Tensor | None, precision: float, known: Tensor | None
+) -> SolveResult:
+    """As `loop.solve`, with the batch as one row of batch * n numbers; every sample gets the statistics of that row.
 
-
-def _copied(tensor: Tensor) -> Tensor:
-    """A copy with a version counter, also under `torch.inference_mode()`, where a plain clone has none."""
-    if not torch.is_inference_mode_enabled() or autodiff_modes.inside_transform():
-        return tensor.clone()
-    with torch.inference_mode(False):
-        copy = torch.empty_like(tensor)
-    return copy.copy_(tensor)
-
-
-def _version(tensor: Tensor) -> int | None:
-    """The version counter, which every in-place write increments; None for inference tensors, which have none.
-
-    A tensor whose version is None counts as written to.
+    right  (batch, n), the right-hand side of a linear equation, to which the tolerance is relative
+    known  (batch, n), f(z0) if it has been evaluated
     """
-    return None if tensor.is_inference() else tensor._version
+    batch, n = z0.shape
+
+    def join(x: Tensor) -> Tensor:
+        return x.reshape(1, batch * n)
+
+    def joined(g: FlatMap) -> FlatMap:
+        return lambda x: join(g(x.reshape(batch, n)))
+
+    whole = joined(f)
+    if isinstance(f, LinearMap):
+        whole = LinearMap(joined(f.product), joined(f.transposed), join(f.rhs))
+    scale = None if right is None else stop.norm(join(right))
+    result = solve(
+        whole, join(z0), solver, stop, scale=scale, precision=precision, known=None if known is None else join(known)
+    )
+    return dataclasses.replace(result, z=result.z.reshape(batch, n), stats=_spread(result.stats, batch))
 
 
-def _settings(module: nn.Module) -> Hashable:
-    """A module's type and attributes except tensors and submodules: a trace takes them, including hooks, as constants."""
-    elsewhere = ("_parameters", "_buffers", "_modules")
-    return type(module), tuple((name, _known(value)) for name, value in vars(module).items() if name not in elsewhere)
+def solve_rows_as_one(f: FlatMap, z0: Tensor, solver: AnySolver, stop: Stop, *, precision: float) -> SolveResult:
+    """As `solve_coupled`, repeated with tighter tolerances until every row meets its own; status is per row."""
+    result = solve_coupled(f, z0, solver, stop, right=None, precision=precision, known=None)
+    factor = 1.0
+    for _ in range(VERIFICATIONS):
+        claimed, left = result.stats.converged, stop.max_steps - result.taken
+        result = measure(result, f, stop, precision)
+        short = claimed & result.stats.failed
+        if left <= 0 or not bool(short.any()):
+            return result
+        # the batch as one vector meets the tolerance, but some row does not
+        factor *= TIGHTER * max(float(result.stats.residual[short].max()) / max(stop.rtol, precision), 1.0)
+        tighter = dataclasses.replace(stop, rtol=stop.rtol / factor, atol=stop.atol / factor, max_steps=left)
+        result = go_on(result, solve_coupled(f, result.z, solver, tighter, right=None, precision=precision, known=None))
+    return measure(result, f, stop, precision)
 
 
-def _known(value: Any) -> Hashable:
-    """A key of a value: numbers, strings and containers by content, other objects by identity."""
-    if isinstance(value, (list, tuple)):
-        return type(value), tuple(map(_known, value))
-    if isinstance(value, dict):
-        return type(value), tuple((key, _known(each)) for key, each in value.items())
-    return value if isinstance(value, (bool, int, float, str, type(None))) else id(value)
+def go_on(first: SolveResult, then: SolveResult) -> SolveResult:
+    """Join two successive solves: the result and status of the second one, the steps and evaluations of both."""
+    a, b = first.stats, then.stats
+    trace = None
+    if a.trace is not None and b.trace is not None:
+        trace = tuple(torch.cat([x, y[1:]]) for x, y in zip(a.trace, b.trace, strict=True))
+    stats = dataclasses.replace(
+        b,
+        steps=a.steps + b.steps,
+        rejected=a.rejected + b.rejected,
+        best=a.steps + b.best,
+        evaluations=a.evaluations + b.evaluations,
+        sample_evaluations=a.sample_evaluations + b.sample_evaluations,
+        products=a.products + b.products,
+        trace=trace,
+        iterates=a.iterates + b.iterates,
+        handovers=a.handovers + b.handovers,
+    )
+    return dataclasses.replace(then, stats=stats, taken=first.taken + then.taken, coupled=True)
 
 
-def uses_batch_statistics(module: nn.Module) -> bool:
-    """True if the module normalizes over the batch: batch norm, except in eval mode with running statistics."""
-    over_batch = isinstance(module, _NormBase) and not isinstance(module, _InstanceNorm)
-    return over_batch and (module.training or not module.track_running_stats)
-
-
-def _owner(cell: Any) -> Any:
-    """A hashable, weakly referable object that lives as long as the cell; None if there is none."""
-    owner = cell if isinstance(cell, nn.Module) else getattr(cell, "__code__", cell)
-    try:
-        weakref.ref(owner)
-        hash(owner)
-    except TypeError:
-        return None
-    return owner
+def _spread(stats: Stats, batch: int) -> Stats:
+    """The statistics of one row, repeated for every sample of the batch."""
+    return dataclasses.replace(
+        stats,
+        status=stats.status.repeat(batch),
+        steps=stats.steps.repeat(batch),
+        rejected=stats.rejected.repeat(batch),
+        best=stats.best.repeat(batch),
+        residual=stats.residual.repeat(batch),
+        sample_evaluations=stats.sample_evaluations * batch,
+        trace=None if stats.trace is None else stats.trace * batch,
+        iterates=tuple(z.reshape(batch, -1) for z in stats.iterates),
+    )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from equilibria._core.checks import require
 from equilibria._core.maps import FlatMap, Linearisation
-from equilibria.gradients.base import quarantine
+from equilibria._core.quarantine import quarantine
 from equilibria.solution import Solution, Status
 from equilibria.solvers.rowwise import divide, dot
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from equilibria._core.attach import attach
 from equilibria._core.checks import require
 from equilibria._core.primitive import differentiable_fixed_point
+from equilibria._core.problem import Problem
 from equilibria.gradients.approximations import Approximation, Neumann
-from equilibria.gradients.base import Gradient, Problem
+from equilibria.gradients.base import Gradient
 from equilibria.gradients.implicit import Implicit
 from equilibria.gradients.phantom import JFB, NeumannPhantom
 
@@ -40,8 +41,9 @@ class Escalate(Gradient):
         self._approximation()
 
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
-        task = dataclasses.replace(self.exact.task(problem), approximation=self._approximation(), when=self.when)
-        return attach(task, z0, args) if problem.opaque else differentiable_fixed_point(task, z0, *args)[0]
+        linear = dataclasses.replace(self.exact.linear(problem), approximation=self._approximation(), when=self.when)
+        problem = dataclasses.replace(problem, linear=linear)
+        return attach(problem, z0, args) if problem.opaque else differentiable_fixed_point(problem, z0, *args)[0]
 
     def _approximation(self) -> Approximation:
         """The formula of `cheap`; TypeError if it has none."""

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from equilibria._core.attach import attach
-from equilibria._core.primitive import ImplicitProblem, differentiable_fixed_point
-from equilibria.gradients.base import AdjointFailure, Gradient, Problem
+from equilibria._core.primitive import differentiable_fixed_point
+from equilibria._core.problem import AdjointFailure, LinearSolve, Problem
+from equilibria.gradients.base import Gradient
 from equilibria.solvers.fallback import AnySolver
 from equilibria.solvers.krylov import GMRES
 from equilibria.stop import DefaultTolerance, Stop
@@ -40,14 +41,14 @@ class Implicit(Gradient):
             raise ValueError(f"Implicit's on_failure must be one of {choices}, got {self.on_failure!r}.")
 
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
-        task = self.task(problem)
-        return attach(task, z0, args) if problem.opaque else differentiable_fixed_point(task, z0, *args)[0]
+        problem = dataclasses.replace(problem, linear=self.linear(problem))
+        return attach(problem, z0, args) if problem.opaque else differentiable_fixed_point(problem, z0, *args)[0]
 
-    def task(self, problem: Problem) -> ImplicitProblem:
-        """The problem with the settings of its linear systems."""
+    def linear(self, problem: Problem) -> LinearSolve:
+        """The settings of the linear systems of the problem."""
         default = isinstance((self.stop or problem.stop).rtol, DefaultTolerance)
         stop = _linear_stop(self.stop, problem.stop, problem.equation.precision if default else 0.0)
-        return ImplicitProblem(problem, self.solver or _GMRES, stop, self.on_failure)
+        return LinearSolve(self.solver or _GMRES, stop, self.on_failure)
 
 
 _GMRES = GMRES()

@@ -14,12 +14,13 @@ from equilibria._core import autodiff_modes
 from equilibria._core.attach import attach
 from equilibria._core.checks import require
 from equilibria._core.failures import report_failures
-from equilibria._core.primitive import ImplicitProblem, differentiable_fixed_point
+from equilibria._core.primitive import differentiable_fixed_point
+from equilibria._core.problem import LinearSolve, Problem
+from equilibria._core.quarantine import quarantine
 from equilibria.gradients.approximations import Neumann
-from equilibria.gradients.base import Gradient, Problem, quarantine, with_zero_gradient
+from equilibria.gradients.base import Gradient, with_zero_gradient
 from equilibria.gradients.watched import watched
 from equilibria.solution import Status
-from equilibria.solvers.krylov import GMRES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,17 +96,17 @@ class NeumannPhantom(Gradient):
         _check("NeumannPhantom", self.steps, self.damping)
 
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
-        task = ImplicitProblem(problem, GMRES(), problem.stop, approximation=Neumann(self.steps, self.damping))
-        return attach(task, z0, args) if problem.opaque else differentiable_fixed_point(task, z0, *args)[0]
+        linear = LinearSolve(stop=problem.stop, approximation=Neumann(self.steps, self.damping))
+        problem = dataclasses.replace(problem, linear=linear)
+        return attach(problem, z0, args) if problem.opaque else differentiable_fixed_point(problem, z0, *args)[0]
 
 
 def solve_detached(problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """The equilibrium without a graph, (batch, n), and its status; uses the primitive, which supports torch.func."""
-    task = ImplicitProblem(problem, GMRES(), problem.stop)
     if torch.is_grad_enabled() and not autodiff_modes.inside_transform():
-        task = dataclasses.replace(task, problem=dataclasses.replace(problem, measured_later=True))  # by `unroll_from`
+        problem = dataclasses.replace(problem, measured_later=True)  # by `unroll_from`
     with torch.no_grad():
-        z, status = differentiable_fixed_point(task, z0.detach(), *[arg.detach() for arg in args])
+        z, status = differentiable_fixed_point(problem, z0.detach(), *[arg.detach() for arg in args])
     return z.detach(), status
 
 

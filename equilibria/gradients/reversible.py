@@ -16,8 +16,10 @@ from equilibria._core import autodiff_modes
 from equilibria._core.checks import require
 from equilibria._core.failures import report_failures
 from equilibria._core.maps import Linearisation, Map
+from equilibria._core.problem import Problem
+from equilibria._core.quarantine import quarantine
 from equilibria._core.search import all_finite, sum_finite_shares
-from equilibria.gradients.base import Gradient, Problem, check_first_order, quarantine
+from equilibria.gradients.base import Gradient, check_first_order
 from equilibria.solution import Status, empty_stats
 from equilibria.solvers.base import Iterate, Solver
 from equilibria.solvers.picard import Picard

@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from equilibria._core import autodiff_modes
+from equilibria._core.adjoint import backward_first_order
 from equilibria._core.checks import require
 from equilibria._core.maps import FlatMap
-from equilibria._core.primitive import ImplicitProblem, backward_first_order
+from equilibria._core.problem import LinearSolve, Problem
 from equilibria.gradients.approximations import Approximation
-from equilibria.gradients.base import Gradient, Problem, check_first_order
+from equilibria.gradients.base import Gradient, check_first_order
 from equilibria.solvers.broyden import Broyden, BroydenState
 from equilibria.solvers.krylov import GMRES
 from equilibria.solvers.restart import Restart, RestartState
@@ -71,7 +72,7 @@ class _Shine(Function):
         result = problem.run(z0, args)
         if result.state is None:  # the solve found that samples depend on each other and solved them as one system
             raise TypeError(OUT_OF_REACH)
-        ctx.task, ctx.estimate = _task(problem, shine), Estimate.of(result.state, shine.fallback)
+        ctx.problem, ctx.estimate = _with_adjoint(problem, shine), Estimate.of(result.state, shine.fallback)
         ctx.save_for_backward(result.z, result.stats.status, *args)
         return result.z
 
@@ -79,16 +80,17 @@ class _Shine(Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         check_first_order("Shine", differentiable=torch.is_grad_enabled())
         z, status, *args = ctx.saved_tensors
-        task = dataclasses.replace(ctx.task, approximation=ctx.estimate)
+        linear = dataclasses.replace(ctx.problem.linear, approximation=ctx.estimate)
+        problem = dataclasses.replace(ctx.problem, linear=linear)
         needs = ctx.needs_input_grad[3:]
-        grads = autodiff_modes.pull_each(lambda v: backward_first_order(task, z, status, args, needs, v), cotangents[0])
+        grads = autodiff_modes.pull_each(lambda v: backward_first_order(problem, z, status, args, needs, v), cotangents[0])
         return (None, None, None, *grads)
 
 
-def _task(problem: Problem, shine: Shine) -> ImplicitProblem:
-    """The adjoint problem: an exact solve that starts from the estimate, limited to `refine` steps, failures ignored."""
+def _with_adjoint(problem: Problem, shine: Shine) -> Problem:
+    """The problem with an adjoint that is solved from the estimate, in at most `refine` steps; failures are ignored."""
     stop = Stop(rtol=0.0, atol=0.0, max_steps=shine.refine, on_failure="ignore", norm=problem.stop.norm)
-    return ImplicitProblem(problem, GMRES(), stop, when=0.0 if shine.refine else None)
+    return dataclasses.replace(problem, linear=LinearSolve(GMRES(), stop, when=0.0 if shine.refine else None))
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,12 @@ from torch import Tensor
 from equilibria._core import autodiff_modes
 from equilibria._core.checkpointing import Buffers, Checkpoint, Tensors, check_checkpoint, repeat
 from equilibria._core.checks import require
+from equilibria._core.equation import Equation
 from equilibria._core.frozen_cell import no_autocast
 from equilibria._core.maps import Map
-from equilibria._core.problem import Equation
-from equilibria.gradients.base import Gradient, Problem, quarantine, with_zero_gradient
+from equilibria._core.problem import Problem
+from equilibria._core.quarantine import quarantine
+from equilibria.gradients.base import Gradient, with_zero_gradient
 from equilibria.gradients.watched import watched
 from equilibria.solution import Status, empty_stats
 from equilibria.solvers.base import Iterate, Solver

@@ -9,7 +9,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from equilibria._core.checks import require
-from equilibria.gradients.base import Gradient, Problem
+from equilibria._core.problem import Problem
+from equilibria.gradients.base import Gradient
 from equilibria.gradients.implicit import Implicit
 from equilibria.gradients.unrolled import Unrolled
 

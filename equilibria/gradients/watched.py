@@ -17,8 +17,9 @@ from torch.autograd.function import Function
 
 from equilibria._core import autodiff_modes
 from equilibria._core.failures import report_failures
+from equilibria._core.problem import Problem
+from equilibria._core.quarantine import quarantine
 from equilibria._core.search import all_finite, sum_finite_shares
-from equilibria.gradients.base import Problem, quarantine
 from equilibria.solution import Report, Status, empty_stats
 
 Steps = Callable[[Problem, Tensor, Sequence[Tensor]], Tensor]  # (problem, start, args) -> z, with a graph

@@ -16,9 +16,9 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 import equilibria as eq
+from equilibria._core.problem import Problem
 from equilibria.cells.constructions import TiedLayers, stack, weight_tied_form
 from equilibria.explicit import WeightTied
-from equilibria.gradients.base import Problem
 from equilibria.solvers.fallback import AnySolver
 from tests.problems import TIGHT, NestedCell, TanhCell, inputs, name
 

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 import equilibria as eq
 from equilibria._core.compile import Compiler, _split
-from equilibria._core.problem import CellEquation
+from equilibria._core.equation import CellEquation
 from tests.problems import TIGHT, TORCH, TanhCell, inputs, matrix
 
 LOOSE = eq.Stop(rtol=1e-6, max_steps=200)

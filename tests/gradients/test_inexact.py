@@ -13,7 +13,7 @@ from torch.func import functional_call, grad, jacrev, vmap
 
 import equilibria as eq
 from equilibria._core.maps import Map
-from equilibria.gradients.base import Problem
+from equilibria._core.problem import Problem
 from equilibria.gradients.shine import Estimate
 from tests.problems import TIGHT, NestedCell, TanhCell, inputs, matrix, name, stored_bytes, unrolled
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
-from equilibria._core.problem import uses_batch_statistics
+from equilibria._core.equation import uses_batch_statistics
 from equilibria.analysis.agreement import Agreement, CellMeter, OutOfTime, gradient_agreement
 from equilibria.analysis.diagnosis.attractors import Attractors
 from equilibria.analysis.measuring import Call, brief, untouched

@@ -1,0 +1,310 @@
+"""First-order gradients of an equilibrium: the adjoint system u = J'u + v, solved, verified and pulled back to the args.
+
+The adjoint problem is a `Problem` whose equation is an `AdjointEquation`. Its solution is exact, or given by a formula
+(`Problem.linear`). The residual of a solution is measured by the pull-back that gives the gradients, and the status follows
+the measured residual. Samples with derivatives that are not finite are found, left out and reported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from equilibria._core.compaction import ROUNDING
+from equilibria._core.equation import Equation
+from equilibria._core.linear import AdjointEquation
+from equilibria._core.maps import Linearisation, LinearMap
+from equilibria._core.problem import Problem
+from equilibria._core.quarantine import cotangent_scale, quarantine
+from equilibria.solution import Stats, Status, empty_stats
+from equilibria.stop import FLOOR
+
+SEARCHES = 4  # runs of the cell per halving of the batch, at most, to find samples whose gradient is not finite
+
+
+def backward_first_order(
+    problem: Problem, z: Tensor, status: Tensor, args: Sequence[Tensor], needs: Sequence[bool], v: Tensor
+) -> Sequence[Tensor | None]:
+    """Gradients of the args without derivatives of their own: one run of the cell with a graph, then only products."""
+    equation, good = problem.equation, status != Status.NONFINITE
+    some_bad, linear = problem.report.nonfinite, AdjointEquation(equation)
+    adjoint = problem.derived(linear, "adjoint")
+    lost, whole_z = None, z
+    while True:
+        if some_bad:
+            if not bool(good.any()):
+                if lost is not None:
+                    file_lost(adjoint, lost)
+                return [torch.zeros_like(arg) if need else None for arg, need in zip(args, needs, strict=True)]
+            z, args, v = quarantine(equation, z, args, v, good)
+        at = Linearisation(equation, z, args, needs)
+        if problem.report.unmeasured and z is whole_z:
+            problem.measure(z, at.run()[1].detach(), args)
+        scale = cotangent_scale(equation, v, measured=True)
+        rhs = v / scale
+        system = linear.bind_at(at, rhs)
+        u = cotangent(adjoint, system)
+        if some_bad:  # a formula may give a sample with a zero cotangent another value
+            u = torch.where(good.unsqueeze(1), u, torch.zeros_like(u))
+        pull = _Pull(equation, at, scale, rhs)
+        residual = pull(u)
+        # nan compares false; the residual of a sample in quarantine is not that of its own system
+        finite = (adjoint.stop.norm(residual) < float("inf")) | ~good
+        sound = bool(finite.all() & pull.seems_finite())
+        if not sound:
+            bad = good & ~finite
+            if not bool(bad.any()):
+                bad = good & _responsible(pull, u, good)
+            if bool(bad.any()):
+                # a derivative of these samples is not finite, which makes the sum over the batch nan even with weight zero
+                lost = bad if lost is None else lost | bad
+                good, some_bad = good & ~bad, True
+                continue
+        couples = None if equation.coupled or len(u) < 2 else partial(_couples, at, u, equation.precision)
+        if verified(adjoint, system, u, residual, pull, pull.release, couples) is None:
+            equation.set_coupled(True)  # solve again, as one system with one scale
+            continue
+        if not (sound and pull.runs == 1) and not pull.is_finite():
+            # the sum of finite gradients overflows, which no single sample causes
+            lost = good if lost is None else lost | good
+        if lost is not None:
+            file_lost(adjoint, lost)
+        return pull.grads
+
+
+def _couples(at: Linearisation, u: Tensor, precision: float) -> bool:
+    """True if J' mixes rows: J'(D u) differs from D J'u for a D of powers of two per row, which round nothing."""
+    factors = torch.exp2(torch.arange(len(u), device=u.device, dtype=u.dtype) % 3).unsqueeze(1)
+    plain, scaled = at.transposed(u), at.transposed(u * factors) / factors
+    error, scale = torch.linalg.vector_norm(scaled - plain, dim=1), torch.linalg.vector_norm(plain, dim=1)
+    return bool((error > ROUNDING * precision * scale).any())
+
+
+def cotangent(adjoint: Problem, system: LinearMap) -> Tensor:
+    """Solve u = J'u + v, exactly or by the formula; without derivatives of its own.
+
+    The caller measures the residual when it pulls u back, and then calls `verified`, which reports failures.
+    """
+    rhs = system.rhs
+    if adjoint.linear.approximation is None:
+        # J'0 + rhs = rhs; the residual of rows that do not depend on each other is measured by the caller
+        exact = dataclasses.replace(adjoint, on_failure="ignore", known=rhs, verify=bool(adjoint.equation.coupled))
+        return exact.run_map(system, torch.zeros_like(rhs), rhs).z
+    u = adjoint.linear.approximation(system.product, rhs)
+    if adjoint.linear.when is None:
+        return u
+    return u + _correction(adjoint, system, u)
+
+
+def _correction(adjoint: Problem, system: LinearMap, u: Tensor) -> Tensor:
+    """Solve d = J'd + (v + J'u - u) for the samples whose residual exceeds `when`; zero for the others."""
+    assert adjoint.linear.when is not None
+    residual = system(u) - u
+    norm = adjoint.stop.norm
+    enough = norm(residual) <= adjoint.linear.when * norm(system.rhs)
+    return rest(adjoint, system, torch.where(enough.unsqueeze(1), torch.zeros_like(residual), residual), u)
+
+
+def rest(adjoint: Problem, system: LinearMap, residual: Tensor, u: Tensor) -> Tensor:
+    """Solve for the correction of a cotangent u with this residual; add the statistics to those of finding u."""
+    before = adjoint.report.adjoint if adjoint.linear.approximation is None else None
+    remainder = system.with_rhs(residual)
+    adjoint = dataclasses.replace(adjoint, known=residual)  # J'0 + residual
+    if before is not None:  # both solves together take at most max_steps; the caller applies the failure policy
+        stop = dataclasses.replace(adjoint.stop, max_steps=steps_left(adjoint))
+        adjoint = dataclasses.replace(adjoint, stop=stop, on_failure="ignore")
+        result = adjoint.run_map(remainder, torch.zeros_like(residual), system.rhs)
+        adjoint.report.adjoint = _added(before, result.stats)
+        return result.z
+    falls_back = adjoint.on_failure == "fall_back"
+    adjoint = dataclasses.replace(adjoint, on_failure="warn") if falls_back else adjoint
+    result = adjoint.run_map(remainder, torch.zeros_like(residual), system.rhs)
+    if falls_back:  # u plus this is the Jacobian-free cotangent
+        return torch.where(result.stats.failed.unsqueeze(1), system.rhs - u, result.z)
+    return result.z
+
+
+def steps_left(adjoint: Problem) -> int:
+    """max_steps less the steps that the adjoint solve has taken."""
+    stats = adjoint.report.adjoint
+    taken = int(stats.steps.max()) if stats is not None and stats.steps.numel() else 0
+    return max(adjoint.stop.max_steps - adjoint.stop.largest(taken), 0)
+
+
+def verified(
+    adjoint: Problem,
+    system: LinearMap,
+    u: Tensor,
+    residual: Tensor,
+    measure: Callable[[Tensor], Tensor],
+    release: Callable[[], None] = lambda: None,
+    couples: Callable[[], bool] | None = None,
+) -> Tensor | None:
+    """Set the status by the measured residual; solve further if a sample misses the tolerance it claimed to meet.
+
+    measure  returns the residual of another cotangent
+    release  frees what the first measurement keeps in memory
+    couples  called if a claim does not hold; if it returns True, the rows are not systems of their own, and the result
+             is None
+    """
+    rhs = system.rhs
+    if adjoint.linear.approximation is not None:
+        file_residual(adjoint, residual, rhs)
+        return u
+    short, stats = _file_measured(adjoint, residual, rhs)
+    if not _any(adjoint, stats.failed):
+        return u
+    if _any(adjoint, short):
+        if couples is not None and couples():
+            return None
+        if _any(adjoint, _worth_more(adjoint, short)) and steps_left(adjoint):
+            release()
+            u = u + rest(adjoint, system, residual, u)
+            _, stats = _file_measured(adjoint, measure(u), rhs)
+    falls_back = adjoint.on_failure == "fall_back"
+    action = "warn" if falls_back else adjoint.on_failure
+    adjoint.report_failures(stats, action)
+    if falls_back and _any(adjoint, stats.failed):
+        u = torch.where(stats.failed.unsqueeze(1), rhs, u)
+        release()
+        measure(u)
+    return u
+
+
+def _file_measured(adjoint: Problem, residual: Tensor, rhs: Tensor) -> tuple[Tensor, Stats]:
+    """Store measured residuals; set converged samples beyond the tolerance to STALLED.
+
+    Returns these samples, (batch,), and the statistics.
+    """
+    stats, stop, batch = adjoint.report.adjoint, adjoint.stop, len(rhs)
+    assert stats is not None
+    if adjoint.equation.coupled:  # one system
+        residual, rhs = residual.reshape(1, -1), rhs.reshape(1, -1)
+    length = stop.norm(rhs)
+    relative = stop.norm(residual) / length.clamp_min(torch.finfo(rhs.dtype).tiny)
+    # scaled and in other products than the solver's, a residual rounds differently
+    rounding = FLOOR * torch.finfo(rhs.dtype).eps
+    holds = stop.holds(relative, adjoint.equation.precision, length) | (relative <= stop.rtol + rounding)
+    short = (stats.status == Status.CONVERGED) & ~holds.expand(batch)
+    status = stats.status.masked_fill(short, Status.STALLED)
+    adjoint.report.adjoint = stats = dataclasses.replace(stats, residual=relative.expand(batch), status=status)
+    return short, stats
+
+
+def _worth_more(adjoint: Problem, short: Tensor) -> Tensor:
+    """(batch,) the samples of `short` that more steps can help: not those at the rounding of their dtype."""
+    stats, precision = adjoint.report.adjoint, adjoint.equation.precision
+    assert stats is not None
+    return short if adjoint.stop.rtol >= precision else short & (stats.residual > adjoint.stop.rtol + FLOOR * precision)
+
+
+def _any(adjoint: Problem, rows: Tensor) -> bool:
+    """True if any sample of any rank is in `rows`."""
+    here = bool(rows.any())
+    return here if adjoint.stop.process_group is None else bool(adjoint.stop.largest(int(here)))
+
+
+class _Pull:
+    """Called with a scaled cotangent, stores the gradients of the args and returns the residual of the adjoint system."""
+
+    def __init__(self, equation: Equation, at: Linearisation, scale: Tensor, rhs: Tensor) -> None:
+        self.equation, self.at, self.scale, self.rhs = equation, at, scale, rhs
+        self.common = _common_scale(scale, rhs) if equation.precision > torch.finfo(torch.float32).eps else None
+        self.grads: list[Tensor | None] = []
+        self.runs = 0
+
+    def __call__(self, u: Tensor) -> Tensor:
+        self.runs += 1
+        if self.common is None:
+            self.grads, product = self.at.pull(u * self.scale)
+        else:  # half precision has few exponents, so gradients are multiplied by their scale after they are computed
+            grads, product = self.at.pull(u * (self.scale / self.common))
+            self.grads = [None if grad is None else grad * self.common for grad in grads]
+            product = product * self.common
+        return product / self.scale + self.rhs - u
+
+    def seems_finite(self) -> Tensor:
+        """A scalar, False if any gradient is not finite, or rarely if a sum of finite numbers overflows."""
+        sums = [_sum(grad).to(self.rhs.dtype) for grad in self.grads if grad is not None]
+        sound = torch.isfinite(torch.stack(sums).sum()) if sums else torch.ones((), dtype=torch.bool)
+        return sound.to(self.rhs.device)
+
+    def is_finite(self) -> bool:
+        # sums first, because torch.isfinite allocates as much memory as the gradient has
+        if bool(self.seems_finite()):
+            return True
+        return all(bool(torch.isfinite(grad).all()) for grad in self.grads if grad is not None)
+
+    def release(self) -> None:
+        """Free the gradients before another run of the cell."""
+        self.grads = []
+
+
+def _common_scale(scale: Tensor, rhs: Tensor) -> Tensor:
+    """The power of two, which rounds nothing, just below the largest scale of a nonzero cotangent."""
+    if not len(scale):
+        return scale.new_ones(())
+    largest = torch.where((rhs != 0).any(dim=1, keepdim=True), scale, torch.zeros_like(scale)).amax()
+    return torch.where(largest > 0, torch.exp2(largest.log2().floor()), torch.ones_like(largest))
+
+
+def _sum(grad: Tensor) -> Tensor:
+    if grad.is_complex():
+        grad = torch.view_as_real(grad)
+    return grad.sum(dtype=torch.float32) if grad.dtype in (torch.float16, torch.bfloat16) else grad.sum()
+
+
+def _responsible(pull: _Pull, u: Tensor, rows: Tensor) -> Tensor:
+    """(batch,) samples whose own share of the gradients is not finite; none where only sums over samples are not."""
+    equation, at, found = pull.equation, pull.at, torch.zeros_like(rows)
+    groups, searches = [rows], SEARCHES * max(len(rows).bit_length(), 1)
+    while groups and searches and not equation.coupled:
+        group, searches = groups.pop(), searches - 1
+        z, args, alone = quarantine(equation, at.z, [arg.detach() for arg in at.args], u, group)
+        needs = [i in at.needed for i in range(len(args))]
+        share = _Pull(equation, Linearisation(equation, z, args, needs), pull.scale, pull.rhs)
+        share(alone)
+        if share.is_finite():
+            continue
+        index = group.nonzero().squeeze(1)
+        if len(index) == 1:
+            found = found | group
+            continue
+        for half in index.chunk(2):
+            groups.append(torch.zeros_like(group).index_fill(0, half, True))
+    return found
+
+
+def _added(first: Stats, then: Stats) -> Stats:
+    """The statistics of the second of two solves, with the steps and evaluations of both."""
+    return dataclasses.replace(
+        then,
+        steps=first.steps + then.steps,
+        best=first.steps + then.best,
+        evaluations=first.evaluations + then.evaluations,
+        sample_evaluations=first.sample_evaluations + then.sample_evaluations,
+        products=first.products + then.products,
+    )
+
+
+def file_lost(adjoint: Problem, lost: Tensor) -> None:
+    """Set samples with derivatives that are not finite to NONFINITE in the adjoint statistics, and report them."""
+    stats = adjoint.report.adjoint or empty_stats(len(lost), lost.device)
+    status = stats.status.masked_fill(lost, Status.NONFINITE)
+    residual = stats.residual.masked_fill(lost, float("inf"))
+    adjoint.report.adjoint = stats = dataclasses.replace(stats, status=status, residual=residual)
+    adjoint.report_failures(stats, "warn" if adjoint.on_failure == "fall_back" else adjoint.on_failure)
+
+
+def file_residual(adjoint: Problem, residual: Tensor, rhs: Tensor) -> None:
+    """Store how far a cotangent by formula is from the solution of its system."""
+    norm, report = adjoint.stop.norm, adjoint.report
+    relative = norm(residual) / norm(rhs).clamp_min(torch.finfo(rhs.dtype).tiny)
+    before = report.adjoint or empty_stats(len(rhs), rhs.device)
+    converged = relative <= adjoint.stop.rtol
+    status = torch.where(converged, Status.CONVERGED, Status.MAX_STEPS).to(torch.int8)
+    report.adjoint = dataclasses.replace(before, status=status, residual=relative)

@@ -1,0 +1,270 @@
+"""Equations: maps F(z, *args) on matrices that take every tensor they depend on as an argument.
+
+Explicit arguments make derivatives of any order possible: an autograd.Function differentiates the tensors that are
+passed to it, never those in a closure.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.utils import _pytree as pytree
+
+from equilibria._core import autodiff_modes
+from equilibria._core.compaction import CellIdentity, is_known_to_couple, remember_coupling
+from equilibria._core.frozen_cell import Autocast, FrozenCell
+from equilibria._core.maps import Map
+from equilibria._core.packing import Layout, State
+
+
+class Equation(ABC):
+    """F(z, *args), (rows, n) -> (rows, n)."""
+
+    linear: bool = False  # True if F is affine in z and its right-hand side is one of the args
+    rowwise: tuple[bool, ...]  # True for each arg that has a row per sample
+    precision: float  # machine epsilon of the dtype F computes in
+    identity: CellIdentity  # of the cell, shared by the linear equations of its derivatives
+    separable: bool = False  # True if a solve ran rows without the others, and they gave the same
+
+    @abstractmethod
+    def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
+        """F(z, *args), differentiable in z and in every arg."""
+
+    def bind(self, args: Sequence[Tensor]) -> Map:
+        """The map z -> F(z, *args) for the solver loop, which does not differentiate it."""
+        return Map(lambda z: self(z, *args), self, args)
+
+    def take(self, args: Sequence[Tensor], index: Tensor) -> list[Tensor]:
+        """The args restricted to the rows at `index`; args without rows are returned unchanged."""
+        return [arg[index] if rows else arg for arg, rows in zip(args, self.rowwise, strict=True)]
+
+    def right(self, *args: Tensor) -> Tensor | None:
+        """The right-hand side of a linear equation, to which its tolerance is relative; None for other equations."""
+        return None
+
+    def product(self, z: Tensor, *args: Tensor) -> Tensor:
+        """M z for a linear equation F(z) = M z + right; TypeError for other equations."""
+        raise TypeError(f"{type(self).__name__} is not linear.")
+
+    def untraceable(self) -> str | None:
+        """The reason why F cannot be traced; None if one trace is valid for as long as `fingerprint` stays the same."""
+        return "it is not a function of tensors alone"
+
+    def fingerprint(self) -> Hashable:
+        """A key of everything F depends on besides its args."""
+        return self.identity.mode
+
+    @property
+    def coupled(self) -> bool | None:
+        """True if rows depend on each other, False if a check found that they do not, None before the first check."""
+        return False
+
+    @property
+    def may_uncouple(self) -> bool:
+        """True if rows depended on each other in an earlier solve and the cell may have changed since."""
+        return False
+
+    @abstractmethod
+    def set_coupled(self, coupled: bool, *, warn: bool = True) -> None:
+        """Store whether rows depend on each other, for the backward pass and for later solves of the cell."""
+
+    @property
+    def restrictable(self) -> bool:
+        """True if `take` works. The loop verifies that the rows taken give the same values before it drops the others."""
+        return not self.coupled
+
+
+class CellEquation(Equation):
+    """A cell on nested states as an equation on matrices; its args are the inputs, parameters, masks and buffers.
+
+    Buffers are constant during a solve. If the cell updates them (batch norm), every evaluation works on a copy, and
+    `settle` updates the module's own buffers once, at the equilibrium.
+    """
+
+    def __init__(self, cell: FrozenCell, layout: Layout, inputs: Sequence[Any]) -> None:
+        self.cell, self.layout = cell, layout
+        self._leaves, self._inputs_spec = pytree.tree_flatten(tuple(inputs))
+        tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
+        self.opaque = cell.sharded  # True if the cell depends on tensors that cannot be passed as arguments
+        own = cell.tensors()
+        self._snapshot = None if cell.module is None or cell.sharded else cell.snapshot()
+        self._names = (*own.parameters, *own.weights, *own.masks, *own.buffers)
+        self._buffers = tuple(own.buffers)
+        self._inputs = len(tensors)
+        may_move = cell.training and len(own.buffers) > 0
+        self.moves_buffers = None if may_move else False  # True if the cell updates its buffers; None before its first run
+        self._writes: bool | None = None  # True if the cell writes into its state in place; None before its first run
+        kept = [buffer.clone() if may_move else buffer for buffer in own.buffers.values()]  # `settle` updates the originals
+        still = (*own.parameters.values(), *own.weights.values())
+        masks = tuple(own.masks.values())
+        self._own = (*still, *masks, *kept)
+        self.args: tuple[Tensor, ...] = (*tensors, *self._own)
+        self.autocast = Autocast.current(layout.device)
+        self.precision = torch.finfo(self.autocast.dtype).eps if self.autocast.enabled else layout.precision
+        self._needs_context = self.autocast.enabled or cell.holds
+        rows = [layout.has_rows(tensor) for tensor in tensors]
+        self.rowwise = (*rows, *[False] * len(still), *map(layout.has_rows, masks), *[False] * len(kept))
+        lasting, mode = cell.module is not None, (cell.training, self.rowwise)
+        self.identity = CellIdentity(_owner(cell.original), lasting, mode, silent=not lasting and not any(rows))
+        norms = [module for module in cell.modules if isinstance(module, _NormBase)]
+        self._batch_statistics = any(map(uses_batch_statistics, norms))
+        self._coupled: bool | None = True if self._batch_statistics or is_known_to_couple(self.identity) else None
+
+    def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
+        return self._run(z, args, self._unflatten(args), direct=False)
+
+    def bind(self, args: Sequence[Tensor]) -> Map:
+        # the module itself may be called if the args are its own tensors
+        own, inputs = all(a is b for a, b in zip(args[self._inputs :], self._own, strict=True)), self._unflatten(args)
+        return Map(lambda z: self._run(z, args, inputs, direct=own), self, args)
+
+    @property
+    def coupled(self) -> bool | None:
+        return self._coupled
+
+    @property
+    def may_uncouple(self) -> bool:
+        return bool(self._coupled) and not self._batch_statistics
+
+    def set_coupled(self, coupled: bool, *, warn: bool = True) -> None:
+        if coupled is not self._coupled and not self._batch_statistics:
+            self._coupled = coupled
+            remember_coupling(self.identity, coupled, warn=warn)
+
+    @property
+    def restrictable(self) -> bool:
+        # the dropout masks of a sharded cell are not args, so that `take` cannot restrict them
+        return not self._batch_statistics and not (self.opaque and self.cell.dropouts)
+
+    def untraceable(self) -> str | None:
+        if self.cell.module is None:
+            return "the cell is a function, which may close over other data every time; an nn.Module can be compiled"
+        if self.opaque or self.coupled or self.moves_buffers is not False:
+            return "the cell is sharded, couples the samples or has buffers that may change in training"
+        return None
+
+    def fingerprint(self) -> Hashable:
+        constants = tuple(_known(leaf) for leaf in self._leaves if not isinstance(leaf, Tensor))
+        settings = tuple(_settings(module) for module in self.cell.sources)
+        # TreeSpecs are not hashable in torch 2.6, their text is
+        return self.identity.mode, self.autocast, constants, repr(self._inputs_spec), self.layout.leaves, settings
+
+    def captures(self, z: Tensor) -> tuple[Tensor, bool]:
+        """F(z), and True if a plain callable closes over tensors that require gradients."""
+        with torch.enable_grad():
+            args = [autodiff_modes.primal(arg).detach() for arg in self.args]
+            out = self._run(z, args, self._unflatten(args), direct=True)
+        mapped = autodiff_modes.is_mapped(out) and not any(autodiff_modes.is_mapped(arg) for arg in (z, *self.args))
+        if mapped or autodiff_modes.tangent(out) is not None:
+            raise RuntimeError(OUT_OF_REACH)
+        return out.detach(), out.requires_grad
+
+    def settle(self, z: Tensor) -> bool:
+        """Run the cell at z, (batch, n), so that it updates its own buffers; True, because it was run."""
+        with torch.no_grad(), self.autocast.inside(), self.cell.in_place():
+            self.cell.cell(self.layout.unpack(z.clone() if self._writes else z), *self._unflatten(self.args))
+        return True
+
+    def _run(self, z: Tensor, args: Sequence[Tensor], inputs: Sequence[Any], *, direct: bool) -> Tensor:
+        """Evaluate the cell on the matrix z; `direct` calls it without replacing its tensors by `args`."""
+        first = self._writes is None
+        given = _copied(z) if first or self._writes else z  # a cell that writes in place must not change the solver's z
+        state, direct = self.layout.unpack(given), direct and self.moves_buffers is False
+        # the leaves and not `given`: unpacking copies some leaves and returns views for others, depending on the batch size
+        watched = [(part, _version(part)) for part in pytree.tree_leaves(state)] if first else []
+        if direct and not self._needs_context:  # fast path: entering a context takes measurable time
+            out = self.cell.cell(state, *inputs)
+        else:
+            with self.autocast.inside(), self.cell.in_place():
+                out = self.cell.cell(state, *inputs) if direct else self._run_functional(state, inputs, args[self._inputs :])
+        if first:
+            self._writes = any(version is None or _version(part) != version for part, version in watched)
+        packed = self.layout.pack_output(out, z.shape[0], cast=self.autocast.enabled)
+        return self.layout.refuse_overflow(z, packed) if self.layout.narrow else packed
+
+    def _run_functional(self, state: State, inputs: Sequence[Any], tensors: Sequence[Tensor]) -> State:
+        """Call a copy of the module with `tensors` in place of its own, so that the module is not modified."""
+        named = dict(zip(self._names, tensors, strict=True))
+        if self.moves_buffers is not False:
+            named |= {name: _copied(named[name]) for name in self._buffers}
+        before = [(named[name], _version(named[name])) for name in self._buffers] if self.moves_buffers is None else []
+        arguments = (state, *inputs)
+        snapshot = self._snapshot  # the cell itself may have been changed between forward and backward
+        out: State = self.cell.cell(*arguments) if snapshot is None else snapshot.call(named, arguments)
+        if self.moves_buffers is None:
+            after = [named[name] for name in self._buffers]
+            self.moves_buffers = any(
+                new is not old or version is None or _version(new) != version
+                for new, (old, version) in zip(after, before, strict=True)
+            )
+        return out
+
+    def _unflatten(self, args: Sequence[Tensor]) -> Sequence[Any]:
+        """The nested inputs of the cell, with the first tensors of `args` as leaves."""
+        tensors = iter(args)
+        leaves = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        inputs: Sequence[Any] = pytree.tree_unflatten(leaves, self._inputs_spec)
+        return inputs
+
+
+OUT_OF_REACH = (
+    "The cell closes over tensors that are being differentiated or mapped over. Only tensors that are passed to it can be "
+    "tracked: forward mode, torch.func transforms and second derivatives need them as inputs, "
+    "f(z, *inputs), or as parameters of a cell that is an nn.Module."
+)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy with a version counter, also under `torch.inference_mode()`, where a plain clone has none."""
+    if not torch.is_inference_mode_enabled() or autodiff_modes.inside_transform():
+        return tensor.clone()
+    with torch.inference_mode(False):
+        copy = torch.empty_like(tensor)
+    return copy.copy_(tensor)
+
+
+def _version(tensor: Tensor) -> int | None:
+    """The version counter, which every in-place write increments; None for inference tensors, which have none.
+
+    A tensor whose version is None counts as written to.
+    """
+    return None if tensor.is_inference() else tensor._version
+
+
+def _settings(module: nn.Module) -> Hashable:
+    """A module's type and attributes except tensors and submodules: a trace takes them, including hooks, as constants."""
+    elsewhere = ("_parameters", "_buffers", "_modules")
+    return type(module), tuple((name, _known(value)) for name, value in vars(module).items() if name not in elsewhere)
+
+
+def _known(value: Any) -> Hashable:
+    """A key of a value: numbers, strings and containers by content, other objects by identity."""
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(_known, value))
+    if isinstance(value, dict):
+        return type(value), tuple((key, _known(each)) for key, each in value.items())
+    return value if isinstance(value, (bool, int, float, str, type(None))) else id(value)
+
+
+def uses_batch_statistics(module: nn.Module) -> bool:
+    """True if the module normalizes over the batch: batch norm, except in eval mode with running statistics."""
+    over_batch = isinstance(module, _NormBase) and not isinstance(module, _InstanceNorm)
+    return over_batch and (module.training or not module.track_running_stats)
+
+
+def _owner(cell: Any) -> Any:
+    """A hashable, weakly referable object that lives as long as the cell; None if there is none."""
+    owner = cell if isinstance(cell, nn.Module) else getattr(cell, "__code__", cell)
+    try:
+        weakref.ref(owner)
+        hash(owner)
+    except TypeError:
+        return None
+    return owner
