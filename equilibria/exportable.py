@@ -20,9 +20,9 @@ from equilibria._core.bookkeeping import SolveRecord
 from equilibria._core.checks import require
 from equilibria._core.compile import Parts, Program
 from equilibria._core.equation import Equation, uses_batch_statistics
-from equilibria._core.loop import SolveResult
 from equilibria._core.maps import Counter
 from equilibria._core.problem import Problem
+from equilibria._core.results import SolveResult
 from equilibria.deq import DEQ
 from equilibria.gradients.base import Gradient
 from equilibria.gradients.escalate import Escalate
@@ -97,10 +97,11 @@ class Loop(Program):
             else:
                 _, *tensors = self._loop(Parts(lambda *args: args, equation), z0, *args)
                 record.load(tensors)
-            z, stats, _ = record.settle(*record.close(Counter()))
+            closed = record.close()
+            z, stats, _ = closed.settle(closed.stats(Counter()))
             least = usual_range(z0.dtype)[0]
             if self.stop.atol < least:  # else these are within atol, whatever is lost of their squares
-                unknown = stats.converged & (record.closed["size"] < least)
+                unknown = stats.converged & (closed.size < least)
                 status = stats.status.masked_fill(unknown, int(Status.STALLED))
                 stats = dataclasses.replace(stats, status=status)
             return SolveResult(z, stats, taken=0)  # how many, the graph knows when it is run

@@ -29,6 +29,9 @@ def usual_range(dtype: torch.dtype) -> tuple[float, float]:
     return least, 1 / least
 
 
+USUAL = {dtype: usual_range(dtype) for dtype in (torch.float32, torch.float64)}  # for the dtypes of packed states
+
+
 def binary_size(*vectors: Tensor) -> Tensor:
     """(batch,), a power of two close to the largest absolute entry of each row; 1 for rows that are zero or not finite.
 

@@ -2,8 +2,8 @@
 
 States of a `SolveRecord`. While no row has stopped (`open` is None) only the best iterate is updated, by the fast path
 `_record_fast`. When the first row stops, `_open` allocates the tensors per row. Rows dropped by compaction are written to
-`closed` at their place in the batch; `index` has the places of the rows that remain. `close` joins both, and `settle`
-decides the status of samples that failed.
+`closed` at their place in the batch; `index` has the places of the rows that remain. `close` joins both in a `ClosedRecord`,
+which decides the status of samples that failed.
 
 Invariants. A row's result and status are fixed once it has stopped, whatever the solver does with the row afterwards. During
 the loop the device is waited for only in `record` (if `look`), `running`, `running_rows`, `unusual` and `unusual_rows`.
@@ -20,21 +20,16 @@ import torch
 from torch import Tensor
 
 from equilibria._core import autodiff_modes
-from equilibria._core.maps import FALLEN, Counter
-from equilibria.solution import Stats, Status
+from equilibria._core.closed_record import DIVERGENCE, RUNNING, ClosedRecord
+from equilibria._core.maps import FALLEN
+from equilibria.solution import Status
 from equilibria.solvers.base import Iterate
 from equilibria.solvers.rowwise import without_graph
-from equilibria.stop import FLOOR, Stop, euclidean_norm, rms_norm, usual_range
+from equilibria.stop import FLOOR, USUAL, Stop, euclidean_norm, rms_norm
 
-RUNNING = -1
 FLOOR_PATIENCE = 5  # steps without progress below that floor after which a sample is STALLED
 LEAST = 1e-6  # smallest tolerance in machine epsilons, which has the effect of none
 PROGRESS = 0.9  # a step makes progress if the residual falls below this share of the smallest before
-GROWN = 2.0  # a state this many times as large as at the start has grown
-FALL = 0.99  # a residual above this share of its largest has not fallen
-RUNAWAY = 10.0  # an iterate whose residual exceeds this many times the start's is worse than the start, at any size of state
-RECOVERED = 0.1  # a residual below this share of its largest, and of the state, has recovered from divergence
-DIVERGENCE = 1e6  # a sample diverges if its residual exceeds this many times the start's scale (and 1)
 DIVERGENCE_EVERY = 8  # steps between two checks of divergence
 FOLD = 64  # number of residuals stored until they are replaced by their maximum
 
@@ -42,7 +37,8 @@ FOLD = 64  # number of residuals stored until they are replaced by their maximum
 class SolveRecord:
     """The record of the rows still in the batch, and of those that were dropped; see the header of this module."""
 
-    def __init__(self, stop: Stop, z0: Tensor, scale: Tensor | None, precision: float) -> None:
+    def __init__(self, stop: Stop, z0: Tensor, scale: Tensor | None, precision: float, unit: Tensor | None = None) -> None:
+        """`unit`, (batch,), is what the problem is divided by; its tolerances are those of the original problem."""
         rtol, atol, norm, patience = stop.rtol, stop.atol, stop.norm, stop.patience
         self.root = 1.0  # the norm of a state whose entries are of size 1, but for the factor between norms
         if norm is rms_norm:  # lengths in place of means: every comparison comes out the same, and costs less
@@ -65,11 +61,11 @@ class SolveRecord:
         self.diverged: Tensor | None = None  # rows given up far away; None: not looked for yet
         self.limit: Tensor | None = None  # (batch,), a residual beyond this is far away
         self.traced = False
-        self.adopted = False  # True if `closed` is complete already
-        self.least, self.most = usual_range(z0.dtype)  # sizes between which squares can be computed with
+        self.least, self.most = USUAL[z0.dtype]  # sizes between which squares can be computed with
         self.range: tuple[float, float] | None = None  # of the sizes of all starts, where known
-        self.faint: Tensor | None = None  # (batch,) samples that came below that range on their way; None: none did
         self.natural: float | Tensor = self.root  # (batch,), below which no residual is far away
+        if unit is not None:
+            self.atol, self.natural = self.atol / unit, (self.root / unit).clamp_min(self.root)
         self.step = 0  # the last one, while no row has stopped
         self.open: Tensor | None = None  # rows that are running; None: all, and what follows is not kept
         self.steps: Tensor
@@ -93,7 +89,7 @@ class SolveRecord:
         length = without_graph(state.length) if self.norm is euclidean_norm else self.norm(without_graph(state.residual))
         size = self.norm(without_graph(state.fz)) if self.scale is None else self.scale
         if self.trace is not None:
-            self.trace.append((self.index, _ratio(length, size)))
+            self.trace.append((self.index, length / size.clamp_min(torch.finfo(size.dtype).tiny)))
         self._note(length, size)
         quiet = look and self.open is None and not self.watchful and rejected is None
         if not (quiet and self._record_fast(state.z, length, size, step)):
@@ -176,15 +172,9 @@ class SolveRecord:
         """(rows,), the residual beyond which a row has diverged."""
         if self.limit is None:
             assert self.first_length is not None
-            self.limit = self._far(torch.maximum(self.first_length, self.first_size))
+            scale = torch.maximum(self.first_length, self.first_size)
+            self.limit = DIVERGENCE * scale.clamp_min(self.natural)
         return self.limit if self.index is None else self.limit.index_select(0, self.index)
-
-    def _far(self, scale: Tensor) -> Tensor:
-        return DIVERGENCE * scale.clamp_min(self.natural)
-
-    def divide(self, unit: Tensor) -> None:
-        """Record a problem that is divided by `unit`, (batch,), with the tolerances of the original problem."""
-        self.atol, self.natural = self.atol / unit, (self.root / unit).clamp_min(self.root)
 
     def unusual(self) -> bool:
         """True if squares of the sizes of a start may have left the dtype."""
@@ -357,82 +347,31 @@ class SolveRecord:
         else:
             self.closed = {name: self.closed[name].index_copy(0, self.index, value) for name, value in current.items()}
 
-    def close(self, counter: Counter) -> tuple[Tensor, Stats]:
-        """The best iterates of the whole batch and their statistics.
-
-        Samples that have failed, or may have, are to be looked at by `settle`; without them this is all.
-        """
-        if not self.adopted:
-            self._write_off()
-        status, length, size = self.closed["status"], self.closed["length"], self._sizes()
-        status = torch.where(status == RUNNING, Status.MAX_STEPS, status)
-        if self.whole_scale is None and (self.traced or len(self.lengths) > 1):
-            self.faint = (status == Status.CONVERGED) & (size < self.least) & (self.closed["best"] > 0)
-            status = torch.where(self.faint, Status.STALLED, status)
-            status = torch.where(self._doubtful(size), Status.DIVERGED, status)
-        return self.closed["z"], Stats(
-            status=status.to(torch.int8),
-            steps=self.closed["steps"],
-            rejected=self.closed["rejected"],
-            best=self.closed["best"],
-            residual=_ratio(length, size),
-            evaluations=counter.evaluations,
-            sample_evaluations=counter.rows,
-            products=counter.products,
+    def close(self) -> ClosedRecord:
+        """The record of the whole batch."""
+        self._write_off()
+        closed = self.closed
+        assert self.first_length is not None
+        return ClosedRecord(
+            closed["z"],
+            closed["status"],
+            closed["length"],
+            closed["size"] if self.whole_scale is None else self.whole_scale,
+            closed["steps"],
+            closed["best"],
+            closed["rejected"],
+            start=self.start,
+            first_length=self.first_length,
+            first_size=self.first_size,
+            extremes=lambda: (self._last(), self._peak()),
+            rtol=self.rtol,
+            precision=self.precision,
+            natural=self.natural,
+            linear=self.whole_scale is not None,
+            moved=self.traced or len(self.lengths) > 1,
             trace=None if self.trace is None else self._traces(self.trace),
             iterates=self._iterates() if self.iterates else (),
         )
-
-    def adopt(self, record: dict[str, Tensor], first_length: Tensor, first_size: Tensor, peak: Tensor) -> None:
-        """Take the record of the whole batch from a solve that kept it elsewhere, in place of `record`."""
-        self.closed, self.first_length, self.first_size, self.peak = record, first_length, first_size, peak
-        self.traced = self.adopted = True
-
-    def _sizes(self) -> Tensor:
-        return self.closed["size"] if self.whole_scale is None else self.whole_scale
-
-    def _doubtful(self, size: Tensor) -> Tensor:
-        """(batch,) samples whose state has grown so far that the residual of their start would be within the tolerance.
-
-        Where rtol is below the spacing of the numbers, that spacing counts: no residual is known better.
-        """
-        assert self.first_length is not None
-        enough = self.first_length * (FALL / max(self.rtol, self.precision))
-        return size > torch.maximum(GROWN * self.first_size, enough)
-
-    def settle(self, z: Tensor, stats: Stats) -> tuple[Tensor, Stats, Tensor]:
-        """Answer and statistics where a sample has failed, and (batch,) which answers are no worse than the start.
-
-        The best iterate is the one with the least residual relative to |f(z)|. That of a sample that runs away is not good
-        for anything: beside a state that has grown enough any residual is small. Such a sample gets its start back. A
-        sample that came near its tolerance only by growing has not converged, unless its residual has fallen from its
-        largest: states may well start next to an unstable equilibrium.
-        """
-        assert self.first_length is not None
-        status, length, size = self.closed["status"], self.closed["length"], self._sizes()
-        status = torch.where(status == RUNNING, Status.MAX_STEPS, status)
-        scale = torch.maximum(self.first_length, self.first_size)
-        last, peak, best = self._last(), self._peak(), stats.best
-        if self.faint is not None:
-            status = torch.where(self.faint, Status.STALLED, status)
-        sound = length <= self.first_length
-        # by more than a hundredth, or by less where rounding cannot account for it: a slow contraction falls so. Neither
-        # holds where `size` is infinite
-        fallen = torch.maximum(length, self.precision * size) <= FALL * peak
-        fallen = fallen | (length + self.floor * size <= peak)
-        grown = (status == Status.CONVERGED) & self._doubtful(size) & ~fallen
-        status = torch.where(grown, Status.DIVERGED, status)
-        near = size <= self._far(scale)
-        sound = sound | ((length <= RECOVERED * peak) & (length <= RECOVERED * size) & near)
-        lost = (status != Status.CONVERGED) & (length > RUNAWAY * self.first_length) & ~sound
-        z = torch.where(lost.unsqueeze(1), self.start, z)
-        length, size = torch.where(lost, self.first_length, length), torch.where(lost, self.first_size, size)
-        best = torch.where(lost, 0, best)
-        status = torch.where(lost & (status != Status.NONFINITE), Status.DIVERGED, status)
-        unfinished = (status == Status.MAX_STEPS) | (status == Status.STALLED)
-        status = torch.where(unfinished & (last > RUNAWAY * scale) & (last > RECOVERED * peak), Status.DIVERGED, status)
-        stats = dataclasses.replace(stats, status=status.to(torch.int8), residual=_ratio(length, size), best=best)
-        return z, stats, sound
 
     def _peak(self) -> Tensor:
         """(batch,), the largest residual of each sample."""
@@ -483,10 +422,6 @@ def _placed(answer: Tensor, index: Tensor | None, rows: Tensor | None, z: Tensor
     if index is None:
         return torch.where(rows.unsqueeze(1), z, answer)
     return answer.index_copy(0, index, torch.where(rows.unsqueeze(1), z, answer.index_select(0, index)))
-
-
-def _ratio(length: Tensor, size: Tensor) -> Tensor:
-    return length / size.clamp_min(torch.finfo(size.dtype).tiny)
 
 
 def _larger(a: Tensor, b: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ other from inputs whose first dimension has the size of the batch by coincidence
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -17,12 +18,19 @@ from torch import Tensor, nn
 
 from equilibria._core.maps import FlatMap, Map
 from equilibria._core.user_warnings import warn_user
-from equilibria.stop import binary_size
+from equilibria.stop import binary_size, rms_norm
+
+if TYPE_CHECKING:
+    from equilibria._core.results import Run, SolveResult
+    from equilibria.solvers.base import Iterate, Solver
 
 WORTH = 4096  # rows with fewer numbers in all are dropped only when they are half: small kernels take equally long
 # A difference below SHARE of a row's tolerance changes no status. One below ROUNDING machine epsilons is rounding, because
 # matrix kernels block differently for other batch sizes.
 SHARE, ROUNDING = 0.05, 4.0
+RECURRENCE_SPACINGS = 1000.0  # likewise in machine epsilons, for rows whose values are updated by a recurrence
+COMPARE_AFTER = 8  # steps after which rows are compared if none has stopped
+FEW = 4  # up to so many rows, to evaluate all costs no more than to evaluate two
 
 
 class CellIdentity(NamedTuple):
@@ -62,10 +70,110 @@ def remember_coupling(cell: CellIdentity, coupled: bool, *, warn: bool = True) -
             known.pop(("coupled", cell.mode), None)
 
 
+@dataclass(frozen=True)
+class Rows:
+    """What running some rows without the others has shown; of a linear system the cell's own rows have shown it before."""
+
+    harmless: bool = False  # whatever the others do changes no status of the rows that were compared
+    weakly: bool = False  # but it changes more than rounding does
+    coupled: bool | None = None  # True: rows depend on each other; None: not known
+
+
+def is_to_compare(run: Run, solver: Solver[Any], step: int, stopped: int, shape: Sequence[int]) -> bool:
+    """True if rows are to be compared before this step: once the first one has stopped, or after COMPARE_AFTER steps.
+
+    Rows that depend on each other and are solved as if they did not may take all steps without stopping.
+    """
+    # at the start all rows may be zero: what they make of each other cannot be seen there
+    if step == 1 or shape[0] == 1:
+        return False
+    if run.scale is None and solver.evaluates_residual:
+        return stopped > 0 or step > COMPARE_AFTER
+    return run.stop.compact and worth_dropping(run.f, stopped, shape)
+
+
+def compare_rows(run: Run, solver: Solver[Any], state: Iterate, excess: Tensor, *, rejecting: bool) -> Rows | None:
+    """Run two of the running rows without the others, and compare with what they gave among them.
+
+    rejecting  True if the solver may have rejected all steps so far
+
+    `excess`, (batch,), is negative for rows that have stopped. The rows with the largest one are run, because rows that
+    still change are the least likely to be saturated. Returns None if those rows are zero, as at the start: a product with
+    them would hide what they depend on.
+    """
+    whole = run.f
+    if run.stop.process_group is not None or not run.ordinary or is_followed(state.z, state.fz):
+        return Rows()
+    largest, few = excess.topk(min(2, len(state.z) - 1))
+    smaller = whole.take(few)
+    if smaller is None:
+        return Rows()
+    # a solver that rejects no step has left the start by now, and need not be asked
+    if rejecting and not bool(state.z.index_select(0, few[:1]).any()):
+        return None
+    try:
+        alone = smaller(state.z.index_select(0, few))
+    except (RuntimeError, ValueError, IndexError, TypeError):
+        # data of the whole batch lies inside the cell, beyond the reach of its inputs
+        run.warn_of_coupling()
+        return Rows()
+    # of rows that have stopped, `fz` need not be an evaluation of the cell
+    among = torch.where((largest >= 0).unsqueeze(1), state.fz.index_select(0, few), alone)
+    spacings = ROUNDING if solver.evaluates_residual else RECURRENCE_SPACINGS
+    # in the dtype of the state: the rounding of a cell in half precision may hide a weak dependence
+    if is_harmless(alone, among, spacings * torch.finfo(alone.dtype).eps):
+        return Rows(harmless=True, coupled=False)
+    stop, n = run.stop, alone.shape[1]
+    # lengths are Euclidean here; a problem that is divided by units has another atol for each row
+    atol = 0.0 if run.unit is not None else stop.atol * (n**0.5 if stop.norm is rms_norm else 1.0)
+    # these rows do not depend on the others so far as is known; other rows may
+    if is_harmless(alone, among, max(SHARE * stop.rtol, spacings * run.precision), SHARE * atol):
+        return Rows(harmless=True, coupled=False, weakly=True)
+    # an input that only looks as if it had a row per sample gives the same picture as rows that depend on each other
+    coupled = rows_mix(whole, state.z, run.precision)
+    if coupled is False:  # of a cell that draws at random, the failed solve is reported
+        run.warn_of_coupling()
+    return Rows(coupled=coupled or None)
+
+
+def compare_answer(run: Run, result: SolveResult) -> Rows:
+    """Evaluate the row that stopped first and the one with the largest residual without the others.
+
+    The others have moved since a row stopped: where it depends on them, its residual is not the one that is told any more.
+    """
+    whole, stats, stop = run.f, result.stats, run.stop
+    if len(result.z) <= FEW or stop.process_group is not None or not run.ordinary or is_followed(result.z):
+        return Rows()  # an evaluation of all rows tells more
+    largest = torch.where(stats.residual < float("inf"), stats.residual, -1.0).argmax()  # nan is not below
+    few = torch.stack((stats.steps.argmin(), largest))
+    smaller = whole.take(few)
+    if smaller is None:
+        return Rows()
+    z = result.z.index_select(0, few)
+    try:
+        fz = smaller(z)
+    except (RuntimeError, ValueError, IndexError, TypeError):
+        return Rows()  # data of the whole batch lies inside the cell, beyond the reach of its inputs
+    size = stop.norm(fz)
+    change = (stop.norm(fz - z) - stats.residual.index_select(0, few) * size).abs()
+    if not bool((change > ROUNDING * torch.finfo(z.dtype).eps * size).any()):  # nan does not count
+        return Rows(harmless=True, coupled=False)
+    if not bool((change > SHARE * stop.atol + max(SHARE * stop.rtol, ROUNDING * run.precision) * size).any()):
+        return Rows(harmless=True, coupled=False, weakly=True)
+    # if rows do not mix, the cell draws at random or an input only looks as if it had a row per sample
+    # a state that has run away may be one at which rows do not mix: that says nothing about the result
+    return Rows(coupled=rows_mix(whole, result.z, run.precision) or None)
+
+
 def is_harmless(alone: Tensor, among: Tensor, relative: float, absolute: float = 0.0) -> bool:
     """True if rows evaluated alone, (k, n), equal the same rows in the batch within these errors; nan is ignored."""
     error, size = torch.linalg.vector_norm(alone - among, dim=1), torch.linalg.vector_norm(among, dim=1)
     return not bool((error > relative * size + absolute).any())
+
+
+def is_followed(*tensors: Tensor) -> bool:
+    """True if autograd records what is computed from these tensors."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def rows_mix(f: FlatMap, z: Tensor, precision: float) -> bool | None:

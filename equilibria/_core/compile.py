@@ -31,8 +31,9 @@ from equilibria._core import autodiff_modes
 from equilibria._core.bookkeeping import SolveRecord
 from equilibria._core.equation import Equation
 from equilibria._core.frozen_cell import no_autocast
-from equilibria._core.loop import SolveResult, finished, measure, solve
+from equilibria._core.loop import finished, solve
 from equilibria._core.maps import Counter, FlatMap, Map
+from equilibria._core.results import SolveResult, measure
 from equilibria.solution import Status
 from equilibria.solvers.base import Solver
 from equilibria.solvers.picard import Picard
@@ -190,7 +191,7 @@ class Program:
         taken = int(step)
         evaluations = taken + (call.options["known"] is None)
         counter = Counter(evaluations, evaluations * self.rows, taken if call.equation.linear else 0)
-        return finished(record, counter, taken)
+        return finished(record.close(), counter, taken)
 
     def _padded(self, call: _Call, inputs: Sequence[Tensor]) -> list[Tensor]:
         """The inputs of fewer rows than the program has, with the first row in place of those that are missing."""

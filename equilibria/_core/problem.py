@@ -20,8 +20,9 @@ from equilibria._core.compaction import ROUNDING, rows_mix
 from equilibria._core.compile import Compiler
 from equilibria._core.equation import Equation
 from equilibria._core.failures import report_failures
-from equilibria._core.loop import VERIFICATIONS, SolveResult, measure, solve
+from equilibria._core.loop import solve
 from equilibria._core.maps import FlatMap, LinearMap, Map
+from equilibria._core.results import VERIFICATIONS, SolveResult, measure
 from equilibria.solution import Report, Stats, Status
 from equilibria.solvers.fallback import AnySolver
 from equilibria.solvers.krylov import GMRES

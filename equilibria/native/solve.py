@@ -1,20 +1,16 @@
-"""The solve loop with native steps, and the check whether a solve may use it."""
+"""Native steps of solvers for the loop, and the check whether a solve may use them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from equilibria import native
-from equilibria._core import autodiff_modes
 from equilibria._core.bookkeeping import LEAST
-from equilibria._core.compaction import worth_dropping
 from equilibria._core.maps import Map
-from equilibria.native.workspace import ANDERSON, BROYDEN, COUNTERS, GMRES, GMRES_BEGIN, NUMBERS, PICARD, Workspace
+from equilibria.native.workspace import ANDERSON, BROYDEN, GMRES, GMRES_BEGIN, PICARD, Workspace
 from equilibria.solvers import anderson, krylov
 from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.base import Solver
@@ -24,136 +20,54 @@ from equilibria.solvers.rowwise import SMALL_STATE, history_size
 from equilibria.stop import FLOOR, euclidean_norm, rms_norm
 
 if TYPE_CHECKING:
-    from equilibria.stop import Stop
+    from equilibria._core.results import Run
 
 DTYPES = (torch.float32, torch.float64)
 
 
-class Rows(Protocol):
-    """The result of comparing rows: whether they depend on each other."""
-
-    @property
-    def harmless(self) -> bool: ...
-    @property
-    def coupled(self) -> bool | None: ...
-
-
-@dataclass(frozen=True)
-class NativeSolve:
-    """The record of a native solve, with one entry per row of the full batch."""
-
-    work: Workspace
-    taken: int  # number of steps
-    rows: Any  # the result of `compare`; None if it was not called
-    apart: bool  # some rows stopped before the last step
-
-    def record(self) -> tuple[dict[str, Tensor], Tensor, Tensor, Tensor]:
-        """Return the arguments of `SolveRecord.adopt`: the record by name, and three numbers per row.
-
-        These are |f(z0) - z0|, |f(z0)| and the largest |f(z)|.
-        """
-        numbers = dict(zip(NUMBERS, self.work.numbers.unbind(), strict=True))
-        counters = dict(zip(COUNTERS, self.work.counters.unbind(), strict=True))
-        record = {name: numbers[name] for name in ("length", "size", "last")}
-        record |= {"z": self.work.answer, "status": self.work.status, "steps": counters["steps"]}
-        record |= {"best": counters["best_step"], "rejected": torch.zeros_like(counters["steps"])}
-        return record, numbers["first_length"], numbers["first_size"], numbers["peak"]
-
-
-def can_run(z0: Tensor, solver: Any, stop: Stop) -> bool:
+def can_run(run: Run, z0: Tensor, solver: Any) -> bool:
     """Return True if a solve may use native steps, judging by what is known before the first evaluation."""
+    if not run.ordinary or run.unit is not None or run.keep_state:
+        return False
     if native.kernels is None or native.off.get() or type(solver) not in KINDS:
         return False
     if isinstance(solver, Broyden) and solver.line_search:
         return False
+    stop = run.stop
     if stop.check_every != 1 or stop.trace or stop.keep_every is not None or stop.process_group is not None:
         return False
     if stop.norm is not rms_norm and stop.norm is not euclidean_norm:
         return False
-    return z0.dtype in DTYPES and z0.numel() > 0 and is_readable(z0) and autodiff_modes.is_ordinary()
+    return z0.dtype in DTYPES and z0.numel() > 0 and is_readable(z0)
 
 
 def is_readable(x: Tensor) -> bool:
     """True if kernels may read the memory of `x`, and nobody differentiates what is computed from it."""
     if type(x) is not Tensor or x.device.type != "cpu" or x.layout is not torch.strided:
         return False
-    followed = torch.is_grad_enabled() and x.requires_grad
-    return not (followed or torch._C._functorch.is_functorch_wrapped_tensor(x))
+    return not (torch.is_grad_enabled() and x.requires_grad)
 
 
-def run(
-    f: Map,
-    z0: Tensor,
-    fz: Tensor,
-    solver: Any,
-    stop: Stop,
-    *,
-    scale: Tensor | None,
-    precision: float,
-    check_start: Callable[[float, float], None],
-    is_to_compare: Callable[[int, int], bool],
-    compare: Callable[[Tensor, Tensor, Tensor], Rows | None] | None,
-) -> NativeSolve:
-    """Solve from z0 with native steps and return the record.
-
-    fz           f(z0)
-    scale        (batch,) magnitude that rtol is relative to; None: |f(z)|
-    check_start  called with the smallest and the largest |f(z0)| of a row; may raise
-    is_to_compare  called with a step and the number of rows that have stopped; returns whether to call `compare`
-    compare      called with z, f(z) and the residual of every row over its tolerance, negative for rows that have stopped,
-                 before the first rows are dropped. It returns whether rows depend on each other, or None if that cannot be
-                 decided yet. None: rows are independent
-    """
-    settings = _settings(z0, stop, scale, precision)
-    method = (Krylov if isinstance(solver, krylov.GMRES) else Iteration)(native.kernels, f, z0, fz, solver, settings)
-    work, compact, rows, taken = method.work, stop.compact, None, 0
-    running = method.step(0, last=stop.max_steps == 0)
-    opened_at = 0 if settings["watchful"] or running < work.rows else None
-    if scale is None:
-        context = work.context
-        check_start(context.lowest, context.highest if context.longest < float("inf") else context.longest)
-    for step in range(1, stop.max_steps + 1):
-        if running == 0:
-            break
-        stopped = work.rows - running
-        if compare is not None and rows is None and is_to_compare(step, stopped):
-            rows = compare(method.z, method.fz, torch.where(work.status < 0, work.number("excess"), -1.0))
-            compact = compact and (rows is None or rows.harmless)
-            if rows is not None and rows.coupled:
-                work.keep_running(method.z)
-                break
-        ready = compact and (rows is not None or compare is None)
-        if ready and worth_dropping(f, stopped, (work.rows, z0.shape[1])):
-            index = work.running_rows()
-            smaller = f.take(index)
-            compact = smaller is not None
-            if smaller is not None:
-                f = smaller
-                method.drop(f, index)
-        running = method.step(step, last=step == stop.max_steps)
-        taken = step
-        if opened_at is None and running < work.rows:
-            opened_at = step
-    apart = opened_at is not None and opened_at < taken and len(z0) > 1
-    return NativeSolve(work, taken, rows, apart)
+def begin(run: Run, z0: Tensor, fz: Tensor, solver: Any) -> Iteration | Krylov:
+    """Return the native solve from z0 with f(z0) = fz, before its first record."""
+    method = Krylov if isinstance(solver, krylov.GMRES) else Iteration
+    return method(native.kernels, run.f, z0, fz, solver, _settings(z0, run))
 
 
-def _settings(z0: Tensor, stop: Stop, scale: Tensor | None, precision: float) -> dict[str, Any]:
+def _settings(z0: Tensor, run: Run) -> dict[str, Any]:
     """Return the settings that do not depend on the solver; Euclidean norms replace root mean squares, with `atol` and
     `scale` times sqrt(n).
     """
-    info = torch.finfo(z0.dtype)
+    info, stop, floor = torch.finfo(z0.dtype), run.stop, FLOOR * run.precision
     root = max(z0.shape[1], 1) ** 0.5 if stop.norm is rms_norm else 1.0
-    if scale is not None:
-        scale = (scale * root).contiguous()
     return {
         "rtol": max(stop.rtol, LEAST * info.eps),
         "atol": max(stop.atol * root, info.tiny**0.8),
-        "scale": scale,
-        "floor": FLOOR * precision,
+        "scale": None if run.scale is None else (run.scale * root).contiguous(),
+        "floor": floor,
         "natural": root,
         "patience": stop.patience or 0,
-        "watchful": int(stop.patience is not None or stop.rtol < FLOOR * precision),
+        "watchful": int(stop.patience is not None or stop.rtol < floor),
     }
 
 

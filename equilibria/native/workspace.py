@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_double, c_int64, c_void_p
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from equilibria._core.closed_record import ClosedRecord
+
+if TYPE_CHECKING:
+    from equilibria._core.results import Run
 
 NUMBERS = (
     "excess",
@@ -170,6 +175,34 @@ class Workspace:
         """Return the indices of the carried rows that still run."""
         status = self.status if self.place is None else self.status.index_select(0, self.place)
         return (status < 0).nonzero().squeeze(1)
+
+    def is_usual(self, least: float, most: float) -> bool:
+        """Return True if |f(z0)| of every row lies between these norms, and no residual has overflowed."""
+        context = self.context
+        highest = context.highest if context.longest < float("inf") else context.longest
+        return bool(context.lowest >= least and highest <= most)  # nan compares false
+
+    def close(self, run: Run, z0: Tensor) -> ClosedRecord:
+        """Return the record of the whole batch, at the end of the solve."""
+        numbers = dict(zip(NUMBERS, self.numbers.unbind(), strict=True))
+        counters = dict(zip(COUNTERS, self.counters.unbind(), strict=True))
+        return ClosedRecord(
+            self.answer,
+            self.status,
+            numbers["length"],
+            numbers["size"] if self.scale is None else self.scale,
+            counters["steps"],
+            counters["best_step"],
+            torch.zeros_like(counters["steps"]),
+            start=z0,
+            first_length=numbers["first_length"],
+            first_size=numbers["first_size"],
+            extremes=lambda: (numbers["last"], numbers["peak"]),
+            rtol=run.stop.rtol,
+            precision=run.precision,
+            natural=self.context.natural,
+            linear=self.scale is not None,
+        )
 
     def keep_running(self, z: Tensor) -> None:
         """Store the iterates of running rows where they are the best so far, when the solve ends before they converge."""

@@ -9,16 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equilibria._core.bookkeeping import (
-    DIVERGENCE,
-    DIVERGENCE_EVERY,
-    FALL,
-    FLOOR_PATIENCE,
-    GROWN,
-    LEAST,
-    PROGRESS,
-    SolveRecord,
-)
+from equilibria._core.bookkeeping import DIVERGENCE_EVERY, FLOOR_PATIENCE, LEAST, PROGRESS
+from equilibria._core.closed_record import DIVERGENCE, FALL, GROWN, ClosedRecord
 from equilibria._core.maps import Counter
 from equilibria._core.packing import Layout, State
 from equilibria.deq import DEQ, constant
@@ -34,7 +26,7 @@ from equilibria.solvers.anderson import GROWTH, PATIENCE, Anderson
 from equilibria.solvers.picard import Picard
 from equilibria.solvers.rowwise import history_size, products, solve_small, subtract_combination
 from equilibria.starts import memory_of, prepared, start_of
-from equilibria.stop import FLOOR, Stop, euclidean_norm, max_norm, rms_norm, usual_range
+from equilibria.stop import FLOOR, euclidean_norm, max_norm, rms_norm, usual_range
 
 __all__ = [
     "DIVERGENCE",
@@ -122,7 +114,6 @@ def describe(status: Sequence[int], steps: Sequence[int], residual: Sequence[flo
 
 
 def settle(
-    stop: Stop,
     precision: float,
     rtol: float,
     roots: Tensor,
@@ -138,11 +129,9 @@ def settle(
     roots    (rows,), norms of states of ones
     numbers  (6, rows), as in `Results`
     """
-    record = SolveRecord(dataclasses.replace(stop, rtol=rtol, trace=False, keep_every=None), z0, None, precision)
-    record.natural = roots
     length, size, first_length, first_size, peak, last = numbers
-    found = {"z": z, "length": length, "size": size, "last": last, "status": status, "steps": steps, "best": steps}
-    record.adopt({**found, "rejected": torch.zeros_like(steps)}, first_length, first_size, peak)
-    answer, stats = record.close(Counter())
-    answer, stats, _ = record.settle(answer, stats)
+    nothing, extremes = torch.zeros_like(steps), lambda: (last, peak)
+    first = (z0, first_length, first_size)
+    record = ClosedRecord(z, status, length, size, steps, steps, nothing, *first, extremes, rtol, precision, roots)
+    answer, stats, _ = record.settle(record.stats(Counter()))
     return answer, stats.status.tolist(), stats.residual.tolist()

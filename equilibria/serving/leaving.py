@@ -11,7 +11,6 @@ from torch import Tensor
 from equilibria.serving.adapter import FALL, GROWN, settle
 from equilibria.serving.rows import Left, Results, Row
 from equilibria.solution import Status
-from equilibria.stop import Stop
 
 
 @dataclass
@@ -28,7 +27,7 @@ class Done:
 
     @staticmethod
     def of(
-        left: Sequence[Left], results: Results, carried: Sequence[Tensor], stop: Stop, precision: float, least: float
+        left: Sequence[Left], results: Results, carried: Sequence[Tensor], precision: float, least: float
     ) -> tuple[Done, list[int]]:
         """Gather rows that left, and the positions of those whose numbers are so small that their squares underflow.
 
@@ -43,14 +42,14 @@ class Done:
         carried = [buffer.index_select(0, place) for buffer in carried]
         late = [each.reason == "late" for each in left]
         done = Done(rows, results.z, carried, results.status, results.steps, residual, late)
-        done._settle(results, _doubtful(rows, results.status, numbers, precision), stop, precision)
+        done._settle(results, _doubtful(rows, results.status, numbers, precision), precision)
         faint = [j for j, size in enumerate(numbers[1]) if 0 < size < least and done._arrived(j)]
         return done, faint
 
     def _arrived(self, j: int) -> bool:
         return self.steps[j] > 0 and self.status[j] in (Status.CONVERGED, Status.STALLED)
 
-    def _settle(self, results: Results, doubtful: Sequence[int], stop: Stop, precision: float) -> None:
+    def _settle(self, results: Results, doubtful: Sequence[int], precision: float) -> None:
         """Decide answers, statuses and residuals of rows that may have failed; rows of one tolerance at once."""
         groups: dict[float, list[int]] = {}
         for j in doubtful:
@@ -59,7 +58,6 @@ class Done:
             index = torch.tensor(group, device=self.z.device)
             rows = [self.rows[j] for j in group]
             z, status, residual = settle(
-                stop,
                 precision,
                 rtol,
                 self.z.new_tensor([row.root for row in rows]),

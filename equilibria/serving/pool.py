@@ -357,7 +357,7 @@ class Pool:
             return
         precision = self.template.layout.precision
         results = self.solve.results(left)
-        done, faint = Done.of(left, results, self.carried.buffers, self.stop, precision, self.least)
+        done, faint = Done.of(left, results, self.carried.buffers, precision, self.least)
         for j in faint:
             self.answering.solve_alone(done.rows[j].ticket)
         sound = [j for j in range(len(left)) if j not in faint]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import equilibria as eq
 from equilibria import native
-from equilibria.native.solve import can_run
+from tests.native.choice import can_run
 
 ROOT = Path(__file__).parent.parent.parent
 needs_kernels = pytest.mark.skipif(not native.available(), reason=native.reason() or "native")

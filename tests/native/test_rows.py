@@ -11,7 +11,8 @@ from torch import Tensor
 
 import equilibria as eq
 from equilibria import native
-from equilibria._core.loop import SolveResult, solve
+from equilibria._core.loop import solve
+from equilibria._core.results import SolveResult
 from tests.problems import generator, name
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.reason() or "native")

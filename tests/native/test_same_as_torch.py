@@ -13,8 +13,9 @@ from torch import Tensor
 
 import equilibria as eq
 from equilibria import native
-from equilibria._core.loop import SolveResult, solve
-from equilibria.native.solve import can_run
+from equilibria._core.loop import solve
+from equilibria._core.results import SolveResult
+from tests.native.choice import can_run
 from tests.problems import FlatMap, TanhCell, affine, cosine, generator, inputs, matrix, name
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.reason() or "native")

@@ -1,0 +1,125 @@
+"""The record of a solve that has ended, and the status of its samples.
+
+While a solve runs, a sample is judged by the residual of its best iterate alone. `ClosedRecord` looks at the whole solve: a
+sample that came near its tolerance only because its state grew has diverged, and one whose answer is worse than its start
+gets the start back. `stats` is enough if no sample has failed; `settle` decides about those that have.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from equilibria._core.maps import Counter
+from equilibria.solution import Stats, Status
+from equilibria.stop import FLOOR, USUAL
+
+RUNNING = -1
+GROWN = 2.0  # a state this many times as large as at the start has grown
+FALL = 0.99  # a residual above this share of its largest has not fallen
+RUNAWAY = 10.0  # an iterate whose residual exceeds this many times the start's is worse than the start, at any size of state
+RECOVERED = 0.1  # a residual below this share of its largest, and of the state, has recovered from divergence
+DIVERGENCE = 1e6  # a sample diverges if its residual exceeds this many times the start's scale (and 1)
+
+
+@dataclass
+class ClosedRecord:
+    """What a solve has recorded, per sample of the whole batch.
+
+    z, length, size    (batch, n) the best iterates, (batch,) their residuals and what these are relative to
+    status             (batch,) Status, or RUNNING for samples that had not stopped
+    steps, best        (batch,) steps taken, and the step of the best iterate
+    rejected           (batch,) steps that were discarded
+    start              (batch, n)
+    first_length, first_size   (batch,) residual and size of the start
+    extremes           returns the residual of the last iterate, (batch,), and the largest one
+    natural            residuals below this are not far away
+    linear             True for a linear system, whose `size` is fixed
+    moved              True if a step was taken
+    """
+
+    z: Tensor
+    status: Tensor
+    length: Tensor
+    size: Tensor
+    steps: Tensor
+    best: Tensor
+    rejected: Tensor
+    start: Tensor
+    first_length: Tensor
+    first_size: Tensor
+    extremes: Callable[[], tuple[Tensor, Tensor]]
+    rtol: float
+    precision: float
+    natural: float | Tensor
+    linear: bool = False
+    moved: bool = True
+    trace: tuple[Tensor, ...] | None = None
+    iterates: tuple[Tensor, ...] = ()
+    faint: Tensor | None = None  # (batch,) converged samples whose squares underflow; set by `stats`
+
+    def stats(self, counter: Counter) -> Stats:
+        """The statistics, which are final unless a sample has failed."""
+        status = torch.where(self.status == RUNNING, Status.MAX_STEPS, self.status)
+        if not self.linear and self.moved:
+            least, _ = USUAL[self.size.dtype]
+            self.faint = (status == Status.CONVERGED) & (self.size < least) & (self.best > 0)
+            status = torch.where(self.faint, Status.STALLED, status)
+            status = torch.where(self._doubtful(), Status.DIVERGED, status)
+        return Stats(
+            status=status.to(torch.int8),
+            steps=self.steps,
+            rejected=self.rejected,
+            best=self.best,
+            residual=self.length / self.size.clamp_min(torch.finfo(self.size.dtype).tiny),
+            evaluations=counter.evaluations,
+            sample_evaluations=counter.rows,
+            products=counter.products,
+            trace=self.trace,
+            iterates=self.iterates,
+        )
+
+    def settle(self, stats: Stats) -> tuple[Tensor, Stats, Tensor]:
+        """Result and statistics where a sample has failed, and (batch,) True for results that are no worse than the start.
+
+        The best iterate is the one with the smallest residual relative to |f(z)|. That of a sample that runs away is of no
+        use: beside a state that has grown enough, any residual is small. Such a sample gets its start back. A sample that
+        came near its tolerance only by growing has not converged, unless its residual has fallen from its largest: a state
+        may start next to an unstable equilibrium.
+        """
+        length, size, best = self.length, self.size, stats.best
+        status = torch.where(self.status == RUNNING, Status.MAX_STEPS, self.status)
+        scale = torch.maximum(self.first_length, self.first_size)
+        last, peak = self.extremes()
+        if self.faint is not None:
+            status = torch.where(self.faint, Status.STALLED, status)
+        # by more than a hundredth, or by less where rounding cannot account for it: a slow contraction falls so. Neither
+        # holds where `size` is infinite
+        fallen = torch.maximum(length, self.precision * size) <= FALL * peak
+        fallen = fallen | (length + FLOOR * self.precision * size <= peak)
+        grown = (status == Status.CONVERGED) & self._doubtful() & ~fallen
+        status = torch.where(grown, Status.DIVERGED, status)
+        near = size <= DIVERGENCE * scale.clamp_min(self.natural)
+        recovered = (length <= RECOVERED * peak) & (length <= RECOVERED * size) & near
+        sound = (length <= self.first_length) | recovered
+        lost = (status != Status.CONVERGED) & (length > RUNAWAY * self.first_length) & ~sound
+        z = torch.where(lost.unsqueeze(1), self.start, self.z)
+        length, size = torch.where(lost, self.first_length, length), torch.where(lost, self.first_size, size)
+        best = torch.where(lost, 0, best)
+        status = torch.where(lost & (status != Status.NONFINITE), Status.DIVERGED, status)
+        unfinished = (status == Status.MAX_STEPS) | (status == Status.STALLED)
+        status = torch.where(unfinished & (last > RUNAWAY * scale) & (last > RECOVERED * peak), Status.DIVERGED, status)
+        residual = length / size.clamp_min(torch.finfo(size.dtype).tiny)
+        return z, dataclasses.replace(stats, status=status.to(torch.int8), residual=residual, best=best), sound
+
+    def _doubtful(self) -> Tensor:
+        """(batch,) samples whose state has grown so far that the residual of their start would be within the tolerance.
+
+        If rtol is below the spacing of the numbers, that spacing counts: no residual is known better.
+        """
+        enough = self.first_length * (FALL / max(self.rtol, self.precision))
+        return self.size > torch.maximum(GROWN * self.first_size, enough)

@@ -1,0 +1,162 @@
+"""The result of a solve of a map, what the loop is given for it, and how results are measured and joined."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from equilibria._core.bookkeeping import SolveRecord
+from equilibria._core.compaction import warn_once
+from equilibria._core.frozen_cell import no_autocast
+from equilibria._core.maps import Counter, FlatMap, Map
+from equilibria.solution import Stats, Status
+from equilibria.solvers.base import Iterate
+from equilibria.stop import Stop, binary_size
+
+VERIFICATIONS = 3  # how often a result found by recurrence may miss the tolerance and be improved
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the loop: the map, the tolerances, and what is known about both.
+
+    scale           (batch,), the quantity that rtol is relative to; None uses |f(z)|
+    precision       machine epsilon of the numbers `f` computes with
+    keep_state      return the state of the solver
+    verify          evaluate `f` once more if the solver updates f(z) by a recurrence
+    measured_later  True if the caller evaluates `f` at the result
+    origin          (batch, n), the start, if its magnitude is checked
+    unit            (batch,), by which f and z are divided; None for no division
+    ordinary        True if no transform, forward mode or trace is active
+    """
+
+    f: Map
+    stop: Stop
+    scale: Tensor | None
+    precision: float
+    keep_state: bool = False
+    verify: bool = True
+    measured_later: bool = False
+    origin: Tensor | None = None
+    unit: Tensor | None = None
+    ordinary: bool = False
+
+    @property
+    def stands_alone(self) -> bool:
+        """True for a linear system whose forward solve has found that rows do not depend on each other and can be taken.
+
+        That rows do not mix is not enough: a weight with as many rows as the batch must not be restricted.
+        """
+        equation = self.f.equation
+        return self.scale is not None and equation is not None and equation.separable and equation.coupled is False
+
+    def warn_of_coupling(self) -> None:
+        """Warn once per cell that its rows cannot be dropped, unless compaction is not wanted."""
+        if self.f.equation is not None and self.stop.compact:
+            warn_once(self.f.equation.identity)
+
+    def with_stop(self, **changes: Any) -> Run:
+        return dataclasses.replace(self, stop=dataclasses.replace(self.stop, **changes))
+
+
+@dataclass(frozen=True)
+class SolveResult:
+    """The result of a solve of a FlatMap."""
+
+    z: Tensor  # (batch, n)
+    stats: Stats
+    taken: int  # steps of the loop, the same on every rank
+    state: Any = None  # state of the solver, with each row as it was when the sample stopped; None unless `keep_state`
+    coupled: bool | None = None  # True if rows depend on each other, False if a check found that they do not, else None
+    unmeasured: bool = False  # True if rows were evaluated separately and the result was not evaluated as a whole
+    failed: bool = True  # False if no sample has failed, as known on the host
+    sound: Tensor | None = None  # (batch,) True for results that are no worse than the start; None for all
+    faint: Tensor | None = None  # (batch,) True for results whose squares underflow; None if there are none
+
+
+def confirm(run: Run, claimed: SolveResult, rounding: float) -> SolveResult:
+    """The result with measured residuals; samples are CONVERGED only if the measured residual is within the tolerance.
+
+    A sample marked CONVERGED that is not becomes STALLED, because by its own residual the solver had finished. `rounding`
+    is by how much the relative residual of such a sample may exceed the tolerance: 0 for rows that depend on each other,
+    whose change is no rounding.
+    """
+    fz = run.f(claimed.z)
+    run.f.remember(claimed.z, fz)
+    seen = _measured(run, claimed.z, fz)
+    unless = torch.where(claimed.stats.converged, Status.STALLED, claimed.stats.status)
+    holds = seen.converged | (claimed.stats.converged & (seen.residual <= run.stop.rtol + rounding))
+    status = torch.where(holds, Status.CONVERGED, unless).to(torch.int8)
+    before = claimed.stats
+    # a cell that fails from some call on has failed here too: its best iterate keeps the residual that was measured before
+    kept = (before.status == Status.NONFINITE) & ~torch.isfinite(seen.residual)
+    stats = dataclasses.replace(seen, status=status, residual=torch.where(kept, before.residual, seen.residual))
+    stats = dataclasses.replace(stats, steps=before.steps, rejected=before.rejected, best=before.best)
+    stats = dataclasses.replace(stats, trace=before.trace, iterates=before.iterates, handovers=before.handovers)
+    return dataclasses.replace(claimed, stats=stats, failed=True, unmeasured=False)
+
+
+def measure(result: SolveResult, f: FlatMap, stop: Stop, precision: float) -> SolveResult:
+    """The result of a solve with its residuals measured by one evaluation of `f`."""
+    before = result.stats
+    f = Map(f.raw if isinstance(f, Map) else f)
+    f.counter = Counter(before.evaluations, before.sample_evaluations, before.products)
+    with no_autocast(result.z.device):
+        return confirm(Run(f, stop, None, precision), result, 0.0)
+
+
+def _measured(run: Run, z: Tensor, fz: Tensor) -> Stats:
+    """Statistics of one iterate; rows are divided by their magnitude before entries are squared."""
+    unit = None if run.scale is not None else binary_size(z, fz)
+    if unit is not None:
+        z, fz = z / unit.unsqueeze(1), fz / unit.unsqueeze(1)
+    by = run.unit if unit is None else unit if run.unit is None else unit * run.unit
+    record = SolveRecord(run.stop, z, run.scale, run.precision, by)
+    record.record(Iterate(z, fz), step=0, look=False)
+    return record.close().stats(run.f.counter)
+
+
+def merge(first: SolveResult, then: SolveResult) -> SolveResult:
+    """Join two successive solves: per sample the later result if it is better, with the steps of both."""
+    a, b = first.stats, then.stats
+    sound = torch.ones_like(b.converged) if then.sound is None else then.sound
+    better = b.converged | (a.failed & sound & (b.residual < a.residual))
+    if first.faint is not None:  # what is known about those is not worth anything
+        better = better | first.faint
+    trace = None
+    if a.trace is not None and b.trace is not None:
+        trace = tuple(torch.cat([x, y[1:]]) for x, y in zip(a.trace, b.trace, strict=True))
+    stats = dataclasses.replace(
+        b,
+        # a sample that stays failed keeps the later reason: it is what the caller can still act on
+        status=torch.where(a.converged, a.status, b.status),
+        steps=a.steps + b.steps,
+        rejected=a.rejected + b.rejected,
+        best=torch.where(better, a.steps + b.best, a.best),
+        residual=torch.where(better, b.residual, a.residual),
+        trace=trace,
+        iterates=a.iterates + b.iterates,
+    )
+    z = torch.where(better.unsqueeze(1), then.z, first.z)
+    sound = sound if first.sound is None else torch.where(better, sound, first.sound)
+    coupled = then.coupled if first.coupled is None else first.coupled or then.coupled
+    unmeasured = first.unmeasured or then.unmeasured
+    return SolveResult(
+        z, stats, first.taken + then.taken, coupled=coupled, unmeasured=unmeasured, sound=sound, faint=then.faint
+    )
+
+
+def within_dtype(result: SolveResult, z0: Tensor) -> SolveResult:
+    """The result with samples that overflow the dtype set to NONFINITE and to their start."""
+    lost = ~torch.isfinite(result.z).all(dim=1)
+    if not bool(lost.any()):
+        return result
+    start = torch.where(torch.isfinite(z0), z0, torch.zeros_like(z0))
+    stats = result.stats
+    status, residual = stats.status.masked_fill(lost, Status.NONFINITE), stats.residual.masked_fill(lost, float("inf"))
+    stats = dataclasses.replace(stats, status=status, residual=residual, best=stats.best.masked_fill(lost, 0))
+    return dataclasses.replace(result, z=torch.where(lost.unsqueeze(1), start, result.z), stats=stats, failed=True)
