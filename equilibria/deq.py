@@ -22,7 +22,7 @@ from equilibria.gradients.base import Gradient
 from equilibria.gradients.implicit import Implicit
 from equilibria.gradients.warmup import Warmup
 from equilibria.remember import Keys
-from equilibria.solution import Report, Solution, note
+from equilibria.solution import Report, Solution, note, recordings
 from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.fallback import AnySolver
 from equilibria.solvers.robust import Robust
@@ -83,7 +83,8 @@ class DEQ(nn.Module):
         solution = _solve(self.cell, start, inputs, self.solver, stop, self.gradient, self.batched, self._compiler, solves)
         if self.init is not None and (memory := memory_of(self.init)) is not None:
             memory.store(solution)
-        note(self, solution)
+        if recordings.get():
+            note(self, solution)
         return solution
 
     def _count_solve(self, solves: Tensor) -> int:
@@ -185,8 +186,8 @@ def _solve(
 ) -> Solution:
     if not autodiff_modes.is_ordinary():
         autodiff_modes.check_recordable()
-    if not gradient.exports_loop:
-        autodiff_modes.check_not_exported()
+        if not gradient.exports_loop:
+            autodiff_modes.check_not_exported()
     fixed, prepares = FrozenCell(cell), hasattr(cell, "prepare")
     bad = _nonfinite_samples(inputs, batched) if prepares or init is not None else None
     # `prepare` and `init` are not part of the equation, whose backward quarantines samples. They get zeros for samples that
@@ -212,15 +213,17 @@ def _solve(
     if fixed.module is None and _differentiating():
         known, opaque = equation.captures(z0)
     report = Report()
-    stop = stop.reachable(equation.precision)
+    stop = stop if stop.rtol >= equation.precision else stop.reachable(equation.precision)
     problem = Problem(equation, solver, stop, report, known=known, opaque=opaque, solves=solves, compiler=compiler)
     z = gradient(problem, z0, equation.args)
     extra = int(known is not None) + int(bool(equation.moves_buffers) and equation.settle(z.detach()))
     extra += 0 if init is None else first_steps(init)
     if extra:
         report.add_evaluations(extra, layout.batch)
-    fixed.hand_back()
-    return Solution(layout.unpack(layout.saturate(z)), start, f, report, layout, equation)
+    if fixed.cell is not fixed.original:
+        fixed.hand_back()
+    z = layout.saturate(z) if layout.narrow else z
+    return Solution(z if layout.flat else layout.unpack(z), start, f, report, layout, equation)
 
 
 def _nonfinite_samples(inputs: Sequence[Any], batched: bool) -> Tensor | None:

@@ -214,7 +214,7 @@ class Solution:
         return tuple(map(self.layout.unpack, self.stats.iterates))
 
 
-_active: ContextVar[tuple[tuple[dict[int, str], list[Solution]], ...]] = ContextVar("recordings", default=())
+recordings: ContextVar[tuple[tuple[dict[int, str], list[Solution]], ...]] = ContextVar("recordings", default=())
 
 
 @contextmanager
@@ -230,17 +230,17 @@ def record(model: nn.Module) -> Iterator[list[Solution]]:
     """
     solutions: list[Solution] = []
     names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
-    token = _active.set((*_active.get(), (names, solutions)))
+    token = recordings.set((*recordings.get(), (names, solutions)))
     try:
         yield solutions
     finally:
-        _active.reset(token)
+        recordings.reset(token)
 
 
 def note(module: nn.Module, solution: Solution) -> None:
     """Append a solution, with the name of its layer, to every active recording whose model contains this module."""
     named = None  # one object in all recordings, with the name that the outermost one has for its layer
-    for names, solutions in _active.get():
+    for names, solutions in recordings.get():
         if (name := names.get(id(module))) is not None:
             named = named or replace(solution, layer=name)
             solutions.append(named)

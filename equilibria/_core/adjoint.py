@@ -64,7 +64,7 @@ def backward_first_order(
                 lost = bad if lost is None else lost | bad
                 good, some_bad = good & ~bad, True
                 continue
-        couples = None if equation.coupled or len(u) < 2 else partial(_couples, at, u, equation.precision)
+        couples = None if equation.identity.coupled or len(u) < 2 else partial(_couples, at, u, equation.precision)
         if verified(adjoint, system, u, residual, pull, pull.release, couples) is None:
             equation.set_coupled(True)  # solve again, as one system with one scale
             continue
@@ -92,7 +92,7 @@ def cotangent(adjoint: Problem, system: LinearMap) -> Tensor:
     rhs = system.rhs
     if adjoint.linear.approximation is None:
         # J'0 + rhs = rhs; the residual of rows that do not depend on each other is measured by the caller
-        exact = dataclasses.replace(adjoint, on_failure="ignore", known=rhs, verify=bool(adjoint.equation.coupled))
+        exact = dataclasses.replace(adjoint, on_failure="ignore", known=rhs, verify=bool(adjoint.equation.identity.coupled))
         return exact.run_map(system, torch.zeros_like(rhs), rhs).z
     u = adjoint.linear.approximation(system.product, rhs)
     if adjoint.linear.when is None:
@@ -156,7 +156,7 @@ def verified(
         file_residual(adjoint, residual, rhs)
         return u
     short, stats = _file_measured(adjoint, residual, rhs)
-    if not _any(adjoint, stats.failed):
+    if not _any(adjoint, stats.status != Status.CONVERGED):
         return u
     if _any(adjoint, short):
         if couples is not None and couples():
@@ -182,7 +182,7 @@ def _file_measured(adjoint: Problem, residual: Tensor, rhs: Tensor) -> tuple[Ten
     """
     stats, stop, batch = adjoint.report.adjoint, adjoint.stop, len(rhs)
     assert stats is not None
-    if adjoint.equation.coupled:  # one system
+    if adjoint.equation.identity.coupled:  # one system
         residual, rhs = residual.reshape(1, -1), rhs.reshape(1, -1)
     length = stop.norm(rhs)
     relative = stop.norm(residual) / length.clamp_min(torch.finfo(rhs.dtype).tiny)
@@ -262,7 +262,7 @@ def _responsible(pull: _Pull, u: Tensor, rows: Tensor) -> Tensor:
     """(batch,) samples whose own share of the gradients is not finite; none where only sums over samples are not."""
     equation, at, found = pull.equation, pull.at, torch.zeros_like(rows)
     groups, searches = [rows], SEARCHES * max(len(rows).bit_length(), 1)
-    while groups and searches and not equation.coupled:
+    while groups and searches and not equation.identity.coupled:
         group, searches = groups.pop(), searches - 1
         z, args, alone = quarantine(equation, at.z, [arg.detach() for arg in at.args], u, group)
         needs = [i in at.needed for i in range(len(args))]

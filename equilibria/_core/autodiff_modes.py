@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 P = ParamSpec("P")
 R = TypeVar("R")
 _tracing = False
+_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.6 has no such query
 # torch has one stack of forward-mode levels for all threads, so that only one thread at a time may run a jvp
 _forward_mode = threading.RLock()
 _forward_thread: int | None = None  # the thread whose jvp is running
@@ -68,8 +69,7 @@ def _disabled(function: Callable[P, R]) -> Callable[P, R]:
 
 def check_not_exported() -> None:
     """Raise inside torch.export, torch.onnx.export and torch.jit.trace, which cannot record a loop of unknown length."""
-    is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.6 has no such query
-    if is_exporting() or torch._C._get_tracing_state() is not None:
+    if _is_exporting() or torch._C._get_tracing_state() is not None:
         raise RuntimeError(
             "torch.export, torch.onnx.export and torch.jit.trace record operations once, and the number of steps to an "
             "equilibrium depends on values. Export the model with eq.export(model, inputs) or "
@@ -81,7 +81,9 @@ def is_ordinary() -> bool:
     """True if no transform, no forward mode and no trace is active. The other queries are then False, and are not needed."""
     if _tracing or forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is None
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        return False
+    return torch._C._get_tracing_state() is None and not _is_exporting()
 
 
 def is_tracing() -> bool:

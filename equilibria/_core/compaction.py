@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -33,13 +33,19 @@ COMPARE_AFTER = 8  # steps after which rows are compared if none has stopped
 FEW = 4  # up to so many rows, to evaluate all costs no more than to evaluate two
 
 
-class CellIdentity(NamedTuple):
-    """What results of checks are stored under, and which warnings a cell gets."""
+@dataclass(eq=False)
+class CellIdentity:
+    """What results of checks are stored under, which warnings a cell gets, and whether its rows depend on each other.
+
+    One object per solve, shared by the equation of the cell and the linear equations of its derivatives.
+    """
 
     owner: Any  # the cell, or the code object of a plain function; None if it cannot be hashed or referred to weakly
     lasting: bool  # True for a module; False for a function, which may close over other data at every call
     mode: Hashable  # distinguishes calls of one owner, e.g. training and eval mode
     silent: bool  # skip the warning about closures: a function without batched inputs must close over its data
+    statistics: bool = False  # True if the cell uses batch statistics, so that its rows certainly depend on each other
+    coupled: bool | None = None  # True if rows depend on each other, False if a check found that they do not, else None
 
 
 _verdicts: WeakKeyDictionary[Any, dict[Hashable, bool]] = WeakKeyDictionary()
@@ -102,7 +108,11 @@ def compare_rows(run: Run, solver: Solver[Any], state: Iterate, excess: Tensor, 
     them would hide what they depend on.
     """
     whole = run.f
-    if run.stop.process_group is not None or not run.ordinary or is_followed(state.z, state.fz):
+    if (
+        run.stop.process_group is not None
+        or not run.ordinary
+        or (torch.is_grad_enabled() and is_followed(state.z, state.fz))
+    ):
         return Rows()
     largest, few = excess.topk(min(2, len(state.z) - 1))
     smaller = whole.take(few)
@@ -142,7 +152,12 @@ def compare_answer(run: Run, result: SolveResult) -> Rows:
     The others have moved since a row stopped: where it depends on them, its residual is not the one that is told any more.
     """
     whole, stats, stop = run.f, result.stats, run.stop
-    if len(result.z) <= FEW or stop.process_group is not None or not run.ordinary or is_followed(result.z):
+    if (
+        len(result.z) <= FEW
+        or stop.process_group is not None
+        or not run.ordinary
+        or (torch.is_grad_enabled() and is_followed(result.z))
+    ):
         return Rows()  # an evaluation of all rows tells more
     largest = torch.where(stats.residual < float("inf"), stats.residual, -1.0).argmax()  # nan is not below
     few = torch.stack((stats.steps.argmin(), largest))
@@ -172,8 +187,8 @@ def is_harmless(alone: Tensor, among: Tensor, relative: float, absolute: float =
 
 
 def is_followed(*tensors: Tensor) -> bool:
-    """True if autograd records what is computed from these tensors."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    """True if any of these tensors requires gradients."""
+    return any(tensor.requires_grad for tensor in tensors)
 
 
 def rows_mix(f: FlatMap, z: Tensor, precision: float) -> bool | None:

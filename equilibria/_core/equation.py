@@ -31,6 +31,7 @@ class Equation(ABC):
     rowwise: tuple[bool, ...]  # True for each arg that has a row per sample
     precision: float  # machine epsilon of the dtype F computes in
     identity: CellIdentity  # of the cell, shared by the linear equations of its derivatives
+    restrictable: bool = False  # True if `take` works; before rows are dropped, it is verified that they give the same
     separable: bool = False  # True if a solve ran rows without the others, and they gave the same
 
     @abstractmethod
@@ -61,24 +62,13 @@ class Equation(ABC):
         """A key of everything F depends on besides its args."""
         return self.identity.mode
 
-    @property
-    def coupled(self) -> bool | None:
-        """True if rows depend on each other, False if a check found that they do not, None before the first check."""
-        return False
-
-    @property
-    def may_uncouple(self) -> bool:
-        """True if rows depended on each other in an earlier solve and the cell may have changed since."""
-        return False
-
-    @abstractmethod
     def set_coupled(self, coupled: bool, *, warn: bool = True) -> None:
         """Store whether rows depend on each other, for the backward pass and for later solves of the cell."""
-
-    @property
-    def restrictable(self) -> bool:
-        """True if `take` works. The loop verifies that the rows taken give the same values before it drops the others."""
-        return not self.coupled
+        known = self.identity.coupled
+        if coupled is not known and not self.identity.statistics:
+            self.identity.coupled = coupled
+            if coupled or known:
+                remember_coupling(self.identity, coupled, warn=warn)
 
 
 class CellEquation(Equation):
@@ -89,7 +79,7 @@ class CellEquation(Equation):
     """
 
     def __init__(self, cell: FrozenCell, layout: Layout, inputs: Sequence[Any]) -> None:
-        self.cell, self.layout = cell, layout
+        self.cell, self.layout, self._given = cell, layout, tuple(inputs)
         self._leaves, self._inputs_spec = pytree.tree_flatten(tuple(inputs))
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         self.opaque = cell.sharded  # True if the cell depends on tensors that cannot be passed as arguments
@@ -112,41 +102,27 @@ class CellEquation(Equation):
         rows = [layout.has_rows(tensor) for tensor in tensors]
         self.rowwise = (*rows, *[False] * len(still), *map(layout.has_rows, masks), *[False] * len(kept))
         lasting, mode = cell.module is not None, (cell.training, self.rowwise)
-        self.identity = CellIdentity(_owner(cell.original), lasting, mode, silent=not lasting and not any(rows))
-        norms = [module for module in cell.modules if isinstance(module, _NormBase)]
-        self._batch_statistics = any(map(uses_batch_statistics, norms))
-        self._coupled: bool | None = True if self._batch_statistics or is_known_to_couple(self.identity) else None
+        statistics = any(isinstance(module, _NormBase) and uses_batch_statistics(module) for module in cell.modules)
+        owner, silent = cell.original if lasting else _owner(cell.original), not lasting and not any(rows)
+        self.identity = CellIdentity(owner, lasting, mode, silent, statistics)
+        self.identity.coupled = True if statistics or is_known_to_couple(self.identity) else None
+        # the dropout masks of a sharded cell are not args, so that `take` cannot restrict them
+        self.restrictable = not statistics and not (self.opaque and cell.dropouts)
 
     def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
         return self._run(z, args, self._unflatten(args), direct=False)
 
     def bind(self, args: Sequence[Tensor]) -> Map:
         # the module itself may be called if the args are its own tensors
-        own, inputs = all(a is b for a, b in zip(args[self._inputs :], self._own, strict=True)), self._unflatten(args)
+        own = all(a is b for a, b in zip(args[self._inputs :], self._own, strict=True))
+        same = own and all(a is b for a, b in zip(args, self.args, strict=True))
+        inputs = self._given if same else self._unflatten(args)
         return Map(lambda z: self._run(z, args, inputs, direct=own), self, args)
-
-    @property
-    def coupled(self) -> bool | None:
-        return self._coupled
-
-    @property
-    def may_uncouple(self) -> bool:
-        return bool(self._coupled) and not self._batch_statistics
-
-    def set_coupled(self, coupled: bool, *, warn: bool = True) -> None:
-        if coupled is not self._coupled and not self._batch_statistics:
-            self._coupled = coupled
-            remember_coupling(self.identity, coupled, warn=warn)
-
-    @property
-    def restrictable(self) -> bool:
-        # the dropout masks of a sharded cell are not args, so that `take` cannot restrict them
-        return not self._batch_statistics and not (self.opaque and self.cell.dropouts)
 
     def untraceable(self) -> str | None:
         if self.cell.module is None:
             return "the cell is a function, which may close over other data every time; an nn.Module can be compiled"
-        if self.opaque or self.coupled or self.moves_buffers is not False:
+        if self.opaque or self.identity.coupled or self.moves_buffers is not False:
             return "the cell is sharded, couples the samples or has buffers that may change in training"
         return None
 
@@ -174,20 +150,22 @@ class CellEquation(Equation):
 
     def _run(self, z: Tensor, args: Sequence[Tensor], inputs: Sequence[Any], *, direct: bool) -> Tensor:
         """Evaluate the cell on the matrix z; `direct` calls it without replacing its tensors by `args`."""
-        first = self._writes is None
+        first, layout = self._writes is None, self.layout
         given = _copied(z) if first or self._writes else z  # a cell that writes in place must not change the solver's z
-        state, direct = self.layout.unpack(given), direct and self.moves_buffers is False
+        state, direct = given if layout.flat else layout.unpack(given), direct and self.moves_buffers is False
         # the leaves and not `given`: unpacking copies some leaves and returns views for others, depending on the batch size
         watched = [(part, _version(part)) for part in pytree.tree_leaves(state)] if first else []
-        if direct and not self._needs_context:  # fast path: entering a context takes measurable time
-            out = self.cell.cell(state, *inputs)
-        else:
+        if self._needs_context:  # entering a context takes measurable time
             with self.autocast.inside(), self.cell.in_place():
                 out = self.cell.cell(state, *inputs) if direct else self._run_functional(state, inputs, args[self._inputs :])
+        else:
+            out = self.cell.cell(state, *inputs) if direct else self._run_functional(state, inputs, args[self._inputs :])
         if first:
             self._writes = any(version is None or _version(part) != version for part, version in watched)
-        packed = self.layout.pack_output(out, z.shape[0], cast=self.autocast.enabled)
-        return self.layout.refuse_overflow(z, packed) if self.layout.narrow else packed
+        if layout.flat and isinstance(out, Tensor) and out.shape == z.shape and out.dtype == z.dtype:
+            return out
+        packed = layout.pack_output(out, z.shape[0], cast=self.autocast.enabled)
+        return layout.refuse_overflow(z, packed) if layout.narrow else packed
 
     def _run_functional(self, state: State, inputs: Sequence[Any], tensors: Sequence[Tensor]) -> State:
         """Call a copy of the module with `tensors` in place of its own, so that the module is not modified."""

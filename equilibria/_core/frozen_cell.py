@@ -76,7 +76,8 @@ class FrozenCell:
         self.original = self.cell = cell
         self.module = cell if isinstance(cell, nn.Module) else None
         self.modules = self.sources = list(self.module.modules()) if self.module is not None else []
-        self.sharded = is_sharded(self.modules)
+        # FSDP needs a process group, which most runs do not have
+        self.sharded = torch.distributed.is_available() and torch.distributed.is_initialized() and is_sharded(self.modules)
         held = any(hasattr(m, "parametrizations") or (isinstance(m, VariationalDropout) and m.active) for m in self.modules)
         if self.module is not None and held and not self.sharded:
             snapshot = stateless.Snapshot(self.module)
@@ -104,7 +105,9 @@ class FrozenCell:
     def snapshot(self) -> stateless.Snapshot:
         """A snapshot of the module with its held weights and masks, taken on the first call."""
         assert self.module is not None
-        if self._snapshot is None:
+        if self._snapshot is None and not self.holds:
+            self._snapshot = stateless.Snapshot(self.module)
+        elif self._snapshot is None:
             with self.in_place():
                 self._snapshot = stateless.Snapshot(self.module)
         return self._snapshot
@@ -156,6 +159,8 @@ class FrozenCell:
         """The tensors of the module; empty if the cell is a plain function or its weights are sharded."""
         if self.module is None or self.sharded:
             return CellTensors({}, {}, {}, {})
+        if not self.holds and not any(isinstance(module, VariationalDropout) for module in self.modules):
+            return CellTensors(dict(self.module.named_parameters()), {}, {}, dict(self.module.named_buffers()))
         with self.in_place():
             buffers = dict(self.module.named_buffers())
             weights = {name: b for name, b in buffers.items() if _owned_by(self.module, name, HeldWeight)}

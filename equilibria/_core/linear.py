@@ -28,7 +28,8 @@ class LinearEquation(Equation):
     def __init__(self, of: Equation) -> None:
         self.of = of
         self.rowwise, self.linear = (True, True, *of.rowwise), True
-        self.precision, self.identity, self.separable = of.precision, of.identity, of.separable
+        self.precision, self.identity = of.precision, of.identity
+        self.restrictable, self.separable = of.restrictable, of.separable
 
     def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
         return self.product(z, *args) + args[1]
@@ -45,17 +46,6 @@ class LinearEquation(Equation):
 
     def fingerprint(self) -> Hashable:
         return self.of.fingerprint()
-
-    @property
-    def coupled(self) -> bool | None:
-        return self.of.coupled
-
-    def set_coupled(self, coupled: bool, *, warn: bool = True) -> None:
-        self.of.set_coupled(coupled, warn=warn)
-
-    @property
-    def restrictable(self) -> bool:
-        return self.of.restrictable
 
 
 class AdjointEquation(LinearEquation):
@@ -102,7 +92,10 @@ class Fold:
 
 
 class FoldedEquation(Equation):
-    """An equation under vmap as an equation over size * batch rows."""
+    """An equation under vmap as an equation over size * batch rows.
+
+    Rows cannot be taken, because the mapped dimension need not be the first one of an arg.
+    """
 
     def __init__(self, of: Equation, fold: Fold) -> None:
         self.of, self.fold = of, fold
@@ -133,14 +126,6 @@ class FoldedEquation(Equation):
         mapped: Any = torch.func.vmap(self.of.right, in_dims=self.fold.dims)(*args)
         return mapped.flatten(0, 1)
 
-    @property
-    def coupled(self) -> bool | None:
-        return self.of.coupled
-
     def set_coupled(self, coupled: bool, *, warn: bool = True) -> None:
         if coupled:  # False is not stored: with a batch of one, the rows compared are different mapped samples
-            self.of.set_coupled(coupled, warn=warn)
-
-    @property
-    def restrictable(self) -> bool:
-        return False  # the mapped dimension need not be the first one of an arg, so that rows cannot be indexed
+            super().set_coupled(coupled, warn=warn)

@@ -53,12 +53,17 @@ def solve(
     """
     f = f if isinstance(f, Map) else Map(f)
     # a map may have been solved before
-    f.counter, f.any_rank, f.known = Counter(), stop.any_rank(), None if known is None else (z0, known)
+    f.counter, f.known = Counter(), None if known is None else (z0, known)
+    f.any_rank = None if stop.process_group is None else stop.any_rank()
     precision, ordinary = precision or torch.finfo(z0.dtype).eps, autodiff_modes.is_ordinary()
-    run = Run(f, stop, scale, precision, keep_state, verify, measured_later, origin=z0, ordinary=ordinary)
+    # a linear system stands alone if the forward solve found that rows do not depend on each other and can be taken. That
+    # rows do not mix is not enough: a weight with as many rows as the batch must not be restricted
+    cell = None if scale is None else f.equation
+    alone = cell is not None and cell.separable and cell.identity.coupled is False
+    run = Run(f, stop, scale, precision, keep_state, verify, measured_later, alone, ordinary, origin=z0)
     with no_autocast(z0.device):
         try:
-            result = _answer(run, z0, solver)
+            result = _verified(run, z0, solver)
         except _Unusual as start:
             result = _divided(run, z0, start.fz, solver)
         for _ in range(VERIFICATIONS):
@@ -78,27 +83,25 @@ class _Unusual(Exception):  # noqa: N818, no error
         self.fz = fz
 
 
-def _answer(run: Run, z0: Tensor, solver: AnySolver) -> SolveResult:
-    return solve_chain(run, z0, solver, _verified) if isinstance(solver, Fallback) else _verified(run, z0, solver)
-
-
 def _divided(run: Run, z0: Tensor, fz: Tensor, solver: AnySolver) -> SolveResult:
     """Solve g(y) = f(unit y) / unit, whose states have a usual magnitude; units are powers of two per sample."""
     unit = binary_size(z0, fz).unsqueeze(1)
     y0 = z0 / unit
     f = run.f.divided(unit).remember(y0, fz / unit)
     inner = dataclasses.replace(run.with_stop(compact=False), f=f, unit=unit.squeeze(1), origin=None)
-    result = _answer(inner, y0, solver)
+    result = _verified(inner, y0, solver)
     stats = dataclasses.replace(result.stats, iterates=tuple(y * unit for y in result.stats.iterates))
     state = None if result.state is None else result.state.rescaled(unit)
     return within_dtype(dataclasses.replace(result, z=result.z * unit, stats=stats, state=state), z0)
 
 
-def _verified(run: Run, z0: Tensor, solver: Solver[Any]) -> SolveResult:
+def _verified(run: Run, z0: Tensor, solver: AnySolver) -> SolveResult:
     """Run; then evaluate the answer where f(z) is known by recurrence only, or from before other rows moved.
 
     Rows that depend on each other are left where they are: the caller solves them as one problem.
     """
+    if isinstance(solver, Fallback):
+        return solve_chain(run, z0, solver, _verified)
     result = _run(run, z0, solver)
     if not _is_to_be_measured(run, solver, result):
         return result
@@ -181,15 +184,18 @@ def _run_native(run: Run, z0: Tensor, fz: Tensor, solver: Solver[Any]) -> SolveR
     work, compact, taken = method.work, stop.compact, 0
     running = method.step(0, last=stop.max_steps == 0)
     opened_at = 0 if work.context.watchful or running < work.rows else None
-    if run.scale is None and z0 is run.origin and not work.is_usual(*USUAL[z0.dtype]) and _unusual(z0, fz):
-        raise _Unusual(fz)
+    if run.scale is None and z0 is run.origin:
+        least, most = USUAL[z0.dtype]
+        usual = work.context.lowest >= least and work.context.highest <= most and work.context.longest < float("inf")
+        if not usual and _unusual(z0, fz):  # nan is not usual
+            raise _Unusual(fz)
     rows = Rows() if run.stands_alone else None
     for step in range(1, stop.max_steps + 1):
         if running == 0:
             break
         stopped = work.rows - running
         if rows is None and is_to_compare(run, solver, step, stopped, shape):
-            excess = torch.where(work.status < 0, work.number("excess"), -1.0)
+            excess = torch.where(work.status < 0, work.excess, -1.0)
             rows = compare_rows(run, solver, Iterate(method.z, method.fz), excess, rejecting=False)
             compact = compact and (rows is None or rows.harmless)
             if rows is not None and rows.coupled:

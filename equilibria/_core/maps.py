@@ -169,9 +169,9 @@ class Linearisation:
     def run(self) -> tuple[Tensor, Tensor]:
         """The leaf z and f(z) with its graph, computed on the first call."""
         if self._graph is None:
-            autodiff_modes.check_derivatives(
-                "A transposed product, as adjoints, spectra, NormalCG and TrustRegion take,", self.z
-            )
+            if torch.is_inference_mode_enabled() or self.z.is_inference():
+                what = "A transposed product, as adjoints, spectra, NormalCG and TrustRegion take,"
+                autodiff_modes.check_derivatives(what, self.z)
             if self.counter is not None:
                 self.counter.evaluations += 1
                 self.counter.rows += self.z.shape[0]

@@ -40,6 +40,7 @@ class Layout:
     precision: float  # the largest machine epsilon among the dtypes of the state; relative residuals hardly get below it
     narrow: bool  # True if a tensor has a smaller range than the matrix: float16, or float32 beside float64
     single: Leaf | None  # the leaf of a batched state that is one tensor in the dtype of the matrix, for the fast paths
+    flat: bool  # True if that tensor is (batch, n) itself, so that packing changes nothing
 
     @staticmethod
     def of(state: State, *, batched: bool = True) -> Layout:
@@ -49,7 +50,14 @@ class Layout:
         # torch.promote_types would be recorded in exported programs, and torch 2.6 cannot load such programs
         double = any(tensor.dtype.to_real() == torch.float64 for tensor in tensors)
         dtype = torch.float64 if double else torch.float32
-        leaves, ranges = tuple(_leaf(tensor, batched) for tensor in tensors), [torch.finfo(t.dtype) for t in tensors]
+        shapes, ranges = (
+            [tuple(t.shape[1:] if batched else t.shape) for t in tensors],
+            [torch.finfo(t.dtype) for t in tensors],
+        )
+        leaves = tuple(
+            Leaf(shape, tensor.dtype, prod(shape) * (2 if tensor.dtype.is_complex else 1))
+            for shape, tensor in zip(shapes, tensors, strict=True)
+        )
         single = len(leaves) == 1 and structure.is_leaf() and leaves[0].dtype == dtype and batched
         return Layout(
             structure=structure,
@@ -61,6 +69,7 @@ class Layout:
             precision=max(each.eps for each in ranges),
             narrow=any(each.max < torch.finfo(dtype).max / 2 for each in ranges),
             single=leaves[0] if single else None,
+            flat=single and tensors[0].dim() == 2,
         )
 
     @property
@@ -173,11 +182,6 @@ class Layout:
                 f"The cell must return the dtype of its state: got {tensor.dtype} for z of {leaf.dtype}. "
                 f"Start from a state of {tensor.dtype}, or end the cell with .to(z.dtype)."
             )
-
-
-def _leaf(tensor: Tensor, batched: bool) -> Leaf:
-    shape = tuple(tensor.shape[1:]) if batched else tuple(tensor.shape)
-    return Leaf(shape, tensor.dtype, prod(shape) * (2 if tensor.dtype.is_complex else 1))
 
 
 def _describe(structure: pytree.TreeSpec) -> str:

@@ -72,9 +72,14 @@ class FixedPoint(Function):
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
         z, status, *args = ctx.saved_tensors
         needs = ctx.needs_input_grad[2:]
-        any_order = torch.is_grad_enabled() or autodiff_modes.inside_transform() or autodiff_modes.inside_dual_level()
-        pull = _backward_any_order if any_order else backward_first_order
-        grads = autodiff_modes.pull_each(lambda v: pull(ctx.problem, z, status, args, needs, v), cotangents[0])
+        transformed = not autodiff_modes.is_ordinary() and (
+            autodiff_modes.inside_transform() or autodiff_modes.inside_dual_level()
+        )
+        pull = _backward_any_order if torch.is_grad_enabled() or transformed else backward_first_order
+        if torch._C._functorch.is_legacy_batchedtensor(cotangents[0]):  # torch.autograd.grad(is_grads_batched=True)
+            grads = autodiff_modes.pull_each(lambda v: pull(ctx.problem, z, status, args, needs, v), cotangents[0])
+        else:
+            grads = pull(ctx.problem, z, status, args, needs, cotangents[0])
         return (None, None, *grads)
 
     @staticmethod
@@ -135,8 +140,8 @@ def _folded(problem: Problem, fold: Fold) -> Problem:
 
 
 def _learn_coupling(equation: Equation, z: Tensor, args: Sequence[Tensor]) -> None:
-    """Set `equation.coupled` if no solve has set it yet and values can be read."""
-    if equation.coupled is None and autodiff_modes.has_values(z, *args):
+    """Set `equation.identity.coupled` if no solve has set it yet and values can be read."""
+    if equation.identity.coupled is None and autodiff_modes.has_values(z, *args):
         with torch.no_grad():
             equation.set_coupled(bool(rows_mix(lambda y: equation(y, *args).detach(), z.detach(), equation.precision)))
 

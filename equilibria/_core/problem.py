@@ -89,7 +89,7 @@ class Problem:
 
     def run_map(self, f: Map, z0: Tensor, rhs: Tensor | None = None) -> SolveResult:
         """As `run`, for the bound map `f`; `rhs` is what the tolerance of a linear system is relative to."""
-        if self.equation.coupled and z0.shape[0] > 1:
+        if self.equation.identity.coupled and z0.shape[0] > 1:
             result = self._solve_coupled(f, z0, rhs)
         else:
             result = self._solve_rows(f, z0, rhs)
@@ -134,7 +134,7 @@ class Problem:
     def _solve_coupled(self, f: Map, z0: Tensor, rhs: Tensor | None) -> SolveResult:
         """Solve the batch as one system; a cell that may have changed is checked again afterwards."""
         equation, precision = self.equation, self.equation.precision
-        if self.what == "forward" and equation.may_uncouple:
+        if self.what == "forward" and equation.identity.coupled and not equation.identity.statistics:
             result = solve_rows_as_one(f, z0, self.solver, self.stop, precision=precision)
             equation.set_coupled(bool(rows_mix(f.raw, result.z, precision)))
             return result

@@ -25,7 +25,7 @@ def cotangent_scale(equation: Equation, v: Tensor, *, measured: bool) -> Tensor:
     largest = _sound(v.abs().amax(dim=1, keepdim=True))
     # squares of very small or very large numbers underflow or overflow, so these rows are divided first
     size = _usual(rms_norm(v).unsqueeze(1), largest * rms_norm(v / largest).unsqueeze(1))
-    if equation.coupled or (equation.coupled is None and not measured):
+    if equation.identity.coupled or (equation.identity.coupled is None and not measured):
         most = _sound(size.amax(dim=0, keepdim=True))
         apart = most * (size / most).square().mean(dim=0, keepdim=True).sqrt()
         size = _usual(size.square().mean(dim=0, keepdim=True).sqrt(), apart).expand_as(size)

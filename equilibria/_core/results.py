@@ -29,9 +29,10 @@ class Run:
     keep_state      return the state of the solver
     verify          evaluate `f` once more if the solver updates f(z) by a recurrence
     measured_later  True if the caller evaluates `f` at the result
+    stands_alone    True for a linear system whose rows are known not to depend on each other
+    ordinary        True if no transform, forward mode or trace is active
     origin          (batch, n), the start, if its magnitude is checked
     unit            (batch,), by which f and z are divided; None for no division
-    ordinary        True if no transform, forward mode or trace is active
     """
 
     f: Map
@@ -41,18 +42,10 @@ class Run:
     keep_state: bool = False
     verify: bool = True
     measured_later: bool = False
+    stands_alone: bool = False
+    ordinary: bool = False
     origin: Tensor | None = None
     unit: Tensor | None = None
-    ordinary: bool = False
-
-    @property
-    def stands_alone(self) -> bool:
-        """True for a linear system whose forward solve has found that rows do not depend on each other and can be taken.
-
-        That rows do not mix is not enough: a weight with as many rows as the batch must not be restricted.
-        """
-        equation = self.f.equation
-        return self.scale is not None and equation is not None and equation.separable and equation.coupled is False
 
     def warn_of_coupling(self) -> None:
         """Warn once per cell that its rows cannot be dropped, unless compaction is not wanted."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType, MethodType
 from typing import Any
@@ -25,6 +26,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 REGISTERED = ("_parameters", "_buffers", "_modules")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type, torch.Generator)
+_CONTAINERS = (dict, OrderedDict, set, list, tuple)  # most are empty: hooks that nobody registered
 _DEPTH = 3  # nesting of plain objects up to which references to the tree are searched
 _in_place = threading.RLock()  # held while the tensors of a tree that cannot be copied are swapped
 
@@ -65,11 +67,14 @@ class Snapshot:
             (i, name, value)
             for i, attributes in enumerate(self._attributes)
             for name, value in attributes.items()
-            if not (isinstance(value, _PLAIN) or name in REGISTERED or (isinstance(value, dict) and not value))  # no hooks
+            if not (
+                isinstance(value, _PLAIN) or name in REGISTERED or (isinstance(value, (dict, set)) and not value)
+            )  # no hooks
         ]
         self._referring = [(i, name) for i, name, value in others if self._refers(value)]
         self.copyable = not any(
-            isinstance(part, torch.jit.ScriptModule) or _is_lazy(part) for part in self.parts
+            isinstance(part, torch.jit.ScriptModule) or (isinstance(part, LazyModuleMixin) and _is_lazy(part))
+            for part in self.parts
         ) and not any(self._reaches(value, _DEPTH) for _, _, value in others)
 
     def build(self, tensors: Mapping[str, Tensor] | None = None) -> list[nn.Module]:
@@ -191,6 +196,6 @@ def _held_by_function(function: Callable[..., Any]) -> Iterator[Any]:
             yield value
 
 
-def _is_lazy(module: nn.Module) -> bool:
-    """True for lazy modules without initialized parameters, which cannot be copied."""
-    return isinstance(module, LazyModuleMixin) and module.has_uninitialized_params()
+def _is_lazy(module: Any) -> bool:
+    """True for a lazy module without initialized parameters, which cannot be copied."""
+    return bool(module.has_uninitialized_params())

@@ -123,7 +123,7 @@ class _Jacobian:
         self.good = s.stats.status != Status.NONFINITE
         z, args, _ = quarantine(s.equation, z, s.equation.args, z, self.good)
         self.at = Linearisation(s.equation, z, args)
-        self.whole = s.equation.coupled and len(z) > 1
+        self.whole = s.equation.identity.coupled and len(z) > 1
         self.shape = z.shape
 
     def transposed(self, v: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ class Reversible(Gradient):
                 f"Reversible replaces plain iteration by its reversible form, and the solver is {problem.solver!r}: "
                 "take solver=eq.Picard(), or another gradient."
             )
-        if problem.opaque or problem.equation.coupled:
+        if problem.opaque or problem.equation.identity.coupled:
             raise TypeError(OUT_OF_REACH)
         # a finished sample must stop at once, or it would take more steps than backward inverts
         stop = dataclasses.replace(problem.stop, check_every=1)
@@ -115,7 +115,7 @@ class _Reversible(Function):
     @staticmethod
     def forward(ctx: Any, problem: Problem, z0: Tensor, *args: Tensor) -> Tensor:
         result = problem.run(z0, args)
-        if problem.equation.coupled:
+        if problem.equation.identity.coupled:
             raise TypeError(OUT_OF_REACH)
         ctx.problem = problem
         stats = result.stats

@@ -57,7 +57,7 @@ class Shine(Gradient):
                 f"Shine reuses the Jacobian estimate of Broyden's method, and the solver is {problem.solver!r}: "
                 "take solver=eq.Broyden(), or another gradient such as eq.NeumannPhantom()."
             )
-        if problem.opaque or problem.equation.coupled:
+        if problem.opaque or problem.equation.identity.coupled:
             raise TypeError(OUT_OF_REACH)
         if not torch.is_grad_enabled():
             return problem.run(z0, args).z

@@ -83,10 +83,10 @@ class Unrolled(Gradient):
 
     def _replay(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
         """Solve without a graph to get the number of steps of every sample, then take the same steps with a graph."""
-        if isinstance(problem.solver, Fallback) or problem.equation.coupled:
+        if isinstance(problem.solver, Fallback) or problem.equation.identity.coupled:
             raise TypeError(NOT_REPLAYED)
         result = problem.run(z0.detach(), [arg.detach() for arg in args])
-        if problem.equation.coupled:
+        if problem.equation.identity.coupled:
             raise TypeError(NOT_REPLAYED)
         if not torch.is_grad_enabled():
             return result.z

@@ -113,7 +113,7 @@ class _Watch:
         assert stats is not None
         at_first = stats.status != Status.NONFINITE
         good = at_first & torch.isfinite(v).all(dim=1)
-        if self.problem.equation.coupled:  # gradients are no sums over independent samples
+        if self.problem.equation.identity.coupled:  # gradients are no sums over independent samples
             grads, lost = self._again(v, good), torch.zeros_like(good)
         else:
             zero = [torch.zeros_like(self.tensors[i]) for i in self.followed]

@@ -16,7 +16,7 @@ from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.base import Solver
 from equilibria.solvers.broyden import Broyden
 from equilibria.solvers.picard import Picard
-from equilibria.solvers.rowwise import SMALL_STATE, history_size
+from equilibria.solvers.rowwise import SMALL_STATE, history_size, ridge
 from equilibria.stop import FLOOR, euclidean_norm, rms_norm
 
 if TYPE_CHECKING:
@@ -49,18 +49,13 @@ def is_readable(x: Tensor) -> bool:
 
 
 def begin(run: Run, z0: Tensor, fz: Tensor, solver: Any) -> Iteration | Krylov:
-    """Return the native solve from z0 with f(z0) = fz, before its first record."""
-    method = Krylov if isinstance(solver, krylov.GMRES) else Iteration
-    return method(native.kernels, run.f, z0, fz, solver, _settings(z0, run))
+    """Return the native solve from z0 with f(z0) = fz, before its first record.
 
-
-def _settings(z0: Tensor, run: Run) -> dict[str, Any]:
-    """Return the settings that do not depend on the solver; Euclidean norms replace root mean squares, with `atol` and
-    `scale` times sqrt(n).
+    Euclidean norms replace root mean squares, with `atol` and `scale` times sqrt(n).
     """
     info, stop, floor = torch.finfo(z0.dtype), run.stop, FLOOR * run.precision
     root = max(z0.shape[1], 1) ** 0.5 if stop.norm is rms_norm else 1.0
-    return {
+    settings = {
         "rtol": max(stop.rtol, LEAST * info.eps),
         "atol": max(stop.atol * root, info.tiny**0.8),
         "scale": None if run.scale is None else (run.scale * root).contiguous(),
@@ -69,6 +64,8 @@ def _settings(z0: Tensor, run: Run) -> dict[str, Any]:
         "patience": stop.patience or 0,
         "watchful": int(stop.patience is not None or stop.rtol < floor),
     }
+    method = Krylov if isinstance(solver, krylov.GMRES) else Iteration
+    return method(native.kernels, run.f, z0, fz, solver, settings)
 
 
 class Iteration:
@@ -172,7 +169,7 @@ def needs(solver: Any, z0: Tensor) -> tuple[int, tuple[str, ...], dict[str, Any]
     assert isinstance(solver, Anderson)
     most = history_size(solver.history, solver.budget, z0, small=n, medium=4, large=3)
     settings = {"first_limit": most, "damping": solver.damping, "slow": float("inf")}
-    settings |= {"threshold": solver._threshold(z0.dtype), "patience_of_trust": anderson.PATIENCE}
+    settings |= {"threshold": ridge(solver.ridge, z0.dtype), "patience_of_trust": anderson.PATIENCE}
     return most, ("residual", "value"), settings
 
 

@@ -98,7 +98,7 @@ FIRST_CORE = 8
 class Workspace:
     """Record and history of every row, stored at the row's position in the original batch; stopped rows stay in place.
 
-    numbers, counters, status  the record, with one column or entry per row
+    numbers, counters, status, excess  the record, with one column or entry per row
     answer                     (batch, n), best iterates; complete when no row runs, or after a call without `out`
     rows, place                number of the rows carried, and (rows,) their places in the batch; None for all
     """
@@ -109,7 +109,7 @@ class Workspace:
         self.numbers = z0.new_empty(len(NUMBERS), batch)
         self.counters = torch.empty(len(COUNTERS), batch, dtype=torch.int64)
         self.flags = torch.empty(2, batch, dtype=torch.int8)
-        self.status, self.rows = self.flags[0], batch
+        self.status, self.rows, self.excess = self.flags[0], batch, self.numbers[0]
         self.order = torch.empty(batch, most, dtype=torch.int32)
         self.answer = torch.empty_like(z0)
         self.vectors = [torch.empty_like(z0) for _ in vectors]
@@ -175,12 +175,6 @@ class Workspace:
         """Return the indices of the carried rows that still run."""
         status = self.status if self.place is None else self.status.index_select(0, self.place)
         return (status < 0).nonzero().squeeze(1)
-
-    def is_usual(self, least: float, most: float) -> bool:
-        """Return True if |f(z0)| of every row lies between these norms, and no residual has overflowed."""
-        context = self.context
-        highest = context.highest if context.longest < float("inf") else context.longest
-        return bool(context.lowest >= least and highest <= most)  # nan compares false
 
     def close(self, run: Run, z0: Tensor) -> ClosedRecord:
         """Return the record of the whole batch, at the end of the solve."""

@@ -29,6 +29,7 @@ from equilibria.solvers.rowwise import (
     grow,
     history_size,
     products,
+    ridge,
     set_slot,
     subtract_combination,
 )
@@ -178,7 +179,7 @@ class Anderson(Solver[AndersonState]):
             pair = subtract_combination(pair, _weights(pair[:, :n], kept[:, :, :n], trust), kept, over=not followed)
         left = torch.linalg.vector_norm(pair[:, :n], dim=1, keepdim=True)
         # if a difference lies in the space of the others, the rest is rounding and is dropped
-        empty = left <= self._threshold(left.dtype) * size
+        empty = left <= ridge(self.ridge, left.dtype) * size
         scale = left.masked_fill(empty, 1.0).reciprocal().masked_fill(empty, 0.0)  # avoids 1 / 0, also in derivatives
         if followed:
             pairs = set_slot(pairs, slot, pair * scale)
@@ -197,9 +198,6 @@ class Anderson(Solver[AndersonState]):
         weights = _weights(state.residual, residuals, trust)
         z = subtract_combination(state.fz, weights, values)
         return z if self.damping == 1 else z - (1 - self.damping) * subtract_combination(state.residual, weights, residuals)
-
-    def _threshold(self, dtype: torch.dtype) -> float:
-        return torch.finfo(dtype).eps ** 0.5 if self.ridge is None else self.ridge
 
 
 def _weights(x: Tensor, residuals: Tensor, trust: Trust) -> Tensor:

@@ -133,6 +133,11 @@ def history_size(setting: int | None, budget: int | None, z: Tensor, *, small: i
     return max(1, min(wanted, budget // max(2 * z.numel() * z.element_size(), 1)))
 
 
+def ridge(setting: float | None, dtype: torch.dtype) -> float:
+    """The share of its norm below which the orthogonal part of a difference is rounding: `setting`, or sqrt(epsilon)."""
+    return torch.finfo(dtype).eps ** 0.5 if setting is None else setting
+
+
 def check_history(solver: str, name: str, setting: int | None, budget: int | None, instead: str = "") -> None:
     require(setting is None or setting >= 1, f"{solver}'s {name} must be at least 1, got {setting}{instead}.")
     require(budget is None or budget >= 1, f"{solver}'s budget must be some bytes or None, got {budget}.")
