@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
-from equilibria._core.frozen_cell import no_autocast
+from equilibria._core.autodiff_modes import no_autocast
 from equilibria._core.packing import State
 from equilibria.solution import Solution, Status
 

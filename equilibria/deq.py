@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from equilibria._core import autodiff_modes
-from equilibria._core.autodiff_modes import not_traced
+from equilibria._core.autodiff_modes import Autocast, not_traced
 from equilibria._core.compile import Compiler
 from equilibria._core.equation import CellEquation
-from equilibria._core.frozen_cell import Autocast, FrozenCell
+from equilibria._core.frozen_cell import FrozenCell
 from equilibria._core.loop import check_solver
 from equilibria._core.packing import Layout, State
 from equilibria._core.problem import Problem

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from equilibria._core.autodiff_modes import Autocast
 from equilibria._core.checkpointing import Buffers, Checkpoint, Tensors, check_checkpoint, repeat
-from equilibria._core.frozen_cell import Autocast, FrozenCell
+from equilibria._core.frozen_cell import FrozenCell
 from equilibria._core.packing import Layout, State
 from equilibria.starts import Init, check_cell, check_init, prepared, start_of
 from equilibria.stop import rms_norm, scaled_norm

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
+from equilibria._core.autodiff_modes import Autocast
 from equilibria._core.checks import require
 from equilibria._core.files import optional, replace_file
-from equilibria._core.frozen_cell import Autocast
 from equilibria.exportable import exportable
 from equilibria.solution import record
 

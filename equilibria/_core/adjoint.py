@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from equilibria._core.compaction import ROUNDING
-from equilibria._core.equation import Equation
-from equilibria._core.linear import AdjointEquation
+from equilibria._core.equation import AdjointEquation, Equation
 from equilibria._core.maps import Linearisation, LinearMap
 from equilibria._core.problem import Problem
-from equilibria._core.quarantine import cotangent_scale, quarantine
+from equilibria._core.quarantine import quarantine
 from equilibria.solution import Stats, Status, empty_stats
-from equilibria.stop import FLOOR
+from equilibria.stop import FLOOR, rms_norm
 
 SEARCHES = 4  # runs of the cell per halving of the batch, at most, to find samples whose gradient is not finite
 
@@ -206,6 +205,37 @@ def _any(adjoint: Problem, rows: Tensor) -> bool:
     """True if any sample of any rank is in `rows`."""
     here = bool(rows.any())
     return here if adjoint.stop.process_group is None else bool(adjoint.stop.largest(int(here)))
+
+
+def cotangent_scale(equation: Equation, v: Tensor, *, measured: bool) -> Tensor:
+    """(batch, 1), the RMS of each row of the right-hand side v, by which it is divided before the solve.
+
+    The solution then does not depend on the scale of the loss. Coupled samples share one divisor, because dividing rows
+    by different numbers would change a coupled system. Samples also share it if it is not known whether they are coupled
+    and the solution is not `measured` afterwards.
+    """
+    if v.numel() == 0:
+        return v.new_ones(v.shape[0], 1)
+    v = v.detach()
+    largest = _sound(v.abs().amax(dim=1, keepdim=True))
+    # squares of very small or very large numbers underflow or overflow, so these rows are divided first
+    size = _usual(rms_norm(v).unsqueeze(1), largest * rms_norm(v / largest).unsqueeze(1))
+    if equation.identity.coupled or (equation.identity.coupled is None and not measured):
+        most = _sound(size.amax(dim=0, keepdim=True))
+        apart = most * (size / most).square().mean(dim=0, keepdim=True).sqrt()
+        size = _usual(size.square().mean(dim=0, keepdim=True).sqrt(), apart).expand_as(size)
+    return _sound(size)
+
+
+def _usual(size: Tensor, otherwise: Tensor) -> Tensor:
+    """`size`, which was computed from squares, where they neither underflow nor overflow; `otherwise` elsewhere."""
+    least = float(torch.finfo(size.dtype).tiny ** 0.5 / torch.finfo(size.dtype).eps)
+    return torch.where((size > least) & (size < 1 / least), size, otherwise)
+
+
+def _sound(size: Tensor) -> Tensor:
+    """`size` with 1 in place of entries that are zero or not finite."""
+    return size.masked_fill(~((size > 0) & (size < float("inf"))), 1.0)  # nan is neither
 
 
 class _Pull:

@@ -14,12 +14,11 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from equilibria._core import autodiff_modes
-from equilibria._core.adjoint import cotangent, file_lost, verified
-from equilibria._core.equation import OUT_OF_REACH
-from equilibria._core.linear import AdjointEquation
+from equilibria._core.adjoint import cotangent, cotangent_scale, file_lost, verified
+from equilibria._core.equation import OUT_OF_REACH, AdjointEquation
 from equilibria._core.maps import LinearMap
 from equilibria._core.problem import Problem
-from equilibria._core.quarantine import cotangent_scale, quarantine
+from equilibria._core.quarantine import quarantine
 from equilibria.solution import Status
 
 

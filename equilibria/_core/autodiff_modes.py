@@ -1,4 +1,4 @@
-"""Which autodiff mode is active, and products with derivatives that work in all of them.
+"""Which modes of torch are active (transforms, forward mode, traces, autocast), and derivatives that work in all of them.
 
 PyTorch has two interfaces to forward mode, `torch.func.jvp` and `torch.autograd.forward_ad`, and they do not nest: inside
 an open `forward_ad.dual_level()` a `torch.func.jvp` raises. This module is the only one that distinguishes the two. It
@@ -11,7 +11,8 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -230,3 +231,35 @@ def vjp(f: Callable[..., Tensor], *primals: Tensor) -> Callable[[Tensor], tuple[
     """The pull-back of `f` at `primals`, itself differentiable."""
     pull: Callable[[Tensor], tuple[Tensor, ...]] = torch.func.vjp(f, *primals)[1]
     return pull
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """The autocast state of a forward pass, stored because backward must evaluate the cell in the same state."""
+
+    device: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @staticmethod
+    def current(device: torch.device) -> Autocast:
+        """The autocast state that is active now for this type of device."""
+        if not torch.amp.is_autocast_available(device.type):
+            return Autocast(device.type, False, torch.float32)
+        return Autocast(device.type, torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type))
+
+    def inside(self) -> AbstractContextManager[Any]:
+        """A context that restores this state, for evaluations of the cell."""
+        return torch.autocast(self.device, dtype=self.dtype) if self.enabled else nullcontext()
+
+
+@contextmanager
+def no_autocast(device: torch.device) -> Iterator[None]:
+    """A context without autocast, for the solver: Gram matrices and small systems need full precision."""
+    if not Autocast.current(device).enabled:
+        yield
+        return
+    with torch.autocast(device.type, enabled=False):
+        yield
+    # casts cached under no_grad have no graph; reused in a later evaluation, they would cut the gradient
+    torch.clear_autocast_cache()

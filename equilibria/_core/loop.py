@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from equilibria._core import autodiff_modes
+from equilibria._core.autodiff_modes import no_autocast
 from equilibria._core.bookkeeping import SolveRecord
 from equilibria._core.chain import solve_chain
 from equilibria._core.closed_record import ClosedRecord
 from equilibria._core.compaction import ROUNDING, Rows, compare_answer, compare_rows, is_to_compare, worth_dropping
-from equilibria._core.frozen_cell import no_autocast
 from equilibria._core.maps import Counter, FlatMap, Map
 from equilibria._core.results import VERIFICATIONS, Run, SolveResult, confirm, merge, within_dtype
 from equilibria.native import solve as native_solve

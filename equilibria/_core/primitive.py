@@ -26,12 +26,11 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from equilibria._core import autodiff_modes
-from equilibria._core.adjoint import backward_first_order
+from equilibria._core.adjoint import backward_first_order, cotangent_scale
 from equilibria._core.compaction import rows_mix
-from equilibria._core.equation import Equation
-from equilibria._core.linear import AdjointEquation, Fold, FoldedEquation, TangentEquation
+from equilibria._core.equation import AdjointEquation, Equation, Fold, FoldedEquation, TangentEquation
 from equilibria._core.problem import Problem
-from equilibria._core.quarantine import cotangent_scale, quarantine
+from equilibria._core.quarantine import quarantine
 from equilibria.solution import Status
 
 

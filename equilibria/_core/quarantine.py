@@ -1,4 +1,4 @@
-"""Keeping one sample from spoiling the gradients of others: scales per sample, and the replacement of non-finite samples."""
+"""Quarantine: samples that are not finite are replaced by good ones, so that they do not spoil the gradients of others."""
 
 from __future__ import annotations
 
@@ -9,38 +9,6 @@ from torch import Tensor
 
 from equilibria._core import autodiff_modes
 from equilibria._core.equation import Equation
-from equilibria.stop import rms_norm
-
-
-def cotangent_scale(equation: Equation, v: Tensor, *, measured: bool) -> Tensor:
-    """(batch, 1), the RMS of each row of the right-hand side v, by which it is divided before the solve.
-
-    The solution then does not depend on the scale of the loss. Coupled samples share one divisor, because dividing rows
-    by different numbers would change a coupled system. Samples also share it if it is not known whether they are coupled
-    and the solution is not `measured` afterwards.
-    """
-    if v.numel() == 0:
-        return v.new_ones(v.shape[0], 1)
-    v = v.detach()
-    largest = _sound(v.abs().amax(dim=1, keepdim=True))
-    # squares of very small or very large numbers underflow or overflow, so these rows are divided first
-    size = _usual(rms_norm(v).unsqueeze(1), largest * rms_norm(v / largest).unsqueeze(1))
-    if equation.identity.coupled or (equation.identity.coupled is None and not measured):
-        most = _sound(size.amax(dim=0, keepdim=True))
-        apart = most * (size / most).square().mean(dim=0, keepdim=True).sqrt()
-        size = _usual(size.square().mean(dim=0, keepdim=True).sqrt(), apart).expand_as(size)
-    return _sound(size)
-
-
-def _usual(size: Tensor, otherwise: Tensor) -> Tensor:
-    """`size`, which was computed from squares, where they neither underflow nor overflow; `otherwise` elsewhere."""
-    least = float(torch.finfo(size.dtype).tiny ** 0.5 / torch.finfo(size.dtype).eps)
-    return torch.where((size > least) & (size < 1 / least), size, otherwise)
-
-
-def _sound(size: Tensor) -> Tensor:
-    """`size` with 1 in place of entries that are zero or not finite."""
-    return size.masked_fill(~((size > 0) & (size < float("inf"))), 1.0)  # nan is neither
 
 
 def quarantine(
@@ -81,5 +49,6 @@ def _args_with_rows(equation: Equation, z: Tensor, args: Sequence[Tensor], index
 
 def _another_state(z: Tensor) -> Tensor:
     """A state of about the magnitude of `z` without zero entries."""
-    largest = _sound(torch.nan_to_num(z, nan=0.0, posinf=0.0, neginf=0.0).abs().amax(dim=1, keepdim=True))
+    largest = torch.nan_to_num(z, nan=0.0, posinf=0.0, neginf=0.0).abs().amax(dim=1, keepdim=True)
+    largest = largest.masked_fill(largest == 0, 1.0)
     return largest * (1 + torch.arange(z.shape[1], device=z.device, dtype=z.dtype) / z.shape[1])

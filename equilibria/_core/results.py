@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from equilibria._core.autodiff_modes import no_autocast
 from equilibria._core.bookkeeping import SolveRecord
 from equilibria._core.compaction import warn_once
-from equilibria._core.frozen_cell import no_autocast
 from equilibria._core.maps import Counter, FlatMap, Map
 from equilibria.solution import Stats, Status
 from equilibria.solvers.base import Iterate

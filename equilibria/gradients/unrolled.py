@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from equilibria._core import autodiff_modes
+from equilibria._core.autodiff_modes import no_autocast
 from equilibria._core.checkpointing import Buffers, Checkpoint, Tensors, check_checkpoint, repeat
 from equilibria._core.checks import require
 from equilibria._core.equation import Equation
-from equilibria._core.frozen_cell import no_autocast
 from equilibria._core.maps import Map
 from equilibria._core.problem import Problem
 from equilibria._core.quarantine import quarantine

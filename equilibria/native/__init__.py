@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from equilibria.native.workspace import CONTEXT_SIZE
+from equilibria.native.context import CONTEXT_SIZE
 
 __all__ = ["available", "disabled", "reason"]
 

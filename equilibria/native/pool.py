@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from equilibria import native
-from equilibria.native.solve import DTYPES, KINDS, needs
-from equilibria.native.workspace import Workspace
+from equilibria.native.solve import DTYPES, KINDS, Workspace, needs
 from equilibria.solvers.broyden import Broyden
 from equilibria.stop import FLOOR, Stop, euclidean_norm, rms_norm
 

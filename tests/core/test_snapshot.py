@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import equilibria as eq
-from equilibria._core import stateless
+from equilibria._core.frozen_cell import Snapshot
 from tests.problems import TIGHT, inputs
 
 
@@ -43,7 +43,7 @@ def test_a_tensor_takes_the_place_of_another_wherever_it_is_used() -> None:
     module, x = Twice(), inputs(2, 3)
     weight, bias = module.first.weight, module.first.bias
     assert [name for name, _ in module.named_parameters()] == ["first.weight", "first.bias"]
-    out = stateless.call(module, {"first.weight": torch.eye(3).double(), "first.bias": torch.zeros(3).double()}, (x, x))
+    out = Snapshot(module).call({"first.weight": torch.eye(3).double(), "first.bias": torch.zeros(3).double()}, (x, x))
     torch.testing.assert_close(out, torch.tanh(0.3 * torch.tanh(x) + x))
     assert module.first.weight is weight and module.third.weight is weight and module.first.bias is bias
     assert isinstance(module.first.weight, nn.Parameter)
@@ -53,13 +53,13 @@ def test_after_an_error_the_module_has_its_own_tensors() -> None:
     module = Twice()
     weight = module.first.weight
     with pytest.raises(RuntimeError):
-        stateless.call(module, {"first.weight": torch.zeros(5, 5).double()}, (inputs(2, 3), inputs(2, 3)))
+        Snapshot(module).call({"first.weight": torch.zeros(5, 5).double()}, (inputs(2, 3), inputs(2, 3)))
     assert module.first.weight is weight and module.third.weight is weight
 
 
 def test_rebound_buffers_are_rebound_outside() -> None:
     module, tensors = Counting(), {"count": torch.tensor(5.0)}
-    assert [float(stateless.call(module, tensors, ())) for _ in range(2)] == [6, 7]
+    assert [float(Snapshot(module).call(tensors, ())) for _ in range(2)] == [6, 7]
     assert float(tensors["count"]) == 7 and float(module.count) == 0
 
 
