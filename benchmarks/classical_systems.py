@@ -33,15 +33,15 @@ RESULTS = ROOT / "benchmarks" / "results" / "classical_systems.json"
 TIGHT, DEFAULT = 1e-8, 1e-4
 SETTINGS = ("tight", "default", "root")
 LIMITS = {"tight": TIGHT, "default": DEFAULT, "root": DEFAULT}
-TIGHT_STOP = eq.Stop(rtol=0.0, atol=TIGHT, norm=eq.max_norm, max_steps=500, on_failure="ignore")
+TIGHT_STOP = eq.Stop(rtol=0.0, atol=TIGHT, norm=eq.stop.max_norm, max_steps=500, on_failure="ignore")
 OURS: dict[str, AnySolver] = {
     "Picard()": eq.Picard(),
     "Anderson()": eq.Anderson(),
     "Broyden(line_search=True)": eq.Broyden(line_search=True),
     "SteadyState()": eq.SteadyState(),
-    "DFSane()": eq.DFSane(),
-    "PseudoTransient()": eq.PseudoTransient(),
-    "TrustRegion()": eq.TrustRegion(),
+    "DFSane()": eq.solvers.DFSane(),
+    "PseudoTransient()": eq.solvers.PseudoTransient(),
+    "TrustRegion()": eq.solvers.TrustRegion(),
     "Newton()": eq.Newton(),
     "Newton(line_search=False)": eq.Newton(line_search=False),
     "Robust()": eq.Robust(),

@@ -1,11 +1,20 @@
-"""equilibria: deep equilibrium models in PyTorch. docs/api.md lists the public names."""
+"""equilibria: deep equilibrium models in PyTorch. docs/api.md lists the public names.
+
+`__all__` has the names most people use. The others stand in rooms, which are attributes of the package: `eq.solvers`,
+`eq.looped`, `eq.penalties`, `eq.stop`, `eq.native`, and those that load on first use (`ROOMS`).
+"""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from equilibria import native, nn
+from equilibria import looped as looped
+from equilibria import native as native
+from equilibria import nn
+from equilibria import penalties as penalties
+from equilibria import solvers as solvers
+from equilibria import stop as stop
 from equilibria.deq import DEQ, fixed_point, root, sample_keys
 from equilibria.explicit import WeightTied
 from equilibria.export import export, to_onnx
@@ -17,30 +26,31 @@ from equilibria.gradients.reversible import Reversible
 from equilibria.gradients.shine import Shine
 from equilibria.gradients.unrolled import Unrolled
 from equilibria.gradients.warmup import Warmup
-from equilibria.looped import Carry, Halting, RandomStart, breadth
 from equilibria.monitoring import monitor
 from equilibria.nn import freeze_dropout
-from equilibria.penalties import correction_penalty, correction_states, jacobian_penalty, random_max_steps, skip_penalty
+from equilibria.penalties import correction_penalty, jacobian_penalty, random_max_steps, skip_penalty
 from equilibria.remember import Remember
 from equilibria.solution import ConvergenceError, ConvergenceWarning, Solution, Stats, Status, record
 from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.base import Iterate, Solver
 from equilibria.solvers.broyden import Broyden
-from equilibria.solvers.df_sane import DFSane
 from equilibria.solvers.fallback import Fallback
 from equilibria.solvers.krylov import GMRES, BiCGSTAB, NormalCG
 from equilibria.solvers.newton import Newton
 from equilibria.solvers.picard import Picard
-from equilibria.solvers.pseudo_transient import PseudoTransient
 from equilibria.solvers.restart import Restart
 from equilibria.solvers.robust import Robust
 from equilibria.solvers.steady_state import SteadyState
-from equilibria.solvers.trust_region import TrustRegion
 from equilibria.starts import FirstStep, Zeros
-from equilibria.stop import Stop, euclidean_norm, max_norm, rms_norm
+from equilibria.stop import Stop
 
 if TYPE_CHECKING:
-    from equilibria import analysis, cells, integrations, lab, models, serving
+    from equilibria import analysis as analysis
+    from equilibria import cells as cells
+    from equilibria import integrations as integrations
+    from equilibria import lab as lab
+    from equilibria import models as models
+    from equilibria import serving as serving
     from equilibria.analysis import diagnose, gradient_agreement, spectral_radius, tune
 
 __version__ = "0.1.0"
@@ -52,23 +62,18 @@ __all__ = [
     "Anderson",
     "BiCGSTAB",
     "Broyden",
-    "Carry",
     "ConvergenceError",
     "ConvergenceWarning",
-    "DFSane",
     "Escalate",
     "Fallback",
     "FirstStep",
     "Gradient",
-    "Halting",
     "Implicit",
     "Iterate",
     "NeumannPhantom",
     "Newton",
     "NormalCG",
     "Picard",
-    "PseudoTransient",
-    "RandomStart",
     "Remember",
     "Restart",
     "Reversible",
@@ -80,37 +85,24 @@ __all__ = [
     "Status",
     "SteadyState",
     "Stop",
-    "TrustRegion",
     "Unrolled",
     "UnrolledPhantom",
     "Warmup",
     "WeightTied",
     "Zeros",
-    "analysis",
-    "breadth",
-    "cells",
     "correction_penalty",
-    "correction_states",
     "diagnose",
-    "euclidean_norm",
     "export",
     "fixed_point",
     "freeze_dropout",
     "gradient_agreement",
-    "integrations",
     "jacobian_penalty",
-    "lab",
-    "max_norm",
-    "models",
     "monitor",
-    "native",
     "nn",
     "random_max_steps",
     "record",
-    "rms_norm",
     "root",
     "sample_keys",
-    "serving",
     "skip_penalty",
     "spectral_radius",
     "to_onnx",

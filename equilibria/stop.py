@@ -16,6 +16,8 @@ from equilibria._core.checks import require
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+__all__ = ["Stop", "euclidean_norm", "max_norm", "rms_norm"]
+
 OnFailure = Literal["ignore", "warn", "raise"]
 FLOOR = 8.0  # relative residuals below this many machine epsilons are rounding
 RECURRENCE = 0.1  # share of the tolerance by which a residual updated by recurrence may differ from the measured one

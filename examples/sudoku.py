@@ -19,7 +19,7 @@ from equilibria.models import Reasoner
 def train(model: Reasoner, boards: data.Split, steps: int) -> None:
     """Deep supervision: every row keeps its board and its state until it halts, then takes another board."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    carry, halting = eq.Carry(), eq.Halting(by="both", max_steps=8)
+    carry, halting = eq.looped.Carry(), eq.looped.Halting(by="both", max_steps=8)
     batches = data.Batches(boards, 64, augment=[data.SudokuSymmetry(4)], drop_last=True)
     for step in range(steps):
         batch = batches.batch(step // len(batches), step % len(batches))
@@ -49,10 +49,10 @@ def evaluate(model: Reasoner, boards: data.Split) -> None:
         thought = model.think(boards.x, thought.state)
         if depth in (2, 4, 8, 16, 32):
             print(f"depth {depth}: {exact(thought.logits.argmax(-1), boards.y)}")
-    halted = eq.Halting(by="both", max_steps=32).run(model.think, boards.x)
+    halted = eq.looped.Halting(by="both", max_steps=32).run(model.think, boards.x)
     steps = halted.steps.float().mean().item()
     print(f"halting: {exact(halted.answer.argmax(-1), boards.y)}, {steps:.1f} steps on average")
-    wide = eq.breadth(model.layer, starts=8, first=2, stop=eq.Stop(rtol=0.02, max_steps=64, on_failure="ignore"))
+    wide = eq.looped.breadth(model.layer, starts=8, first=2, stop=eq.Stop(rtol=0.02, max_steps=64, on_failure="ignore"))
     found = wide(model.embed(boards.x))
     tried = found.starts.float().mean().item()
     print(f"breadth: {exact(model.read(found.z)[0].argmax(-1), boards.y)}, {tried:.1f} starts on average")

@@ -26,10 +26,10 @@ ALL_SOLVERS = [
     eq.Newton(),
     eq.Newton(linear=eq.BiCGSTAB()),
     eq.Newton(line_search=False),
-    eq.TrustRegion(),
-    eq.TrustRegion(linear=eq.BiCGSTAB()),
-    eq.PseudoTransient(),
-    eq.DFSane(),
+    eq.solvers.TrustRegion(),
+    eq.solvers.TrustRegion(linear=eq.BiCGSTAB()),
+    eq.solvers.PseudoTransient(),
+    eq.solvers.DFSane(),
     eq.Restart(eq.Anderson(), every=12),
     eq.SteadyState(),
     eq.SteadyState(method="bs3", first_step=None),
@@ -44,7 +44,7 @@ ALL_SOLVERS = [
 ]
 LINEAR_SOLVERS = [eq.GMRES(), eq.GMRES(restart=15), eq.BiCGSTAB(), eq.NormalCG()]
 NONLINEAR_SOLVERS = [solver for solver in ALL_SOLVERS if solver not in LINEAR_SOLVERS]
-STRONG_SOLVERS = [eq.Anderson(), eq.Broyden(), eq.Newton(), eq.TrustRegion()]  # also where plain iteration diverges
+STRONG_SOLVERS = [eq.Anderson(), eq.Broyden(), eq.Newton(), eq.solvers.TrustRegion()]  # also where plain iteration diverges
 
 
 def name(solver: object) -> str:

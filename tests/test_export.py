@@ -174,7 +174,7 @@ CASES: dict[str, tuple[Any, Any]] = {
     "phantom": (lambda: eq.DEQ(TanhCell(N), stop=STOP, gradient=eq.UnrolledPhantom()), lambda b: (inputs(b, N),)),
     "warmup": (lambda: eq.DEQ(TanhCell(N), stop=STOP, gradient=eq.Warmup(until=0)), lambda b: (inputs(b, N),)),
     "start only": (lambda: eq.DEQ(TanhCell(N), stop=eq.Stop(max_steps=0)), lambda b: (inputs(b, N),)),
-    "few steps": (lambda: eq.DEQ(TanhCell(N), stop=eq.Stop(max_steps=2, norm=eq.max_norm)), lambda b: (inputs(b, N),)),
+    "few steps": (lambda: eq.DEQ(TanhCell(N), stop=eq.Stop(max_steps=2, norm=eq.stop.max_norm)), lambda b: (inputs(b, N),)),
     "patience": (lambda: eq.DEQ(TanhCell(N), stop=eq.Stop(patience=5, keep_every=2)), lambda b: (inputs(b, N),)),
 }
 

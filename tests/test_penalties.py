@@ -191,16 +191,16 @@ def test_a_bounded_number_of_iterates_is_spread_over_the_way() -> None:
     s = eq.DEQ(cell, solver=eq.Picard(), stop=stop).solve(x)
     kept = len(s.iterates)
     for most in (0, 1, 2, 4, kept, kept + 3):
-        states = eq.correction_states(s, most=most)
+        states = eq.penalties.correction_states(s, most=most)
         assert len(states) == min(most, kept) + 1 and states[-1] is s.z
         heads = [cell(z, x) for z in s.iterates]
         places = [next(i for i, head in enumerate(heads) if torch.equal(head, state)) for state in states[:-1]]
         gaps = [b - a for a, b in zip([-1, *places], [*places, kept], strict=True)]
         assert places == sorted(set(places)) and max(gaps) - min(gaps) <= 1
     found = eq.correction_penalty(s, loss, eq.penalties.ConstantWeights(), most=2)
-    torch.testing.assert_close(found, torch.stack([loss(z) for z in eq.correction_states(s, most=2)]).sum())
+    torch.testing.assert_close(found, torch.stack([loss(z) for z in eq.penalties.correction_states(s, most=2)]).sum())
     with pytest.raises(ValueError, match="most must not be negative, got -1"):
-        eq.correction_states(s, most=-1)
+        eq.penalties.correction_states(s, most=-1)
 
 
 def test_iterates_survive_compaction_and_fallback() -> None:

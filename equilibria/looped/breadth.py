@@ -31,10 +31,10 @@ def breadth(
 ) -> Breadth:
     """Solve every sample from several random starts, all in one batch, and keep one of the equilibria.
 
-        wide = eq.breadth(deq, starts=16, first=2, stop=eq.Stop(rtol=1e-2, max_steps=200))
+        wide = eq.looped.breadth(deq, starts=16, first=2, stop=eq.Stop(rtol=1e-2, max_steps=200))
         found = wide(x)  # found.z, found.winner, found.residual, found.spread
 
-    deq     its `init` must draw other starts for other rows, as `eq.RandomStart` does
+    deq     its `init` must draw other starts for other rows, as `eq.looped.RandomStart` does
     starts  per sample at most
     keep    "residual": the start that converged best. "vote": the answer that most starts agree on, the best converged
             of those; needs `answer`
@@ -66,7 +66,7 @@ class BreadthSolution:
 
 @dataclass(frozen=True)
 class Breadth:
-    """Several starts per sample; made by `eq.breadth`, called with the inputs of the layer."""
+    """Several starts per sample; made by `eq.looped.breadth`, called with the inputs of the layer."""
 
     deq: DEQ = field(repr=False)
     starts: int
@@ -173,7 +173,7 @@ def _check_starts(s: Solution, count: int) -> None:
     if packed.shape[1] and bool((packed[0] == packed[1]).all()):
         raise ValueError(
             "All starts of a sample are the same, so breadth has nothing to choose from: give the layer an init that draws "
-            "at random, such as eq.RandomStart()."
+            "at random, such as eq.looped.RandomStart()."
         )
 
 

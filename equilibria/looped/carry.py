@@ -15,7 +15,7 @@ from equilibria._core.packing import State
 class Carry:
     """The rows of a batch in deep supervision: each keeps its sample and its state until it halts.
 
-        carry = eq.Carry()
+        carry = eq.looped.Carry()
         for batch in loader:  # of one size
             (x, y), state = carry.admit(batch, lambda batch: model.start(batch[0]))
             answer, halt, state, residual = model.think(x, state)

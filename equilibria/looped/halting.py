@@ -22,7 +22,7 @@ Step = Callable[[Any, State | None], tuple[Any, Tensor, State, Tensor]]
 class Halting:
     """When a row of a looped model halts: at `max_steps` supervised steps, or before by a learned head or by convergence.
 
-        found = eq.Halting(by="both", max_steps=16).run(model.think, boards)
+        found = eq.looped.Halting(by="both", max_steps=16).run(model.think, boards)
 
     by         "head": the halting head is positive. "convergence": the residual meets the tolerances of `stop`. "both" of
                them, "either", or at the "limit" alone

@@ -16,7 +16,7 @@ from equilibria._core.checks import require
 class RandomStart:
     """An `init` that draws every entry of the state from a truncated normal distribution, anew for every solve.
 
-    Trained over random starts, a cell gets attractors that are wide; `eq.breadth` compares what several of them lead to. The
+    Trained over random starts, a cell gets wide attractors; `eq.looped.breadth` compares the results of several starts. The
     draws come from torch's own generator.
 
     std     standard deviation before truncation

@@ -301,7 +301,7 @@ def test_apply_sets_solver_stop_and_gradient() -> None:
 
 
 def test_settings_of_the_layer_are_kept() -> None:
-    given = eq.Stop(norm=eq.max_norm, on_failure="raise", check_every=2, max_steps=300)
+    given = eq.Stop(norm=eq.stop.max_norm, on_failure="raise", check_every=2, max_steps=300)
     tuning = only(eq.DEQ(TanhCell(4), stop=given), inputs(3, 4), candidates=ONE, residual=1e-5)
     assert row(tuning, eq.Anderson()).setting.stop == dataclasses.replace(given, rtol=1e-5, atol=0.0)
 

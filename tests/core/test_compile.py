@@ -205,7 +205,11 @@ def test_a_cell_that_was_changed_is_compiled_anew(change: str) -> None:
 
 def test_solves_that_cannot_be_compiled_run_in_the_plain_loop() -> None:
     x, seen = inputs(3, 4), Seen()
-    for options in ({"solver": eq.Broyden()}, {"stop": eq.Stop(rtol=1e-8, trace=True)}, {"stop": eq.Stop(norm=eq.max_norm)}):
+    for options in (
+        {"solver": eq.Broyden()},
+        {"stop": eq.Stop(rtol=1e-8, trace=True)},
+        {"stop": eq.Stop(norm=eq.stop.max_norm)},
+    ):
         compiled(TanhCell(4), seen, **options)(x).sum()
     assert not seen.graphs
 

@@ -154,7 +154,9 @@ def test_a_gate_that_opens_is_found_before_the_default_steps_are_used_up(solver:
 
 
 @pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("solver", [eq.Newton(), eq.Newton(linear=eq.BiCGSTAB()), eq.DFSane(), eq.TrustRegion()], ids=name)
+@pytest.mark.parametrize(
+    "solver", [eq.Newton(), eq.Newton(linear=eq.BiCGSTAB()), eq.solvers.DFSane(), eq.solvers.TrustRegion()], ids=name
+)
 def test_rows_that_a_line_search_accepts_one_by_one_are_measured_together(solver: Any, grad: bool) -> None:
     """A row accepted at a full step was evaluated while its neighbours stood where they did not stay."""
     cell, x = Mixing(5, gate=0.4), 3 * inputs(7, 5)

@@ -238,11 +238,11 @@ def test_patience_gives_up_what_makes_no_progress() -> None:
 
 def test_norms_are_per_sample_and_of_the_users_choice() -> None:
     x = torch.randn(4, 9, generator=generator(0))
-    torch.testing.assert_close(eq.rms_norm(x), x.square().mean(dim=1).sqrt())
-    torch.testing.assert_close(eq.euclidean_norm(x), x.norm(dim=1))
-    torch.testing.assert_close(eq.max_norm(x), x.abs().amax(dim=1))
+    torch.testing.assert_close(eq.stop.rms_norm(x), x.square().mean(dim=1).sqrt())
+    torch.testing.assert_close(eq.stop.euclidean_norm(x), x.norm(dim=1))
+    torch.testing.assert_close(eq.stop.max_norm(x), x.abs().amax(dim=1))
     problem = affine("symmetric", 8, 0.9)
-    flat = solve(problem.f, problem.z0, eq.Picard(), eq.Stop(rtol=0, atol=1e-5, max_steps=500, norm=eq.max_norm))
+    flat = solve(problem.f, problem.z0, eq.Picard(), eq.Stop(rtol=0, atol=1e-5, max_steps=500, norm=eq.stop.max_norm))
     assert float((problem.f(flat.z) - flat.z).abs().max()) <= 1e-5
 
 

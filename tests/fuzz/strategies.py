@@ -31,8 +31,8 @@ SOLVERS: dict[str, Any] = {
     "normal-cg": eq.NormalCG(),
 }
 for _name in ("TrustRegion", "PseudoTransient", "DFSane", "Robust"):  # solvers that a version may not have
-    if hasattr(eq, _name):
-        SOLVERS[_name] = getattr(eq, _name)()
+    if _name in eq.solvers.__all__:
+        SOLVERS[_name] = getattr(eq.solvers, _name)()
 
 GRADIENTS: dict[str, Any] = {
     "implicit": eq.Implicit(),
@@ -61,7 +61,7 @@ GRADIENTS: dict[str, Any] = {
     "escalate": eq.Escalate(),
 }
 
-NORMS = {"rms": eq.rms_norm, "euclidean": eq.euclidean_norm, "max": eq.max_norm}
+NORMS = {"rms": eq.stop.rms_norm, "euclidean": eq.stop.euclidean_norm, "max": eq.stop.max_norm}
 
 
 @dataclass(frozen=True)

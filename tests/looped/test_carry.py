@@ -23,7 +23,7 @@ def batch(values: list[float]) -> tuple[Tensor, Tensor]:
 
 
 def test_rows_are_replaced_as_they_halt_and_the_others_go_on() -> None:
-    carry = eq.Carry()
+    carry = eq.looped.Carry()
     (x, y), state = carry.admit(batch([1, 2, 3]), start)
     assert x.tolist() == [1, 2, 3] and not state.any()
     carry.advance(state + 1, torch.tensor([False, True, False]))
@@ -55,7 +55,7 @@ def test_starts_are_drawn_for_the_samples_that_are_taken_alone() -> None:
 
 
 def test_a_row_that_is_not_finite_halts() -> None:
-    carry = eq.Carry()
+    carry = eq.looped.Carry()
     _, state = carry.admit(batch([1, 2]), start)
     carry.advance(torch.tensor([[1.0, 1.0], [1.0, torch.nan]]), torch.tensor([False, False]))
     assert carry.halted.tolist() == [False, True]
@@ -64,7 +64,7 @@ def test_a_row_that_is_not_finite_halts() -> None:
 
 
 def test_a_carry_comes_back_from_its_state_dict() -> None:
-    carry, other = eq.Carry(), eq.Carry()
+    carry, other = eq.looped.Carry(), eq.looped.Carry()
     like = (batch([0]), torch.zeros(1, 2))
     other.load_state_dict(carry.state_dict(), like)  # before the first batch there is nothing
     _, state = carry.admit(batch([1, 2]), start)
@@ -76,7 +76,7 @@ def test_a_carry_comes_back_from_its_state_dict() -> None:
     with pytest.raises(ValueError, match=r"holds 2 rows and got a batch of 1.*drop_last=True"):
         carry.admit(batch([1]), start)
     with pytest.raises(RuntimeError, match="call that first"):
-        eq.Carry().advance(state, torch.tensor([True]))
+        eq.looped.Carry().advance(state, torch.tensor([True]))
     with pytest.raises(ValueError, match="has 3 tensors"):
         other.load_state_dict(carry.state_dict(), (torch.zeros(1), torch.zeros(1)))
 
@@ -91,18 +91,18 @@ def test_halting_by_head_and_by_convergence() -> None:
         "limit": [False] * 4,
     }
     for by, wanted in expected.items():
-        halting = eq.Halting(by=by, stop=HALF, max_steps=3, explore=0.0)  # type: ignore[arg-type]
+        halting = eq.looped.Halting(by=by, stop=HALF, max_steps=3, explore=0.0)  # type: ignore[arg-type]
         assert halting.wants(halt, residual).tolist() == wanted
         assert halting.in_training(torch.full((4,), 2), halt, residual).tolist() == wanted
         assert halting.in_training(torch.full((4,), 3), halt, residual).all()
     with pytest.raises(ValueError, match="by must be one of"):
-        eq.Halting(by="luck")  # type: ignore[arg-type]
+        eq.looped.Halting(by="luck")  # type: ignore[arg-type]
 
 
 def test_exploring_rows_wait() -> None:
     torch.manual_seed(0)
     many = torch.ones(4000)
-    halting = eq.Halting(max_steps=4, explore=0.3)
+    halting = eq.looped.Halting(max_steps=4, explore=0.3)
     for steps, share in ((1, 0.7), (2, 0.8), (3, 0.9), (4, 1.0)):  # of those that explore, a third may halt at 2, two at 3
         halted = halting.in_training(torch.full((4000,), steps), many, many).double().mean()
         assert abs(float(halted) - share) < 0.04  # five standard deviations
@@ -118,7 +118,7 @@ def test_rows_leave_the_batch_in_evaluation() -> None:
         state = state + 1
         return 100 * x + state, state - x, state, torch.ones_like(x)
 
-    found = eq.Halting(max_steps=4).run(step, torch.tensor([2.0, 0.0, 9.0, 1.0]))
+    found = eq.looped.Halting(max_steps=4).run(step, torch.tensor([2.0, 0.0, 9.0, 1.0]))
     assert found.steps.tolist() == [3, 1, 4, 2]
     assert found.answer.tolist() == [203, 1, 904, 102] and found.state.tolist() == [3, 1, 4, 2]
     assert sizes == [4, 3, 2, 1] and found.row_steps == 10
@@ -129,7 +129,7 @@ def test_a_reasoner_halts_row_by_row_as_it_would_alone() -> None:
     model = eq.models.create("reasoner-trm-nano").double().eval()
     assert isinstance(model, Reasoner)
     boards = torch.randint(5, (6, 16))
-    halting = eq.Halting(by="convergence", stop=eq.Stop(rtol=0.7), max_steps=12)
+    halting = eq.looped.Halting(by="convergence", stop=eq.Stop(rtol=0.7), max_steps=12)
     found = halting.run(model.think, boards)
     assert len(set(found.steps.tolist())) > 1
     for i in range(6):

@@ -215,7 +215,7 @@ VALUES: list[Any] = [
     (1, (2.0, "three"), []),
     [(1,), [2]],
     {"tuple": [1], "settings": {"values": 2}},
-    eq.Stop(norm=eq.max_norm, process_group="world"),
+    eq.Stop(norm=eq.stop.max_norm, process_group="world"),
     eq.Fallback(eq.Anderson(), eq.Restart(eq.Broyden(), every=5), patience=3),
     eq.Escalate(),
     eq.FirstStep(eq.Zeros(2, 3)),

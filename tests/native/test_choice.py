@@ -61,7 +61,7 @@ def test_other_solvers_run_in_torch(solver: Any) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize(
-    "stop", [eq.Stop(trace=True), eq.Stop(keep_every=2), eq.Stop(check_every=2), eq.Stop(norm=eq.max_norm)]
+    "stop", [eq.Stop(trace=True), eq.Stop(keep_every=2), eq.Stop(check_every=2), eq.Stop(norm=eq.stop.max_norm)]
 )
 def test_stops_with_traces_or_other_norms_run_in_torch(stop: eq.Stop) -> None:
     assert not can_run(torch.zeros(2, 3), eq.Anderson(), stop)

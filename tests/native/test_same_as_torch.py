@@ -87,7 +87,7 @@ def test_a_given_scale_matches_torch(solver: Any) -> None:
     assert_same(*both(problem.f, problem.z0, solver, dataclasses.replace(STOP, atol=0.0), scale=scale, verify=False))
 
 
-@pytest.mark.parametrize("norm", [eq.rms_norm, eq.euclidean_norm])
+@pytest.mark.parametrize("norm", [eq.stop.rms_norm, eq.stop.euclidean_norm])
 @pytest.mark.parametrize("patience", [None, 2])
 @pytest.mark.parametrize("rtol", [1e-4, 0.0])
 def test_every_kind_of_stop_matches_torch(norm: Any, patience: int | None, rtol: float) -> None:

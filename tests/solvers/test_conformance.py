@@ -194,6 +194,6 @@ def test_empty_batch(solver: AnySolver) -> None:
 
 @pytest.mark.parametrize("solver", ALL_SOLVERS, ids=name)
 def test_settings_print_compare_and_hash(solver: AnySolver) -> None:
-    namespace = {key: getattr(eq, key) for key in eq.__all__}
+    namespace = {key: getattr(eq.solvers, key) for key in eq.solvers.__all__}
     assert eval(repr(solver), namespace) == solver
     assert hash(solver) == hash(eval(repr(solver), namespace))

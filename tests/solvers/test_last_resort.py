@@ -17,7 +17,7 @@ from tests import classical
 from tests.problems import TanhCell, affine, generator, inputs, name
 
 TIGHT = eq.Stop(rtol=0.0, atol=1e-10, max_steps=300, on_failure="ignore")
-NEW = [eq.TrustRegion(), eq.PseudoTransient(), eq.DFSane(), eq.Robust()]
+NEW = [eq.solvers.TrustRegion(), eq.solvers.PseudoTransient(), eq.solvers.DFSane(), eq.Robust()]
 
 
 def rosenbrock(z: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def starts(*rows: list[float]) -> Tensor:
 
 def test_a_trust_region_never_lets_the_residual_rise() -> None:
     z0 = starts([-1.2, 1.0], [5.0, -3.0])
-    stats = solve(rosenbrock, z0, eq.TrustRegion(), eq.Stop(rtol=0.0, atol=1e-10, max_steps=300, keep_every=1)).stats
+    stats = solve(rosenbrock, z0, eq.solvers.TrustRegion(), eq.Stop(rtol=0.0, atol=1e-10, max_steps=300, keep_every=1)).stats
     lengths = torch.stack([classical.extended_rosenbrock(z).norm(dim=1) for z in (z0, *stats.iterates)])
     assert bool(stats.converged.all())
     assert len(lengths) > 5
@@ -69,13 +69,15 @@ def test_a_trust_region_leaves_a_singular_start() -> None:
         a, b = z.unbind(1)
         return z - torch.stack((a * b, a + 2 * b - 1), dim=1)
 
-    flat = solve(f, starts([0.0, 0.0]), eq.TrustRegion(), TIGHT)
+    flat = solve(f, starts([0.0, 0.0]), eq.solvers.TrustRegion(), TIGHT)
     assert bool(flat.stats.converged.all())
 
 
 def test_a_trust_region_stays_where_its_model_sees_no_way_down() -> None:
     # F = z² + 1 has no root, |F| a minimum at 0
-    flat = solve(lambda z: z - (z.square() + 1), starts([0.0]), eq.TrustRegion(), eq.Stop(max_steps=5, on_failure="ignore"))
+    flat = solve(
+        lambda z: z - (z.square() + 1), starts([0.0]), eq.solvers.TrustRegion(), eq.Stop(max_steps=5, on_failure="ignore")
+    )
     assert flat.stats.status.tolist() == [eq.Status.MAX_STEPS]
     assert flat.stats.rejected.tolist() == [5]
     assert flat.z.tolist() == [[0.0]]
@@ -116,7 +118,7 @@ def test_a_time_step_whose_value_is_not_finite_is_tried_again() -> None:
     def f(z: Tensor) -> Tensor:
         return z - torch.log(z)
 
-    flat = solve(f, starts([10.0]), eq.PseudoTransient(first_step=1e6), TIGHT)
+    flat = solve(f, starts([10.0]), eq.solvers.PseudoTransient(first_step=1e6), TIGHT)
     assert bool(flat.stats.converged.all())
     assert int(flat.stats.rejected) > 0
     torch.testing.assert_close(flat.z, torch.ones_like(flat.z))
@@ -129,12 +131,12 @@ def test_pseudo_transients_end_where_the_differential_equation_does() -> None:
 
     z0 = starts([0.4], [-0.4])
     assert solve(f, z0, eq.Newton(), TIGHT).z.abs().max() < 1e-6
-    torch.testing.assert_close(solve(f, z0, eq.PseudoTransient(), TIGHT).z, starts([1.0], [-1.0]))
+    torch.testing.assert_close(solve(f, z0, eq.solvers.PseudoTransient(), TIGHT).z, starts([1.0], [-1.0]))
 
 
 def test_df_sane_needs_no_products_and_no_growing_memory() -> None:
     problem = affine("symmetric", 16, norm=0.95)
-    solver = eq.DFSane(memory=4)
+    solver = eq.solvers.DFSane(memory=4)
     with torch.inference_mode():
         assert solve(problem.f, problem.z0, solver, TIGHT).stats.products == 0
     f = Map(problem.f)
@@ -166,16 +168,16 @@ def test_gradients_of_the_equilibrium(solver: AnySolver) -> None:
 def test_a_trust_region_in_inference_mode_is_a_clear_error() -> None:
     problem = affine("symmetric", 4, norm=0.5)
     with torch.inference_mode(), pytest.raises(RuntimeError, match=r"TrustRegion.*no_grad"):
-        solve(problem.f, problem.z0, eq.TrustRegion(), TIGHT)
+        solve(problem.f, problem.z0, eq.solvers.TrustRegion(), TIGHT)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: eq.TrustRegion(linear_steps=0), "TrustRegion's linear_steps must be at least 1"),
-        (lambda: eq.PseudoTransient(first_step=0.0), "first_step must be positive and finite, got 0.0"),
-        (lambda: eq.PseudoTransient(linear_steps=0), "PseudoTransient's linear_steps must be at least 1"),
-        (lambda: eq.DFSane(memory=0), "memory must be at least 1, got 0"),
+        (lambda: eq.solvers.TrustRegion(linear_steps=0), "TrustRegion's linear_steps must be at least 1"),
+        (lambda: eq.solvers.PseudoTransient(first_step=0.0), "first_step must be positive and finite, got 0.0"),
+        (lambda: eq.solvers.PseudoTransient(linear_steps=0), "PseudoTransient's linear_steps must be at least 1"),
+        (lambda: eq.solvers.DFSane(memory=0), "memory must be at least 1, got 0"),
         (lambda: eq.Robust(patience=0), "patience must be at least 1"),
     ],
 )
@@ -183,10 +185,10 @@ def test_settings_out_of_range_are_refused(make: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()  # type: ignore[operator]
     with pytest.raises(TypeError, match="TrustRegion's linear must be a solver such as GMRES"):
-        eq.TrustRegion(linear="gmres")  # type: ignore[arg-type]
+        eq.solvers.TrustRegion(linear="gmres")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("solver", [eq.NormalCG(), eq.TrustRegion()], ids=name)
+@pytest.mark.parametrize("solver", [eq.NormalCG(), eq.solvers.TrustRegion()], ids=name)
 def test_a_map_that_does_not_depend_on_its_state(solver: AnySolver) -> None:
     b = torch.ones(2, 3, dtype=torch.float64)
     assert torch.equal(solve(lambda z: b.clone(), torch.zeros_like(b), solver, eq.Stop()).z, b)
@@ -208,7 +210,11 @@ class Jump(eq.Solver[eq.Iterate]):
 
 def test_a_chain_solves_what_a_link_of_it_solves_from_the_start() -> None:
     # the first link lowers the residual from 19 to 0.9, in the local minimum that no trust region leaves
-    start, strong, stop = starts([-3.0], [0.9]), eq.TrustRegion(), eq.Stop(rtol=0.0, max_steps=15, on_failure="ignore")
+    start, strong, stop = (
+        starts([-3.0], [0.9]),
+        eq.solvers.TrustRegion(),
+        eq.Stop(rtol=0.0, max_steps=15, on_failure="ignore"),
+    )
     assert solve(cubic, start, strong, stop).stats.converged.tolist() == [True, False]
     assert solve(cubic, starts([0.8]), strong, stop).stats.converged.tolist() == [False]
     for chain in (eq.Fallback(Jump(0.8), strong), eq.Fallback(strong, Jump(0.8)), eq.Fallback(Jump(0.8), strong, Jump(0.8))):

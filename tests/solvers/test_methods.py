@@ -15,7 +15,7 @@ from equilibria._core.maps import Map
 from equilibria.lab.bench.cases import two_scales
 from tests.problems import affine, cosine, generator, inputs, matrix
 
-REFERENCE_STOP = eq.Stop(rtol=1e-6, atol=0.0, max_steps=400, norm=eq.euclidean_norm)
+REFERENCE_STOP = eq.Stop(rtol=1e-6, atol=0.0, max_steps=400, norm=eq.stop.euclidean_norm)
 
 
 def reference(kind: str, *, linear: bool) -> tuple[Callable[[Tensor], Tensor], Tensor]:
@@ -177,7 +177,7 @@ def test_line_search_never_accepts_a_longer_residual() -> None:
         f,
         torch.zeros_like(x),
         eq.Broyden(line_search=True),
-        eq.Stop(rtol=1e-8, max_steps=200, trace=True, norm=eq.euclidean_norm),
+        eq.Stop(rtol=1e-8, max_steps=200, trace=True, norm=eq.stop.euclidean_norm),
     )
     assert bool(flat.stats.converged.all())
 

@@ -33,7 +33,7 @@ def _several(a: Attractors) -> Finding | None:
         Severity.RISK,
         f"{several} of {len(a.equilibria)} samples have more than one equilibrium, up to {max(a.equilibria)} among "
         f"{a.restarts} random starts.",
-        "eq.breadth(deq, starts=...) to choose among them, the same start in training and evaluation, or "
+        "eq.looped.breadth(deq, starts=...) to choose among them, the same start in training and evaluation, or "
         "eq.jacobian_penalty in the loss, which leaves a contraction with one.",
     )
 
@@ -50,7 +50,7 @@ def _path(a: Attractors) -> Finding | None:
         f"Started at another sample's equilibrium, {moved} of {len(known)} samples end elsewhere, the farthest "
         f"{max(known):.2f} of its norm away: the answer depends on the start.",
         "starts that do not depend on earlier samples (no eq.Remember), or training with random starts "
-        "(eq.RandomStart()), which widens attractors.",
+        "(eq.looped.RandomStart()), which widens attractors.",
     )
 
 
@@ -99,8 +99,8 @@ def _correctness(a: Attractors) -> Finding | None:
             "residual tells wrong answers",
             Severity.HINT,
             measured,
-            "eq.breadth(deq, starts=...), which keeps the best converged start, and "
-            'eq.Halting(by="convergence"), which stops where it is small.',
+            "eq.looped.breadth(deq, starts=...), which keeps the best converged start, and "
+            'eq.looped.Halting(by="convergence"), which stops where it is small.',
         )
     return Finding(
         "residual blind to wrong answers",

@@ -211,7 +211,9 @@ def test_an_equilibrium_sees_the_whole_chain_where_convolutions_do_not() -> None
     length = 8
     g = chains(length=length, chains=3, features=4, train=2, valid=2, test=2).train[0]
     start = torch.arange(len(g.x)) % length == 0
-    implicit = ChainNet(ChainNetConfig(features=4, dropout=0.0), stop=eq.Stop(rtol=1e-6, max_steps=200, norm=eq.max_norm))
+    implicit = ChainNet(
+        ChainNetConfig(features=4, dropout=0.0), stop=eq.Stop(rtol=1e-6, max_steps=200, norm=eq.stop.max_norm)
+    )
     explicit = NodeGCN(NodeGCNConfig(features=4, classes=2, layers=2, dropout=0.0))
     far = torch.arange(len(g.x)) % length >= 3
     for model, sees in ((implicit, True), (explicit, False)):

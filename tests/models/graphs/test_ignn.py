@@ -20,8 +20,8 @@ from equilibria.lab.data.graphs import Graph, join
 from equilibria.models.graphs.graph_ops import Adjacency
 from equilibria.models.graphs.ignn import PUBLISHED_GRADIENT, PUBLISHED_STOP, IGNNCell, IGNNLayer
 
-TIGHT = eq.Stop(rtol=0.0, atol=1e-12, max_steps=2000, norm=eq.max_norm)
-EXACT = eq.Implicit(solver=eq.Picard(), stop=eq.Stop(rtol=1e-12, atol=0.0, max_steps=2000, norm=eq.max_norm))
+TIGHT = eq.Stop(rtol=0.0, atol=1e-12, max_steps=2000, norm=eq.stop.max_norm)
+EXACT = eq.Implicit(solver=eq.Picard(), stop=eq.Stop(rtol=1e-12, atol=0.0, max_steps=2000, norm=eq.stop.max_norm))
 CLOSE = 1e-9  # of what is solved to 1e-12, with a contraction of 0.9
 N, FEATURES, WIDTH = 9, 4, 5
 
@@ -240,7 +240,7 @@ def at_the_bound(kappa: float, solver: Any, stop: eq.Stop) -> eq.Solution:
 
 
 def test_anderson_needs_at_most_half_of_the_evaluations() -> None:
-    stop = eq.Stop(rtol=0.0, atol=3e-6, max_steps=2000, norm=eq.max_norm)
+    stop = eq.Stop(rtol=0.0, atol=3e-6, max_steps=2000, norm=eq.stop.max_norm)
     plain, mixed = (at_the_bound(0.98, solver, stop) for solver in (eq.Picard(), eq.Anderson()))
     assert plain.stats.converged.all() and mixed.stats.converged.all()
     assert mixed.stats.evaluations <= plain.stats.evaluations / 2
