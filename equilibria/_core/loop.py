@@ -51,6 +51,8 @@ def solve(
     verify      evaluate `f` once more if the solver updates f(z) by a recurrence; False if the caller does
     measured_later  True if the caller evaluates `f` at the result, so that it is not evaluated here after rows were dropped
     """
+    if not isinstance(solver, (Solver, Fallback)):
+        check_solver(solver)
     f = f if isinstance(f, Map) else Map(f)
     # a map may have been solved before
     f.counter, f.known = Counter(), None if known is None else (z0, known)

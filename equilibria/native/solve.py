@@ -58,7 +58,8 @@ def is_readable(x: Tensor) -> bool:
     """True if kernels may read the memory of `x`, and nobody differentiates what is computed from it."""
     if type(x) is not Tensor or x.device.type != "cpu" or x.layout is not torch.strided:
         return False
-    return not (torch.is_grad_enabled() and x.requires_grad)
+    followed = torch.is_grad_enabled() and x.requires_grad
+    return not (followed or torch._C._functorch.is_functorch_wrapped_tensor(x))
 
 
 def begin(run: Run, z0: Tensor, fz: Tensor, solver: Any) -> Iteration | Krylov:

@@ -91,7 +91,7 @@ def test_states_of_several_tensors_and_bad_starts() -> None:
 
 def test_what_breadth_refuses() -> None:
     deq = eq.DEQ(double_well)
-    with pytest.raises(ValueError, match=r"eq\.RandomStart\(\)"):
+    with pytest.raises(ValueError, match=r"eq\.looped\.RandomStart\(\)"):
         eq.looped.breadth(deq, starts=2)(torch.zeros(3, 1))
     with pytest.raises(ValueError, match="starts must be at least 1"):
         eq.looped.breadth(deq, starts=0)
