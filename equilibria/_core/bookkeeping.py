@@ -55,8 +55,9 @@ class SolveRecord:
         self.precision, self.start, self.whole_scale = precision, z0, scale
         self.first_length: Tensor | None = None  # (batch,), of the residual of the start; never without dropped rows
         self.first_size: Tensor
-        self.lengths: list[tuple[Tensor | None, Tensor]] = []  # of all iterates with their places, to look at in a failure
-        self.peak: Tensor  # the largest of them: in a trace, where no list can be kept
+        # of all iterates: their places, residuals and sizes (None: accounted for), to look at in a failure
+        self.lengths: list[tuple[Tensor | None, Tensor, Tensor | None]] = []
+        self.peak: Tensor  # the largest residual beyond rounding: in a trace, where no list can be kept
         self.last: Tensor  # of the last iterate before a row stopped, where progress is followed, and in a trace
         self.diverged: Tensor | None = None  # rows given up far away; None: not looked for yet
         self.limit: Tensor | None = None  # (batch,), a residual beyond this is far away
@@ -103,7 +104,7 @@ class SolveRecord:
         if self.first_length is None:
             self.first_length, self.first_size, self.peak, self.last, self.traced = length, size, length, length, True
             self.diverged = torch.zeros_like(length, dtype=torch.bool)
-        self.peak = _larger(self.peak, length)
+        self.peak = _larger(self.peak, self._beyond_rounding(length, size))
         self._update_rows(state.z, length, size, step, None)
 
     def _note(self, length: Tensor, size: Tensor) -> None:
@@ -113,9 +114,13 @@ class SolveRecord:
         if self.scale is not None:  # the best iterate is then the one with the least residual, which needs no judgement
             self.lengths.clear()
         elif len(self.lengths) >= FOLD and self.lengths[-FOLD][0] is self.index:  # a solve may take thousands of steps
-            largest = torch.stack([kept for _, kept in self.lengths[-FOLD:]]).amax(dim=0)
-            self.lengths[-FOLD:] = [(self.index, largest)]
-        self.lengths.append((self.index, length))
+            largest = torch.stack([self._beyond_rounding(kept, of) for _, kept, of in self.lengths[-FOLD:]]).amax(dim=0)
+            self.lengths[-FOLD:] = [(self.index, largest, None)]
+        self.lengths.append((self.index, length, size))
+
+    def _beyond_rounding(self, length: Tensor, size: Tensor | None) -> Tensor:
+        """What a residual is at least: beside a state that has run away far enough, all of it is rounding."""
+        return length if size is None else length - self.precision * size
 
     def _names(self) -> list[str]:
         """The names of the tensors per row that are kept once a row has stopped."""
@@ -367,6 +372,7 @@ class SolveRecord:
             rtol=self.rtol,
             precision=self.precision,
             natural=self.natural,
+            atol=self.atol,
             linear=self.whole_scale is not None,
             moved=self.traced or len(self.lengths) > 1,
             trace=None if self.trace is None else self._traces(self.trace),
@@ -374,18 +380,20 @@ class SolveRecord:
         )
 
     def _peak(self) -> Tensor:
-        """(batch,), the largest residual of each sample."""
+        """(batch,), the largest residual of each sample, beyond rounding."""
         if self.traced:
             return self.peak
         assert self.first_length is not None
-        return self._placed_lengths(self.first_length, _larger, self.lengths)
+        beyond = [(index, self._beyond_rounding(length, size)) for index, length, size in self.lengths]
+        return self._placed_lengths(self.first_length, _larger, beyond)
 
     def _last(self) -> Tensor:
         """(batch,), the residual of the last iterate of samples that have not finished."""
         assert self.first_length is not None
         if self.watchful or self.traced:
             return self.closed["last"]
-        return self._placed_lengths(self.first_length, lambda old, new: new, self.lengths[-1:])
+        index, length, _ = self.lengths[-1]
+        return self._placed_lengths(self.first_length, lambda old, new: new, [(index, length)])
 
     @staticmethod
     def _placed_lengths(

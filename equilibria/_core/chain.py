@@ -80,6 +80,6 @@ def _hand_over(
     index = (result.stats.failed if rows is None else rows).nonzero().squeeze(1)
     handover = Handover(repr(before), repr(solver), index, result.stats.status[index], result.stats.residual[index])
     more = solve(run, start, solver)
-    merged = merge(result, more)
+    merged = merge(result, more, rows)
     stats = dataclasses.replace(merged.stats, handovers=(*result.stats.handovers, handover))
     return dataclasses.replace(merged, stats=stats), more

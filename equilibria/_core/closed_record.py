@@ -16,7 +16,7 @@ from torch import Tensor
 
 from equilibria._core.maps import Counter
 from equilibria.solution import Stats, Status
-from equilibria.stop import FLOOR, USUAL
+from equilibria.stop import USUAL
 
 RUNNING = -1
 GROWN = 2.0  # a state this many times as large as at the start has grown
@@ -36,7 +36,7 @@ class ClosedRecord:
     rejected           (batch,) steps that were discarded
     start              (batch, n)
     first_length, first_size   (batch,) residual and size of the start
-    extremes           returns the residual of the last iterate, (batch,), and the largest one
+    extremes           returns the residual of the last iterate, (batch,), and the largest one beyond rounding
     natural            residuals below this are not far away
     linear             True for a linear system, whose `size` is fixed
     moved              True if a step was taken
@@ -56,6 +56,7 @@ class ClosedRecord:
     rtol: float
     precision: float
     natural: float | Tensor
+    atol: float | Tensor = 0.0
     linear: bool = False
     moved: bool = True
     trace: tuple[Tensor, ...] | None = None
@@ -84,7 +85,7 @@ class ClosedRecord:
         )
 
     def settle(self, stats: Stats) -> tuple[Tensor, Stats, Tensor]:
-        """Result and statistics where a sample has failed, and (batch,) True for results that are no worse than the start.
+        """Result and statistics where a sample has failed, and (batch,) True where the residual is below the start's.
 
         The best iterate is the one with the smallest residual relative to |f(z)|. That of a sample that runs away is of no
         use: beside a state that has grown enough, any residual is small. Such a sample gets its start back. A sample that
@@ -97,15 +98,14 @@ class ClosedRecord:
         last, peak = self.extremes()
         if self.faint is not None:
             status = torch.where(self.faint, Status.STALLED, status)
-        # by more than a hundredth, or by less where rounding cannot account for it: a slow contraction falls so. Neither
-        # holds where `size` is infinite
-        fallen = torch.maximum(length, self.precision * size) <= FALL * peak
-        fallen = fallen | (length + FLOOR * self.precision * size <= peak)
+        most = length + self.precision * size  # what the residual is at most
+        fallen = most <= peak  # by more than rounding can account for; not where `size` is infinite
         grown = (status == Status.CONVERGED) & self._doubtful() & ~fallen
         status = torch.where(grown, Status.DIVERGED, status)
         near = size <= DIVERGENCE * scale.clamp_min(self.natural)
         recovered = (length <= RECOVERED * peak) & (length <= RECOVERED * size) & near
-        sound = (length <= self.first_length) | recovered
+        # a residual that has not fallen says nothing for a state that may have grown: a chain goes on from the start then
+        sound = (most <= FALL * self.first_length) | recovered
         lost = (status != Status.CONVERGED) & (length > RUNAWAY * self.first_length) & ~sound
         z = torch.where(lost.unsqueeze(1), self.start, self.z)
         length, size = torch.where(lost, self.first_length, length), torch.where(lost, self.first_size, size)
@@ -119,7 +119,8 @@ class ClosedRecord:
     def _doubtful(self) -> Tensor:
         """(batch,) samples whose state has grown so far that the residual of their start would be within the tolerance.
 
-        If rtol is below the spacing of the numbers, that spacing counts: no residual is known better.
+        A residual is known up to the spacing of the numbers beside the state.
         """
-        enough = self.first_length * (FALL / max(self.rtol, self.precision))
+        beyond = (self.first_length - self.atol).clamp_min(0.0)  # what rtol must account for
+        enough = beyond * (FALL / (self.rtol + self.precision))
         return self.size > torch.maximum(GROWN * self.first_size, enough)

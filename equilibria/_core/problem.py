@@ -128,8 +128,11 @@ class Problem:
         left = self.stop.max_steps - result.taken
         if not result.coupled or left <= 0 or not bool(result.stats.failed.any()):
             return result
-        stop = dataclasses.replace(self.stop, max_steps=left)
-        return go_on(result, solve_rows_as_one(f, result.z, self.solver, stop, precision=precision))
+        stop, start = dataclasses.replace(self.stop, max_steps=left), result.z
+        if result.sound is not None:  # rows that ran away while they were solved alone begin again
+            kept = result.sound | result.stats.converged | ~torch.isfinite(z0).all(dim=1)
+            start = torch.where(kept.unsqueeze(1), start, z0)
+        return go_on(result, solve_rows_as_one(f, start, self.solver, stop, precision=precision))
 
     def _solve_coupled(self, f: Map, z0: Tensor, rhs: Tensor | None) -> SolveResult:
         """Solve the batch as one system; a cell that may have changed is checked again afterwards."""

@@ -67,7 +67,7 @@ class SolveResult:
     coupled: bool | None = None  # True if rows depend on each other, False if a check found that they do not, else None
     unmeasured: bool = False  # True if rows were evaluated separately and the result was not evaluated as a whole
     failed: bool = True  # False if no sample has failed, as known on the host
-    sound: Tensor | None = None  # (batch,) True for results that are no worse than the start; None for all
+    sound: Tensor | None = None  # (batch,) True for results with a smaller residual than the start; None for all
     faint: Tensor | None = None  # (batch,) True for results whose squares underflow; None if there are none
 
 
@@ -82,7 +82,9 @@ def confirm(run: Run, claimed: SolveResult, rounding: float) -> SolveResult:
     run.f.remember(claimed.z, fz)
     seen = _measured(run, claimed.z, fz)
     unless = torch.where(claimed.stats.converged, Status.STALLED, claimed.stats.status)
-    holds = seen.converged | (claimed.stats.converged & (seen.residual <= run.stop.rtol + rounding))
+    # beside a state that has grown enough any residual is small: what has diverged stays so
+    within = seen.converged & (claimed.stats.status != Status.DIVERGED)
+    holds = within | (claimed.stats.converged & (seen.residual <= run.stop.rtol + rounding))
     status = torch.where(holds, Status.CONVERGED, unless).to(torch.int8)
     before = claimed.stats
     # a cell that fails from some call on has failed here too: its best iterate keeps the residual that was measured before
@@ -113,20 +115,29 @@ def _measured(run: Run, z: Tensor, fz: Tensor) -> Stats:
     return record.close().stats(run.f.counter)
 
 
-def merge(first: SolveResult, then: SolveResult) -> SolveResult:
-    """Join two successive solves: per sample the later result if it is better, with the steps of both."""
+def merge(first: SolveResult, then: SolveResult, rows: Tensor | None = None) -> SolveResult:
+    """Join two successive solves: per sample the later result if it is better, with the steps of both.
+
+    rows  (batch,), the samples that the second solve is for; None: all. What it says about others is not relied on, because
+          it started from their results: beside a state that has grown, any residual is small.
+    """
     a, b = first.stats, then.stats
     sound = torch.ones_like(b.converged) if then.sound is None else then.sound
     better = b.converged | (a.failed & sound & (b.residual < a.residual))
+    # a state that has run away is no answer if there is another one
+    better = better | ((a.status == Status.DIVERGED) & (b.status != Status.DIVERGED) & torch.isfinite(b.residual))
     if first.faint is not None:  # what is known about those is not worth anything
         better = better | first.faint
+    better = better if rows is None else better & rows
+    kept = a.converged | ((a.status == Status.DIVERGED) & ~better)
+    kept = kept if rows is None else kept | ~rows
     trace = None
     if a.trace is not None and b.trace is not None:
         trace = tuple(torch.cat([x, y[1:]]) for x, y in zip(a.trace, b.trace, strict=True))
     stats = dataclasses.replace(
         b,
         # a sample that stays failed keeps the later reason: it is what the caller can still act on
-        status=torch.where(a.converged, a.status, b.status),
+        status=torch.where(kept, a.status, b.status),
         steps=a.steps + b.steps,
         rejected=a.rejected + b.rejected,
         best=torch.where(better, a.steps + b.best, a.best),

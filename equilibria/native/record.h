@@ -8,6 +8,7 @@
 namespace equilibria {
 
 constexpr double PROGRESS = 0.9;         // the constants of bookkeeping.py
+constexpr double FLOOR = 8.0;            // of stop.py: `floor` in machine epsilons
 constexpr int64_t FLOOR_PATIENCE = 5;
 constexpr double DIVERGENCE = 1e6;
 constexpr int64_t DIVERGENCE_EVERY = 8;
@@ -79,7 +80,9 @@ EQ_INLINE T record(const Row<T>& row, int64_t step, T length, T size) {
         row.of(c.first_length) = row.of(c.peak) = length;
         row.of(c.first_size) = size;
     }
-    if (length > row.of(c.peak)) row.of(c.peak) = length;
+    // what the residual is at least: beside a state that has run away far enough, all of it is rounding
+    T beyond = length - T(c.floor / FLOOR) * size;
+    if (beyond > row.of(c.peak)) row.of(c.peak) = beyond;
     row.of(c.last) = length;
     T before = row.of(c.excess);
     bool better = excess < before;

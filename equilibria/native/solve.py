@@ -297,6 +297,7 @@ class Workspace:
             rtol=run.stop.rtol,
             precision=run.precision,
             natural=self.context.natural,
+            atol=self.context.atol,
             linear=self.scale is not None,
         )
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import equilibria as eq
+from tests.problems import name
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128]
 
@@ -91,6 +92,34 @@ def test_growth_of_the_state_is_no_convergence(f: Any, solver: eq.Solver[Any], d
             torch.testing.assert_close(s.z[sample], torch.full((3,), -2, dtype=dtype), rtol=2e-2, atol=0)
     if f is shifted:
         assert not bool(s.stats.converged.any())
+
+
+WITHOUT_FIXED_POINT: list[Any] = [
+    eq.Picard(),
+    eq.Anderson(),
+    eq.Broyden(),
+    eq.SteadyState(),
+    eq.solvers.DFSane(),
+    eq.solvers.PseudoTransient(),
+    eq.Fallback(eq.Picard(), eq.Anderson()),
+    eq.Fallback(eq.Picard(), eq.SteadyState(), patience=1000),
+    eq.Fallback(eq.Anderson(), eq.solvers.PseudoTransient()),
+]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("coupling", [0.0, 0.4])
+@pytest.mark.parametrize("solver", WITHOUT_FIXED_POINT, ids=name)
+def test_no_solver_and_no_chain_converges_by_growth_alone(solver: Any, coupling: float, batch: int) -> None:
+    """The answer is measured after a solve of several rows, and a chain begins again: neither forgets that a row grew."""
+
+    def f(z: Tensor) -> Tensor:
+        return z + 1 + coupling * (z.mean(dim=0) - z)
+
+    for max_steps in (60, 120):  # the tolerance is met at a state of 99
+        z0 = torch.zeros(batch, 4, dtype=torch.float64)
+        s = eq.fixed_point(f, z0, solver=solver, stop=eq.Stop(rtol=1e-2, max_steps=max_steps, on_failure="ignore"))
+        assert not bool(s.stats.converged.any()), (s.stats, s.z)
 
 
 def test_a_state_that_grows_from_nearly_nothing_and_settles_has_converged() -> None:

@@ -44,6 +44,8 @@ CONDITION = 1e8
 TOLD_SLACK = 1e-3
 # Rows that others move by less than this share of the tolerance count as standing alone (`SHARE` of the library).
 COUPLING_SLACK = 0.05
+# A state that is larger by this factor than at the start has grown; the library takes 2, in its own dtype.
+GROWTH = 2.1
 # Gradients by steps are compared in double precision, where rounding of a few hundred products is far below this share.
 STEPS_SLACK = 1e-6
 # Gradients that are defined by steps taken, not by a linear system: (I - J')^{-1} does not describe them.
@@ -104,7 +106,7 @@ def judge(case: Case) -> Verdict:
     problems = [problem]
     for thread in range(1, case.threads):
         other = build(replace(case, seed=case.seed + thread))
-        other.cell, other.deq = problem.cell, problem.deq
+        other.cell, other.deq, other.z0 = problem.cell, problem.deq, problem.z0  # the layer makes the start
         problems.append(other)
     weight = problem.cell.w
     with warnings.catch_warnings():
@@ -377,6 +379,25 @@ def _compare_forward(run: Run, dense: Dense, verdict: Verdict) -> None:
             row,
         )
     _compare_told(run, dense, told, (stats.status != eq.Status.NONFINITE) & (stats.converged <= true), verdict)
+    _compare_growth(run, dense, verdict)
+
+
+def _compare_growth(run: Run, dense: Dense, verdict: Verdict) -> None:
+    """z + x has no fixed point: its residual is |x| everywhere, which only growth of the state makes small beside it."""
+    problem, cell, stats = run.problem, dense.cell, run.solution.stats
+    shift = (
+        cell.kind == "affine" and not cell.coupling and torch.equal(cell.factor * cell.w, torch.eye(len(cell.w)).to(cell.w))
+    )
+    if not shift or problem.case.gradient in (
+        "unrolled-depth",
+        "warmup",
+    ):  # which take so many steps, whatever the stop says
+        return
+    start = dense(torch.nan_to_num(rows_of(problem.z0, problem.whole)), dense.x)
+    grown = dense.norm(dense.f) > GROWTH * dense.norm(start)
+    asked = dense.norm(dense.f - dense.z) > NORM_SLACK * problem.case.atol + dense.rounding()
+    for row in (stats.converged & grown & asked).nonzero().flatten().tolist():
+        verdict.add("converged by growth", f"|f(z)| {float(dense.norm(dense.f)[row]):.2e}", row)
 
 
 def _compare_told(run: Run, dense: Dense, told: Tensor, rows: Tensor, verdict: Verdict) -> None:

@@ -71,6 +71,11 @@ FOUND = [
     numbered(20, 3186),
     numbered(20, 3944),
     Case(change="gain-before-backward", seed=29256),
+    # no fixed point: states that grow until any residual is small beside them
+    Case(batch=5, gain=1.0, scale=1e30, start="random", solver="broyden-search", rtol=1e-2, max_steps=100, seed=45770),
+    Case(dtype="float16", batch=9, width=2, gain=1.0, memory="expanded", solver="fallback", rtol=1e-2, seed=40148),
+    Case(dtype="float16", batch=16, width=5, gain=1.0, spread=3, start="far", solver="newton", rtol=1e-2, seed=27358),
+    Case(batch=33, width=5, gain=1.0, scale=1e-3, special="zero", solver="anderson", rtol=1e-2, check_every=3, seed=52652),
     Case(cell="batch-norm", batch=2, gradient="phantom-checkpointed", change="eval-between", seed=52426),
 ]
 
@@ -112,6 +117,16 @@ def test_a_residual_that_is_not_that_of_the_state_is_found() -> None:
         stats, status=torch.full_like(stats.status, eq.Status.MAX_STEPS), residual=stats.residual + 1e-3
     )
     assert kinds(compare(run)) == {"residual told"}
+
+
+def test_a_state_that_only_grew_is_found() -> None:
+    run = attempt(build(Case(batch=2, gain=1.0, seed=1)))
+    assert isinstance(run, Run)
+    stats = run.solution.report.stats
+    assert stats is not None
+    run.solution = dataclasses.replace(run.solution, z=run.solution.z * 1e6)
+    run.solution.report.stats = dataclasses.replace(stats, status=torch.zeros_like(stats.status))
+    assert "converged by growth" in kinds(compare(run))
 
 
 @pytest.mark.parametrize("name", ["grad_x", "grad_w"])

@@ -241,8 +241,16 @@ def test_fallback_reports_samples_that_no_solver_solved() -> None:
         stop=eq.Stop(max_steps=8, on_failure="ignore"),
     )
     assert not bool(s.stats.converged.any())
-    # Anderson from Picard's best iterate, and again from the start
-    assert [handover.to_solver for handover in s.stats.handovers] == [repr(eq.Anderson())] * 2
+    # Picard's residual has not fallen: Anderson begins at the start, and need not do so again
+    assert [handover.to_solver for handover in s.stats.handovers] == [repr(eq.Anderson())]
+    slow = eq.fixed_point(
+        lambda z: 0.98 * z + 1,
+        torch.zeros(2, 3),
+        solver=eq.Fallback(eq.Picard(), eq.Picard(damping=0.5), patience=100),
+        stop=eq.Stop(rtol=1e-8, max_steps=20, on_failure="ignore"),
+    )
+    # from the best iterate of the first, and again from the start
+    assert [handover.to_solver for handover in slow.stats.handovers] == [repr(eq.Picard(damping=0.5))] * 2
 
 
 def test_history_is_bounded_and_grows_only_as_needed() -> None:
