@@ -26,7 +26,7 @@ from equilibria.solution import Stats, Status
 from equilibria.solvers.base import Iterate, Solver
 from equilibria.solvers.fallback import AnySolver, Fallback
 from equilibria.solvers.rowwise import compact_rows, gather, map_tensors, rejected
-from equilibria.stop import USUAL, Stop, binary_size, max_norm
+from equilibria.stop import USUAL, Stop, binary_size, max_norm, scaled_norm
 
 
 def solve(
@@ -94,7 +94,20 @@ def _divided(run: Run, z0: Tensor, fz: Tensor, solver: AnySolver) -> SolveResult
     result = _verified(inner, y0, solver)
     stats = dataclasses.replace(result.stats, iterates=tuple(y * unit for y in result.stats.iterates))
     state = None if result.state is None else result.state.rescaled(unit)
-    return within_dtype(dataclasses.replace(result, z=result.z * unit, stats=stats, state=state), z0)
+    result = within_dtype(dataclasses.replace(result, z=result.z * unit, stats=stats, state=state), z0)
+    return result if run.scale is not None or not result.failed else _with_scaled_residuals(run, result)
+
+
+def _with_scaled_residuals(run: Run, result: SolveResult) -> SolveResult:
+    """The result with the residuals of failed samples measured: |f(z)| may be too small beside the start to be squared."""
+    fz, norm, stats = run.f(result.z), run.stop.norm, result.stats
+    residual = scaled_norm(norm, fz - result.z) / scaled_norm(norm, fz).clamp_min(torch.finfo(fz.dtype).tiny)
+    told = torch.where(stats.failed & torch.isfinite(residual), residual, stats.residual)
+    counter = run.f.counter
+    stats = dataclasses.replace(
+        stats, residual=told, evaluations=counter.evaluations, sample_evaluations=counter.rows, products=counter.products
+    )
+    return dataclasses.replace(result, stats=stats)
 
 
 def _verified(run: Run, z0: Tensor, solver: AnySolver) -> SolveResult:

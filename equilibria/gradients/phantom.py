@@ -19,7 +19,7 @@ from equilibria._core.problem import LinearSolve, Problem
 from equilibria._core.quarantine import quarantine
 from equilibria.gradients.approximations import Neumann
 from equilibria.gradients.base import Gradient, with_zero_gradient
-from equilibria.gradients.watched import watched
+from equilibria.gradients.watched import guarded, watched
 from equilibria.solution import Status
 
 
@@ -152,7 +152,7 @@ class _Advance:
 
         def f(h: Tensor) -> Tensor:
             self.runs += 1
-            out = problem.equation(h, *inputs)
+            out = guarded(problem, problem.equation(h, *inputs))
             if problem.report.unmeasured and start is z:  # the first evaluation is at the equilibrium itself
                 problem.measure(z.detach(), out.detach(), inputs)
             return out

@@ -19,7 +19,7 @@ from equilibria._core.maps import Map
 from equilibria._core.problem import Problem
 from equilibria._core.quarantine import quarantine
 from equilibria.gradients.base import Gradient, with_zero_gradient
-from equilibria.gradients.watched import watched
+from equilibria.gradients.watched import guarded, watched
 from equilibria.solution import Status, empty_stats
 from equilibria.solvers.base import Iterate, Solver
 from equilibria.solvers.fallback import Fallback
@@ -152,7 +152,7 @@ def _without_graph(tensor: Tensor, rows: Tensor) -> Tensor:
 
 def _bind(problem: Problem, args: Sequence[Tensor]) -> Map:
     """The map with the graph of its evaluations, whose rows are not dropped."""
-    return Map(lambda z: problem.equation(z, *args))
+    return Map(lambda z: guarded(problem, problem.equation(z, *args)))
 
 
 def _direct(problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
@@ -218,7 +218,9 @@ def _spared(run: Callable[..., Tensor], problem: Problem, z0: Tensor, args: Sequ
     start, inputs, _ = quarantine(problem.equation, z0, args, z0, good)
     again = run(problem, start, inputs)
     problem.report.stats, problem.report.nonfinite = stats, True
-    return torch.where(good.unsqueeze(1), again, z.detach())
+    # the value is that of the first run, which the statistics describe: rows that depend on each other differ in the second
+    good, z = good & torch.isfinite(again.detach()).all(dim=1), z.detach()
+    return torch.where(good.unsqueeze(1), z + (again - again.detach()), z)
 
 
 def _file(problem: Problem, z: Tensor, fz: Tensor, depth: int) -> None:

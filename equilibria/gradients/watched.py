@@ -57,6 +57,30 @@ def watched(steps: Steps, problem: Problem, start: Tensor, args: Sequence[Tensor
     return _Answer.apply(watch, steps(problem, passed[0], passed[1:]))
 
 
+def guarded(problem: Problem, fz: Tensor) -> Tensor:
+    """An evaluation of a closure, (batch, n), whose cotangent is set to zero for samples where it is not finite.
+
+    The gradients of tensors that a closure captured do not pass through one node, but all of them come from such cotangents.
+    """
+    if problem.opaque and fz.requires_grad and torch.is_grad_enabled() and problem.stop.process_group is None:
+        fz.register_hook(lambda v: _without_lost(problem, v))
+    return fz
+
+
+def _without_lost(problem: Problem, v: Tensor) -> Tensor:
+    """The cotangent v with zeros for samples where it is not finite, which are reported."""
+    if torch._C._functorch.is_legacy_batchedtensor(v):  # several cotangents at once, whose values cannot be read
+        return v
+    lost = ~torch.isfinite(v).all(dim=1)
+    if not bool(lost.any()):
+        return v
+    before = problem.report.adjoint
+    known = torch.zeros_like(lost) if before is None else before.status == Status.NONFINITE
+    if bool((lost & ~known).any()):
+        file_lost_steps(problem, lost | known)
+    return torch.where(lost.unsqueeze(1), torch.zeros_like(v), v)
+
+
 class _Answer(Function):
     """The identity; its backward stores the cotangent for the check of the gradients."""
 
@@ -119,7 +143,7 @@ class _Watch:
             zero = [torch.zeros_like(self.tensors[i]) for i in self.followed]
             grads, lost = sum_finite_shares(good, lambda rows: self._again(v, rows), zero)
         # if a sum of finite gradients overflows, no single sample is the cause, and all are marked
-        self._file(at_first & ~(good & ~lost) if all_finite(grads) else at_first)
+        file_lost_steps(self.problem, at_first & ~(good & ~lost) if all_finite(grads) else at_first)
         return grads
 
     def _again(self, v: Tensor, good: Tensor) -> list[Tensor | None]:
@@ -134,20 +158,21 @@ class _Watch:
             z = self.steps(silent, start, args)
         return list(torch.autograd.grad(z, needed, v, allow_unused=True))
 
-    def _file(self, lost: Tensor) -> None:
-        """Store adjoint statistics: NONFINITE for samples left out; nan residuals for the others, which had no solve."""
-        if not bool(lost.any()):
-            return
-        problem, stats = self.problem, empty_stats(len(lost), lost.device)
-        told = dataclasses.replace(
-            stats,
-            status=stats.status.masked_fill(lost, Status.NONFINITE),
-            residual=stats.residual.masked_fill(lost, float("inf")),
-        )
-        unknown = stats.residual.masked_fill(~lost, float("nan")).masked_fill(lost, float("inf"))
-        status = torch.where(lost, Status.NONFINITE, Status.MAX_STEPS).to(torch.int8)
-        problem.report.adjoint = dataclasses.replace(stats, status=status, residual=unknown)
-        report_failures(told, problem.stop, problem.solver, what="adjoint", owner=problem.equation.identity.owner)
+
+def file_lost_steps(problem: Problem, lost: Tensor) -> None:
+    """Store adjoint statistics: NONFINITE for samples left out; nan residuals for the others, which had no solve."""
+    if not bool(lost.any()):
+        return
+    stats = empty_stats(len(lost), lost.device)
+    told = dataclasses.replace(
+        stats,
+        status=stats.status.masked_fill(lost, Status.NONFINITE),
+        residual=stats.residual.masked_fill(lost, float("inf")),
+    )
+    unknown = stats.residual.masked_fill(~lost, float("nan")).masked_fill(lost, float("inf"))
+    status = torch.where(lost, Status.NONFINITE, Status.MAX_STEPS).to(torch.int8)
+    problem.report.adjoint = dataclasses.replace(stats, status=status, residual=unknown)
+    report_failures(told, problem.stop, problem.solver, what="adjoint", owner=problem.equation.identity.owner)
 
 
 def _version(tensor: Tensor) -> int:

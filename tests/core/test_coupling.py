@@ -354,3 +354,15 @@ def test_compiled_answers_are_confirmed_by_the_cell(change: str, monkeypatch: py
         s = deq.solve(x)
     assert bool(s.stats.converged.all())
     check_forward(cell, s, x, 1e-6, slack=1.5)
+
+
+def test_unrolled_returns_what_its_statistics_describe_beside_a_bad_row() -> None:
+    """The steps are taken again without the bad row, whose neighbours then move: their values are those of the first run."""
+    cell, x = Mixing(3, gate=0.4), spread(4, 3)
+    x[0] = float("nan")
+    stop = eq.Stop(rtol=1e-6, atol=0, max_steps=60, compact=False, on_failure="ignore")
+    s = eq.DEQ(cell, solver=eq.Picard(), stop=stop, gradient=eq.Unrolled()).solve(x.requires_grad_())
+    good = s.stats.status != eq.Status.NONFINITE
+    true = true_residual(cell, s, x.detach())
+    assert bool(good.any())
+    torch.testing.assert_close(s.stats.residual[good], true[good], rtol=1e-3, atol=1e-9)

@@ -163,3 +163,14 @@ def test_measured_residuals_of_tiny_states_are_those_of_the_state(solver: eq.Sol
     )
     assert solution.stats.converged.all() and torch.equal(solution.z, torch.zeros(1, 2))  # by atol: |x| is far below it
     torch.testing.assert_close(solution.stats.residual, torch.ones(1))
+
+
+@pytest.mark.parametrize("max_steps", [0, 40])
+def test_residuals_of_samples_that_begin_at_the_end_of_the_numbers_are_told(max_steps: int) -> None:
+    """|f(z)| is 1 beside a start of 2e307: divided by the size of the start, its square underflows."""
+    z0 = torch.full((2, 3), 2e307, dtype=torch.float64)
+    stop = eq.Stop(max_steps=max_steps, on_failure="ignore")
+    s = eq.fixed_point(torch.tanh, z0, solver=eq.Picard(damping=0.5), stop=stop)
+    true = ((torch.tanh(s.z) - s.z) / 1e300).norm(dim=1) * 1e300 / torch.tanh(s.z).norm(dim=1)
+    assert not bool(s.stats.converged.any())
+    torch.testing.assert_close(s.stats.residual, true, rtol=1e-6, atol=0)

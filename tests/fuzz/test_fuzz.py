@@ -70,6 +70,13 @@ FOUND = [
     numbered(19, 13042),
     numbered(20, 3186),
     numbered(20, 3944),
+    numbered(41, 4435),
+    numbered(41, 5165),
+    numbered(41, 5216),
+    numbered(41, 5264),
+    numbered(41, 5369),
+    numbered(41, 6600),
+    numbered(41, 11280),
     Case(change="gain-before-backward", seed=29256),
     # no fixed point: states that grow until any residual is small beside them
     Case(batch=5, gain=1.0, scale=1e30, start="random", solver="broyden-search", rtol=1e-2, max_steps=100, seed=45770),

@@ -113,3 +113,19 @@ def test_a_closure_that_moves_statistics_is_refused_where_derivatives_are_needed
     with pytest.raises(RuntimeError, match=r"changes a tensor it closes over.*Make the cell an nn\.Module"):
         eq.fixed_point(lambda z: cell(z, x), torch.zeros_like(x), solver=eq.Newton())
     assert bool(eq.fixed_point(lambda z: cell(z, x), torch.zeros_like(x)).stats.converged.all())
+
+
+@pytest.mark.parametrize("gradient", [eq.Unrolled(), eq.JFB(), eq.UnrolledPhantom()], ids=repr)
+def test_a_cotangent_of_a_closure_that_is_not_finite_is_left_out(gradient: Any) -> None:
+    """The gradients of what a closure captured come from the cotangents of its evaluations."""
+    w, x = setting()
+    stop = eq.Stop(on_failure="ignore")
+    s = eq.fixed_point(
+        lambda z: torch.tanh(z @ w.T + x), torch.zeros(3, 4).double(), solver=eq.Picard(), stop=stop, gradient=gradient
+    )
+    v = torch.ones(3, 4).double()
+    v[1] = float("nan")
+    of_w, of_x = torch.autograd.grad(s.z, [w, x], v)
+    assert bool(torch.isfinite(of_w).all()) and bool((of_x[1] == 0).all()) and bool((of_x[0] != 0).all())
+    assert s.adjoint is not None
+    assert (s.adjoint.status == eq.Status.NONFINITE).tolist() == [False, True, False]
