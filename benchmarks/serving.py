@@ -5,6 +5,8 @@ Two baselines, each with rows that drop out of the solve when they are done:
     static   waits for a batch, solves it by the library's own loop to the strictest tolerance among its requests
     grouped  the engine admitting only into an empty pool: a batch whose rows have tolerances and step limits of their own
 
+"Full" is the engine with full=True, which evaluates all rows at every step.
+
 Time is that of the processor, so that a machine that does other things as well changes it little. Saturation: all requests
 wait from the beginning; the three take turns, and the figures are medians over the rounds. Load: Poisson arrivals on a clock
 that runs with the processor time of the server and jumps over its idle time; latencies are from arrival to answer. A batch
@@ -36,6 +38,7 @@ from equilibria.serving.monitor import percentile
 from equilibria.serving.static import StaticBatching
 
 ROWS = 64
+SPREAD = (256, 512, 1024)  # widths of the cells
 LOADS = (0.3, 0.5, 0.7, 0.8, 0.9)
 
 
@@ -104,6 +107,9 @@ def cases(names: Sequence[str], count: int) -> list[Case]:
     tolerances = [Request(r.inputs, {"rtol": 10 ** chance.uniform(-6, -1), "max_steps": 200}) for r in digits[: count // 2]]
     gains = [chance.uniform(0.95, 0.99) if chance.random() < 0.1 else chance.uniform(0.2, 0.7) for _ in range(count // 2)]
     mixed = [Request(torch.cat([torch.tensor([gain]), torch.randn(32)])[:33]) for gain in gains]
+    # 1 / (1 - gain), to which the steps are about proportional, is log-uniform
+    spread = [1 - 1 / math.exp(chance.uniform(math.log(1.25), math.log(100.0))) for _ in range(count // 2)]
+    spread_inputs = [Request(torch.cat([torch.tensor([gain]), torch.randn(32)])) for gain in spread]
     monotone = eq.models.create("mon-mlp-mnist").eval()
     pictures = [Request(torch.rand(1, 28, 28)) for _ in range(count)]
     stop = eq.Stop(rtol=0.0, atol=0.0, max_steps=64, on_failure="ignore")
@@ -123,6 +129,11 @@ def cases(names: Sequence[str], count: int) -> list[Case]:
             MixedNet().eval(),
             mixed,
         ),
+        *[
+            Case(f"spread-{n}", f"{n} units, 1 / (1 - gain) log-uniform from 1.25 to 100", MixedNet(n).eval(), spread_inputs)
+            for n in SPREAD
+            if not names or f"spread-{n}" in names
+        ],
         Case("reasoner", "reasoner-trm-nano, boards with 2 to 64 recursions, drawn log-uniformly", reasoner, boards),
     ]
     return [case for case in found if not names or case.name in names]
@@ -131,7 +142,8 @@ def cases(names: Sequence[str], count: int) -> list[Case]:
 def server(kind: str, model: nn.Module) -> Any:
     if kind == "static":
         return StaticBatching(model, ROWS, wait=0.0)
-    engine = eq.serving.Engine(model, ROWS, queue=10**7, admission="grouped" if kind == "grouped" else "auto")
+    mode: Any = "grouped" if kind == "grouped" else "auto"
+    engine = eq.serving.Engine(model, ROWS, queue=10**7, admission=mode, full=kind == "full")
     engine.clock = time.process_time
     return engine
 
@@ -184,7 +196,7 @@ def behind_hard(serve: Any, requests: Sequence[Request], tickets: Sequence[Any])
 
 
 def measure(case: Case, rounds: int, curve: bool) -> dict[str, Any]:
-    kinds = ("static", "grouped", "engine")
+    kinds = ("static", "grouped", "engine", "full")
     servers = {kind: server(kind, case.model) for kind in kinds}
     taken: dict[str, list[float]] = {kind: [] for kind in kinds}
     tickets: list[Any] = []
@@ -205,6 +217,7 @@ def measure(case: Case, rounds: int, curve: bool) -> dict[str, Any]:
         "spread": {kind: (max(values) - min(values)) / each[kind] for kind, values in taken.items()},
         "throughput_over_static": each["static"] / each["engine"],
         "throughput_over_grouped": each["grouped"] / each["engine"],
+        "throughput_of_full_over_engine": each["engine"] / each["full"],
     }
     report["easy_behind_hard_ms"] = {kind: 1e3 * behind_hard(servers[kind], case.requests, tickets) for kind in kinds}
     loads = LOADS if curve else (0.8,)

@@ -1,60 +1,52 @@
-"""The choice when requests enter a pool: whenever a row is free, or in groups."""
+"""The choice when requests enter a saturated pool: whenever rows are free, or in groups."""
 
 from __future__ import annotations
 
+import math
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
 from typing import Literal
+
+from equilibria.serving.pacing import Pacing
 
 Admission = Literal["auto", "continuous", "grouped"]
 
-SETTLING = 2  # answers, in pools, before a new mode is timed: at first all rows start together, which is not typical
-MEASURED = 4  # answers, in pools, that are timed
-CHOSEN = 100  # answers, in pools, for which the faster mode is kept before both are timed again
+BLOCKS = 9  # pools whose largest numbers of steps are kept
 
 
 class Admitting:
-    """Chooses between two modes of a saturated pool by the measured seconds per answer.
+    """Chooses between two modes of a saturated pool by measured costs.
 
     continuous  requests enter whenever rows are free, beside rows that are further advanced
-    grouped     requests enter when the pool is empty, and finished rows are dropped: static batching. It is faster where
-                all requests take about the same number of steps, because no row waits long and histories stay short
+    grouped     requests enter when the pool is empty, and finished rows are dropped: static batching
 
-    A pool that is not saturated is always continuous, which keeps latency low.
+    A step of r rows costs c(r) = c + b r. A group takes as many steps as its slowest row, so that it pays c for `longest`
+    steps, where a pool whose rows are always in use pays it for `mean` steps. In return the continuous mode has rows enter
+    and leave every T steps at a cost a, and leaves rows idle in between, which costs sqrt(2 a mean c(rows)) per pool at the
+    best T (see `Pacing`), where a group pays a once. A pool that is not saturated is always continuous, which keeps latency
+    low.
     """
 
-    def __init__(self, mode: Admission, capacity: int) -> None:
-        self.mode, self.capacity = mode, capacity
-        self.grouped = mode == "grouped"
-        self.seconds: dict[bool, float] = {}  # per answer, by `grouped`
-        self._spent, self._answers, self._skip = 0.0, 0, SETTLING * capacity
-        self._chosen = False
+    def __init__(self, mode: Admission, capacity: int, *, full: bool = False) -> None:
+        self.mode, self.capacity, self.full = mode, capacity, full
+        self.grouped = mode != "continuous"  # the first group measures the costs of steps of few and of many rows
+        self._longest: deque[int] = deque(maxlen=BLOCKS)
+        self._most, self._rows = 0, 0  # of the rows that finished since
 
-    def turned(self, seconds: float, answers: int, *, saturated: bool, empty: bool) -> None:
-        """Record one turn of the pool: the seconds it took and the number of rows it finished. May switch the mode."""
-        if self.mode != "auto":
-            return
-        if not saturated:
-            self._restart(grouped=False, chosen=False)
-            return
-        if self._skip > 0:
-            self._skip -= answers
-            return
-        self._spent += seconds
-        self._answers += answers
-        long = (CHOSEN if self._chosen else MEASURED) * self.capacity
-        if self._answers >= long and (empty or not self.grouped):
-            self._decide()
+    def finished(self, steps: Sequence[int], pacing: Pacing) -> None:
+        """Record the numbers of steps of rows that finished; chooses the mode after every pool of them."""
+        self._most, self._rows = max([self._most, *steps]), self._rows + len(steps)
+        if self._rows >= self.capacity:
+            self._longest.append(self._most)
+            self._most = self._rows = 0
+            if self.mode == "auto":
+                self.grouped = self._is_grouped_faster(pacing)
 
-    def _decide(self) -> None:
-        """Store the seconds per answer of the current mode, then time the other mode or switch to the faster one."""
-        self.seconds[self.grouped] = self._spent / self._answers
-        other = not self.grouped
-        if self._chosen or other not in self.seconds:
-            self._restart(grouped=other, chosen=False)  # time the other mode, again after CHOSEN pools
-        else:
-            self._restart(grouped=self.seconds[True] < self.seconds[False], chosen=True)
-
-    def _restart(self, *, grouped: bool, chosen: bool) -> None:
-        changed = grouped != self.grouped
-        self.grouped, self._chosen = grouped, chosen
-        self._spent, self._answers = 0.0, 0
-        self._skip = SETTLING * self.capacity if changed and not grouped else self.capacity if changed else 0
+    def _is_grouped_faster(self, pacing: Pacing) -> bool:
+        """Compare the costs of both modes for one pool of requests."""
+        enter = pacing.exchange
+        whole = pacing.step_of(self.capacity)
+        fixed = whole if self.full else pacing.step_of(0)
+        saved = fixed * (median(self._longest) - pacing.steps) + enter
+        return saved < math.sqrt(2 * enter * max(pacing.steps, 1.0) * whole)

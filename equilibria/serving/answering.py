@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +17,8 @@ from equilibria.serving.split import Arguments, Reached
 from equilibria.serving.template import Template, stack
 from equilibria.serving.tickets import Ticket, as_invalid_request
 from equilibria.solution import Status
+
+STATUSES = {int(status): status for status in Status}
 
 
 @dataclass
@@ -49,10 +54,11 @@ class Answering:
             for j in range(len(done.rows)):  # find the row that raises
                 self.resolve(done.select([j]))
             return
-        for j, (row, output) in enumerate(zip(done.rows, outputs, strict=True)):
-            status = Status(done.status[j])
-            self._count(status)
-            row.ticket.resolve(output, status, done.steps[j], done.residual[j], late=done.late[j])
+        self._count(done.status)
+        now = time.monotonic()
+        found = zip(done.rows, outputs, done.status, done.steps, done.residual, done.late, strict=True)
+        for row, output, status, steps, residual, late in found:
+            row.ticket.resolve(output, STATUSES[status], steps, residual, late=late, now=now)
 
     def _outputs(self, done: Done) -> list[Any]:
         """Return the model's output for every row."""
@@ -91,9 +97,11 @@ class Answering:
         stats = found.stats
         status = Status(int(stats.status[0]))
         (own,) = self.template.split_output(output, [None])
-        self._count(status)
+        self._count([status])
         ticket.resolve(own, status, int(stats.steps[0]), float(stats.residual[0]), late=False)
 
-    def _count(self, status: Status) -> None:
-        self.counts.answered += 1
-        self.counts.statuses[status.name] = self.counts.statuses.get(status.name, 0) + 1
+    def _count(self, statuses: Sequence[int]) -> None:
+        self.counts.answered += len(statuses)
+        for status, count in Counter(statuses).items():
+            name = STATUSES[status].name
+            self.counts.statuses[name] = self.counts.statuses.get(name, 0) + count

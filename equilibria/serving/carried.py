@@ -18,12 +18,14 @@ class Carried:
 
     def __init__(self, like: Tensor, n: int) -> None:
         self.like, self.n, self.room = like, n, 0
+        self.version = 0  # changes whenever the buffers are other tensors
         self.mask: Tensor | None = None
         self.buffers: list[Tensor] = []
 
     def reserve(self, rows: int) -> None:
         """Allocate memory for `rows` rows."""
         self.room = rows
+        self.version += 1
         self.buffers = [_grown(buffer, rows) for buffer in self.buffers]
         if self.mask is not None:
             self.mask = _grown(self.mask, rows)
@@ -32,6 +34,7 @@ class Carried:
         """Write what new rows carry to the places `index`."""
         if not self.buffers:
             self.buffers = [_grown(value[:1], self.room) for value in values]
+            self.version += 1
         for buffer, value in zip(self.buffers, values, strict=True):
             buffer.index_copy_(0, index, value)
 

@@ -88,6 +88,7 @@ class Engine:
         self._changed = threading.Condition()  # guards the queue
         self._thread: threading.Thread | None = None
         self._closing = self._draining = False
+        self._asleep = False  # the thread waits for requests
 
     # requests
 
@@ -102,15 +103,21 @@ class Engine:
         deadline   seconds from now after which the best iterate so far is returned, flagged `late`
         """
         ticket = self._ticket(inputs, rtol, max_steps, deadline)
+        key = ticket.arguments.key
         with self._changed:
             if self._closing or self._draining:
                 raise EngineClosedError("The engine is closed and accepts no more requests.")
             if self._queued >= self.queue:
                 raise QueueFullError(f"{self._queued} requests are waiting, the limit is {self.queue}. Try again later.")
             self._queued += 1
-            self._next_overdue = min(self._next_overdue, ticket.deadline or INF)
-            self.waiting.setdefault(self._key(ticket), deque()).append(ticket)
-            self._changed.notify_all()
+            if ticket.deadline is not None:
+                self._next_overdue = min(self._next_overdue, ticket.deadline)
+            queue = self.waiting.get(key)
+            if queue is None:
+                queue = self.waiting[key] = deque()
+            queue.append(ticket)
+            if self._asleep:
+                self._changed.notify_all()
         return ticket
 
     def _ticket(self, inputs: Any, rtol: float | None, max_steps: int | None, deadline: float | None) -> Ticket:
@@ -143,9 +150,6 @@ class Engine:
             raise InvalidRequestError(f"Inputs are empty along dimension {dim}; at least one position is needed.")
         return arguments.tensors[0].shape[dim]
 
-    def _key(self, ticket: Ticket) -> Any:
-        return ticket.arguments.key
-
     # stepping
 
     def step(self) -> bool:
@@ -157,7 +161,9 @@ class Engine:
             self._fail_overdue()
             for key in self._keys():
                 self._step_pool(key)
-            return self._queued > 0 or any(not pool.idle for pool in self.pools.values())
+            if self._queued > 0:
+                return True
+            return any(not pool.idle for pool in self.pools.values())
 
     def run(self) -> None:
         """Step until every request is answered."""
@@ -166,7 +172,7 @@ class Engine:
 
     def _keys(self) -> list[Any]:
         with self._changed:
-            waiting = [key for key, queue in self.waiting.items() if queue]
+            waiting = list(self.waiting)  # without empty queues
         return list(dict.fromkeys([*(key for key, pool in self.pools.items() if not pool.idle), *waiting]))
 
     def _step_pool(self, key: Any) -> None:
@@ -277,7 +283,9 @@ class Engine:
                 if self._closing or (self._draining and not busy and self._queued == 0):
                     return
                 if not busy:
+                    self._asleep = True
                     self._changed.wait_for(lambda: self._queued > 0 or self._closing or self._draining)
+                    self._asleep = False
 
     def drain(self, timeout: float | None = None) -> bool:
         """Accept no more requests and answer those under way; False if that took longer than `timeout` seconds."""

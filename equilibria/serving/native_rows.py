@@ -13,7 +13,7 @@ from equilibria.serving.rows import Left, Results, Row, SolveRows
 from equilibria.solution import Status
 from equilibria.stop import Stop
 
-REASONS = {Status.STALLED: "stalled", Status.DIVERGED: "diverged", Status.MAX_STEPS: "steps"}  # else: "stopped"
+REASONS = {int(Status.STALLED): "stalled", int(Status.DIVERGED): "diverged", int(Status.MAX_STEPS): "steps"}
 
 
 class NativeRows(SolveRows):
@@ -71,7 +71,7 @@ class NativeRows(SolveRows):
             return {}
         found = self.work.stopped[:stopped]
         status = self.work.status.index_select(0, self.work.place.index_select(0, found))
-        return {i: REASONS.get(Status(s), "stopped") for i, s in zip(found.tolist(), status.tolist(), strict=True)}
+        return {i: REASONS.get(s, "stopped") for i, s in zip(found.tolist(), status.tolist(), strict=True)}
 
     def starts(self, new: Sequence[int]) -> tuple[list[float], list[float]]:
         place = self.work.place.index_select(0, torch.tensor(new))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from statistics import median
 
 KEPT = 15  # measurements; their median is robust against an occasional slow one
 FIRST = 3  # steps between two exchanges before anything is measured
-FORGET = 0.9  # weight of earlier rows in the running mean of steps per row
+FORGET = 0.99  # weight of earlier rows in the running mean of steps per row
+NARROW = 4  # steps of less than 1 / NARROW of all rows are kept apart, to find the cost that does not depend on the rows
 
 
 class Cost:
@@ -33,31 +35,55 @@ class Cost:
         whole = median(seconds for _, seconds in found)
         return max(median(seconds - slope * rows for rows, seconds in found), 0.25 * whole)
 
+    def middle(self) -> tuple[float, float]:
+        """Return the medians of the rows and of the seconds."""
+        return median(rows for rows, _ in self.found), median(seconds for _, seconds in self.found)
+
 
 class Pacing:
     """Measured costs of a pool, and the number of steps between two admissions or two answers.
 
     Admitting r rows costs a + b r. With a period of T steps the fixed part costs a / T per step, while rows that finished in
     between stay idle for T / 2 steps on average: a pool whose rows take m steps loses T / 2m of every step to that. The sum
-    is smallest at T = sqrt(2 a m / step). Answers use the same formula with the cost of the model's last part.
+    is smallest at T = sqrt(2 a m / step). The same T minimises the latency of a request, whose m steps take a / T longer
+    each and which waits for T / 2 steps. Answers use the same formula with the cost of the model's last part.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int = 1) -> None:
+        self.capacity = capacity
         self.steps = 0.0  # mean number of steps of a row
         self.enter_period = self.answer_period = FIRST
         self._enter, self._answer = Cost(), Cost()
-        self._seconds: deque[float] = deque(maxlen=KEPT)
+        self._narrow, self._wide = Cost(), Cost()
 
     @property
     def step(self) -> float:
-        """Seconds of a step."""
-        return median(self._seconds) if self._seconds else 0.0
+        """Seconds of a step, with as many rows as lately."""
+        last = self._wide if self._wide.found else self._narrow
+        return last.middle()[1] if last.found else 0.0
 
-    def stepped(self, seconds: float) -> None:
-        self._seconds.append(seconds)
+    @property
+    def exchange(self) -> float:
+        """Seconds of letting rows enter and of answering rows, without what depends on the number of rows."""
+        return self._enter.fixed + self._answer.fixed
 
-    def finished(self, steps: int) -> None:
-        self.steps = steps if self.steps == 0 else FORGET * self.steps + (1 - FORGET) * steps
+    def step_of(self, rows: int) -> float:
+        """Return the seconds of a step of `rows` rows, on the line through the steps of few and of many rows."""
+        if not (self._narrow.found and self._wide.found):
+            return self.step
+        (few, short), (many, long) = self._narrow.middle(), self._wide.middle()
+        slope = max(long - short, 0.0) / max(many - few, 1.0)
+        return max(short - slope * (few - rows), 0.0)
+
+    def stepped(self, rows: int, seconds: float) -> None:
+        """Record a step of `rows` rows."""
+        (self._narrow if rows * NARROW < self.capacity else self._wide).add(rows, seconds)
+
+    def finished(self, steps: Sequence[int]) -> None:
+        """Record the numbers of steps of rows that finished."""
+        if steps:
+            mean, kept = sum(steps) / len(steps), FORGET ** len(steps)
+            self.steps = mean if self.steps == 0 else kept * self.steps + (1 - kept) * mean
 
     def entered(self, rows: int, seconds: float) -> None:
         """Record that `rows` rows entered in `seconds`, not counting the step itself."""
@@ -70,7 +96,7 @@ class Pacing:
 
     def _period(self, cost: Cost) -> int:
         """Return the period in steps that minimises the cost per step; FIRST before anything is measured."""
-        if not self._seconds or self.steps == 0:
+        if self.step == 0 or self.steps == 0:
             return FIRST
         best = math.sqrt(2 * cost.fixed * max(self.steps, 1.0) / self.step)
         return max(1, min(round(best), math.ceil(self.steps / 2)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,6 @@ from equilibria.serving.template import Template
 from equilibria.serving.tickets import Ticket, as_invalid_request
 from equilibria.serving.torch_rows import TorchRows
 
-SPARSE = 0.5  # below this share of rows in use, rows are exchanged at every step: no request waits for a row
 SHRINK = 8  # empty rows are dropped when they are 1 / SHRINK of the evaluated ones, as in the loop's own compaction
 WORTH = 4096  # numbers in empty rows from which SHRINK applies; fewer are dropped when they are half
 
@@ -63,13 +62,13 @@ class Pool:
         self.oldest = 1  # step at which the oldest row started
         self.left: list[Left] = []  # rows that have left, still in their places
         self.done: list[Done] = []  # rows taken out of their places, not yet answered
-        self.pacing, self.counts = Pacing(), Counts()
+        self.pacing, self.counts = Pacing(capacity), Counts()
         self.staging = Staging(template, capacity, full)
         self.answering = Answering(template, capacity, full, self.counts)
-        self.admitting = Admitting(admission, capacity)
-        self.finished = 0  # rows that have left since the pool was opened
+        self.admitting = Admitting(admission, capacity, full=full)
+        self.views: tuple[tuple[int, int], tuple[Any, ...]] | None = None  # the arguments of the cell, see `_given`
         self.next_deadline = INF
-        self.entered_at = self.done_at = 0
+        self.entered_at = self.answered_at = 0  # the last steps at which rows entered, and were answered
 
     def _solve(self) -> SolveRows:
         """Return the solve of the rows: native where the kernels can run it."""
@@ -112,36 +111,30 @@ class Pool:
 
         waiting  requests in the queue, from which `take(count)` removes up to `count`
         """
-        begin, before = self.clock(), self.finished
+        begin, now = self.clock(), self.step_number
         want = waiting + len(self.staging.tickets)
-        self._turn(waiting, want, take)
-        finished, empty = self.finished - before, self.active == 0
-        self.admitting.turned(self.clock() - begin, finished, saturated=want >= self.capacity, empty=empty)
-
-    def _turn(self, waiting: int, want: int, take: Callable[[int], list[Ticket]]) -> None:
-        """Do the work of `turn`; `want` counts the requests in the queue and those staged."""
-        now, sparse = self.step_number, self.active < SPARSE * self.capacity
         grouped = self.admitting.grouped and want >= self.capacity and self.active > 0
-        first = self.done_at if self.done else now
-        due = now - first >= self.pacing.answer_period
-        if (self.left or self.done) and (due or want == 0 or (sparse and not grouped)):
-            self.answer()
+        due = now - self.answered_at >= self.pacing.answer_period and not grouped  # a group is answered when all have left
+        if (self.left or self.done) and due:
+            begin = self.answer()
         entry = None
-        due = sparse or now - self.entered_at >= self.pacing.enter_period
+        due = self.active == 0 or now - self.entered_at >= self.pacing.enter_period
         if want and self.free and due and not grouped:
             entry = self.staging.take(self.free, waiting, take)
+            begin = self.clock()
         elif (want == 0 or grouped) and self._worth_compacting():
             self._collect()
             self.compact()
-        begin = self.clock()
+            begin = self.clock()
         if entry is not None:
             self._collect()
             self._advance(entry)
             self.entered_at = self.step_number
             self.pacing.entered(len(entry.tickets), max(self.clock() - begin - self.pacing.step, 0.0))
         elif self.active:
+            evaluated = len(self.rows)
             self._advance()
-            self.pacing.stepped(self.clock() - begin)
+            self.pacing.stepped(evaluated, self.clock() - begin)
         if not self.active and not self.staging.tickets:
             self.answer()
 
@@ -169,22 +162,27 @@ class Pool:
             self.carried.set_masks(index, masks)
             z0, numbers = z0 * masks, [self._numbers(ticket) for ticket in tickets]
         now = time.monotonic()
-        rows = [self._row(ticket, z0, at) for at, ticket in enumerate(tickets)]
+        rows = self._new_rows(tickets, z0)
         for place, row in zip(places, rows, strict=True):
             row.ticket.admitted = now
             self.rows[place] = row
-        self.next_deadline = min([self.next_deadline, *(ticket.deadline or INF for ticket in tickets)])
+        deadlines = [ticket.deadline for ticket in tickets if ticket.deadline is not None]
+        self.next_deadline = min([self.next_deadline, *deadlines])
         self.oldest = self.oldest if self.active else self.step_number
         self.active += len(rows)
         return self.solve.begin(z, index, rows, numbers, z0)
 
-    def _row(self, ticket: Ticket, starts: Tensor, at: int) -> Row:
-        """Return a row that starts at the current step from starts[at] with the options of its request."""
-        stop, now = self.stop, self.step_number
-        rtol = float(stop.rtol) if ticket.rtol is None else ticket.rtol
-        steps = stop.max_steps if ticket.max_steps is None else ticket.max_steps
-        root = self.root if ticket.length is None or self.root == 1.0 else max(self._numbers(ticket), 1) ** 0.5
-        return Row(ticket, now, now + steps, rtol, root, starts, at, stop.patience is not None or rtol < self.floor)
+    def _new_rows(self, tickets: Sequence[Ticket], starts: Tensor) -> list[Row]:
+        """Return rows that start at the current step from `starts` with the options of their requests."""
+        stop, now, root, rows = self.stop, self.step_number, self.root, []
+        watched, usual, most = stop.patience is not None, float(stop.rtol), stop.max_steps
+        for at, ticket in enumerate(tickets):
+            rtol = usual if ticket.rtol is None else ticket.rtol
+            end = now + (most if ticket.max_steps is None else ticket.max_steps)
+            if ticket.length is not None and self.root != 1.0:
+                root = max(self._numbers(ticket), 1) ** 0.5
+            rows.append(Row(ticket, now, end, rtol, root, starts, at, watched or rtol < self.floor))
+        return rows
 
     def _numbers(self, ticket: Ticket) -> int:
         """Return the size of a request's state without padding."""
@@ -208,8 +206,13 @@ class Pool:
         if finished:
             self._leave(finished)
 
-    def _given(self, places: slice) -> tuple[Any, ...]:
-        """Return the arguments of the cell for the rows at `places`."""
+    def _given(self, rows: int) -> tuple[Any, ...]:
+        """Return the arguments of the cell for the first `rows` rows. They are views: later writes are seen through them."""
+        if self.views is None or self.views[0] != (rows, self.carried.version):
+            self.views = (rows, self.carried.version), self._views(slice(rows))
+        return self.views[1]
+
+    def _views(self, places: slice) -> tuple[Any, ...]:
         given = self.template.given
         found: tuple[Any, ...] = given.unflatten([buffer[places] for buffer in self.carried.buffers[: given.count]])
         return found
@@ -221,7 +224,7 @@ class Pool:
         self.counts.evaluated += rows
         self.counts.row_steps += self.active
         try:
-            fz = self.template.evaluate(z, self._given(slice(rows)))
+            fz = self.template.evaluate(z, self._given(rows))
         except Exception as error:
             return self._evaluate(z) if self._drop_raising(z, error) else None
         mask = self.carried.mask
@@ -233,7 +236,7 @@ class Pool:
         for i in range(len(z)):
             place = slice(i, i + 1)
             try:
-                self.template.evaluate(z[place], self._given(place))
+                self.template.evaluate(z[place], self._views(place))
                 good.append(i)
             except Exception as own_error:
                 bad.append((i, own_error))
@@ -286,14 +289,16 @@ class Pool:
 
     def _leave(self, finished: dict[int, str]) -> None:
         """Free the places of finished rows, given with the reason, and keep their records for the answer."""
+        steps = []
         for place, reason in finished.items():
             row = self.rows[place]
             if row is not None:
                 self.left.append(self.solve.leave(place, row, self.step_number, reason))
-                self.pacing.finished(self.step_number - row.born)
-                self.finished += 1
-                self.active -= 1
+                steps.append(self.step_number - row.born)
                 self.rows[place] = None
+        self.pacing.finished(steps)
+        self.admitting.finished(steps, self.pacing)
+        self.active -= len(steps)
         self._shrink()
 
     def _clear(self, i: int) -> None:
@@ -336,15 +341,21 @@ class Pool:
 
     # answering
 
-    def answer(self) -> None:
-        """Run the part of the model behind the layer for all rows that have left, and resolve their tickets."""
+    def answer(self) -> float:
+        """Run the part of the model behind the layer for all rows that have left, and resolve their tickets; returns the
+        time.
+        """
         begin = self.clock()
         self._collect()
         if self.done:
             done, self.done = Done.join(self.done), []
             self.answering.resolve(done)
+            self.answered_at = self.step_number
             self.counts.exchanges += 1
-            self.pacing.answered(len(done.rows), self.clock() - begin)
+            end = self.clock()
+            self.pacing.answered(len(done.rows), end - begin)
+            return end
+        return begin
 
     def _collect(self) -> None:
         """Take rows that have left out of their places, with what they carried; unusual ones are solved alone."""
@@ -362,5 +373,4 @@ class Pool:
             self.answering.solve_alone(done.rows[j].ticket)
         sound = [j for j in range(len(left)) if j not in faint]
         if sound:
-            self.done_at = self.done_at if self.done else self.step_number
             self.done.append(done.select(sound))

@@ -58,7 +58,8 @@ class Arguments:
         argument.
         """
         if isinstance(inputs, Tensor):
-            return Arguments((inputs.detach().to(device),), ONE_TENSOR)
+            plain = inputs.device == device and not inputs.requires_grad
+            return Arguments((inputs if plain else inputs.detach().to(device),), ONE_TENSOR)
         args = inputs if isinstance(inputs, tuple) else () if isinstance(inputs, dict) else (inputs,)
         leaves, structure = pytree.tree_flatten((args, inputs if isinstance(inputs, dict) else {}))
         others = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
@@ -81,9 +82,10 @@ class Arguments:
         """Hashable kind of the request: structure, other values, and shapes and dtypes of the tensors. A pool serves one
         kind.
         """
-        kinds = tuple((t.shape, t.dtype) for t in self.tensors)
         if self.spec is ONE_TENSOR:
-            return None, kinds
+            (tensor,) = self.tensors
+            return None, ((tensor.shape, tensor.dtype),)
+        kinds = tuple((t.shape, t.dtype) for t in self.tensors)
         structure, places, others = self.spec
         return (repr(structure), places, repr(others)), kinds
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from equilibria.serving.admission import CHOSEN, MEASURED, SETTLING, Admitting
+from equilibria.serving.admission import Admitting
 from equilibria.serving.load import LoadReport, Outcome, poisson
 from equilibria.serving.pacing import KEPT, Pacing
 
@@ -14,8 +14,8 @@ from equilibria.serving.pacing import KEPT, Pacing
 def test_the_period_minimises_the_cost_of_entering_and_idle_rows() -> None:
     pacing = Pacing()
     for i in range(4 * KEPT):
-        pacing.finished(50)
-        pacing.stepped(1.0 if i % 7 else 100.0)  # an occasional outlier
+        pacing.finished([50])
+        pacing.stepped(4, 1.0 if i % 7 else 100.0)  # an occasional outlier
         rows = 4 + i % 5
         pacing.entered(rows, 4.0 + 0.5 * rows)
     assert pacing.enter_period == round(math.sqrt(2 * 4.0 * 50 / 1.0))
@@ -23,25 +23,34 @@ def test_the_period_minimises_the_cost_of_entering_and_idle_rows() -> None:
 
 def test_a_row_of_few_steps_never_waits_longer_than_half_of_them() -> None:
     pacing = Pacing()
-    pacing.finished(4)
-    pacing.stepped(1.0)
+    pacing.finished([4])
+    pacing.stepped(1, 1.0)
     pacing.entered(1, 1e6)
     assert pacing.enter_period == 2
 
 
-@pytest.mark.parametrize("grouped_is_quicker", [True, False])
-def test_the_faster_admission_mode_is_kept_and_the_other_retried(grouped_is_quicker: bool) -> None:
-    capacity = 8
-    admitting = Admitting("auto", capacity)
-    seen = []
-    for _ in range((2 * SETTLING + 2 * MEASURED + CHOSEN) * capacity):
-        seconds = 1.0 if admitting.grouped == grouped_is_quicker else 2.0
-        admitting.turned(seconds, 1, saturated=True, empty=True)
-        seen.append(admitting.grouped)
-    assert set(seen) == {True, False}
-    assert sum(mode == grouped_is_quicker for mode in seen) > 0.8 * len(seen)
-    admitting.turned(1.0, 1, saturated=False, empty=False)
-    assert not admitting.grouped  # without saturation admission is continuous
+@pytest.mark.parametrize(("longest", "grouped"), [(20, True), (200, False)])
+def test_requests_enter_in_groups_where_steps_hardly_vary(longest: int, grouped: bool) -> None:
+    """A step costs 10 + 1 per row, an exchange 100; a group of 8 pays 10 for each step of its slowest row."""
+    pacing, admitting = Pacing(capacity=8), Admitting("auto", 8)
+    for rows in (1, 8):
+        pacing.stepped(rows, 10.0 + rows)
+    for _ in range(10):
+        steps = [18] * 7 + [longest]
+        pacing.finished(steps)
+        pacing.entered(8, 50.0)
+        pacing.answered(8, 50.0)
+        admitting.finished(steps, pacing)
+    assert pacing.step_of(0) == pytest.approx(10.0) and pacing.step_of(8) == pytest.approx(18.0)
+    assert admitting.grouped == grouped
+
+
+def test_a_given_admission_mode_is_not_changed() -> None:
+    pacing = Pacing(capacity=2)
+    for mode, grouped in (("continuous", False), ("grouped", True)):
+        admitting = Admitting(mode, 2)  # type: ignore[arg-type]
+        admitting.finished([5, 500], pacing)
+        assert admitting.grouped == grouped
 
 
 def test_arrivals_are_bounded_in_count_and_time() -> None:
