@@ -17,6 +17,7 @@ from equilibria.lab.experiments.digits.table import tables as digits_tables
 from equilibria.lab.experiments.fields.table import tables as field_tables
 from equilibria.lab.experiments.flow.table import tables as flow_tables
 from equilibria.lab.experiments.ignn.table import tables as graph_tables
+from equilibria.lab.experiments.inverse.table import tables as inverse_tables
 from equilibria.lab.experiments.jacobian_regularization.language_table import tables as language_method_tables
 from equilibria.lab.experiments.jacobian_regularization.table import tables as jacobian_tables
 from equilibria.lab.experiments.jfb.table import tables as jfb_tables
@@ -64,6 +65,7 @@ def tables() -> dict[str, Table]:
         *flow_tables(),
         *sampling_tables(),
         *field_tables(),
+        *inverse_tables(),
     )
     return {table.name: table for table in found}
 

@@ -1,0 +1,154 @@
+"""Deblurring of photographs: equilibria, the same cells unrolled, plug-and-play and classical regularizers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from equilibria._core.files import optional
+from equilibria.analysis.memory import peak_memory
+from equilibria.explicit import WeightTied
+from equilibria.gradients.implicit import Implicit
+from equilibria.lab.data.batches import Batches
+from equilibria.lab.data.sets import Split, generator
+from equilibria.lab.experiments.image_task import inside
+from equilibria.lab.training.settings import Training
+from equilibria.lab.training.task import Loaders, Outcome, Task
+from equilibria.models.images.inverse.cells import ADMM, HQS, ProximalGradient, TotalVariation
+from equilibria.models.images.inverse.operators import Blur, gaussian_kernel
+from equilibria.models.images.inverse.regularizers import ContractiveDenoiser, SoftThreshold
+from equilibria.models.images.inverse.restoration import Restoration
+from equilibria.solution import record
+from equilibria.solvers.krylov import GMRES
+from equilibria.stop import Stop
+
+Batch = tuple[Tensor, Tensor]
+Method = Literal["proximal", "hqs", "admm", "tv", "ista"]
+ADJOINT = Stop(rtol=3e-2, max_steps=30, on_failure="ignore")
+EVALUATION = Stop(rtol=1e-5, max_steps=300, on_failure="ignore")
+DEPTHS = (5, 10, 30, 100)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InverseSettings:
+    """Settings of deblurring.
+
+    method   the cell and its regularizer
+    depth    None for the equilibrium, else the cell is unrolled so many times
+    plugged  plug-and-play: the denoiser is trained on images with Gaussian noise alone, and then held constant
+    noise    deviation of the noise on measurements of images in [0, 1]
+    blur     deviation of the Gaussian kernel of 5 x 5 pixels
+    repeats  how often an epoch goes through the training tiles
+    """
+
+    method: Method = "proximal"
+    depth: int | None = None
+    plugged: bool = False
+    size: int = 24
+    noise: float = 0.02
+    blur: float = 1.0
+    contraction: float = 0.99
+    repeats: int = 2
+    test: int = 64
+    most: int | None = None
+
+
+class Deblurring(Task[Batch]):
+    """The mean squared error of reconstructions; evaluated is the PSNR, also after other numbers of plain iterations."""
+
+    better = ("psnr", "max")
+
+    def __init__(self, settings: InverseSettings) -> None:
+        self.settings = settings
+
+    def model(self) -> nn.Module:
+        return make_model(self.settings)
+
+    def batches(self, root: Path | None, training: Training, rank: int, world_size: int) -> Loaders[Batch]:
+        """Measurements of the test tiles have fixed noise; that of training is drawn anew in every step."""
+        s, tiles = self.settings, photograph_tiles(self.settings.size)
+        test, train = tiles[: s.test], tiles[s.test : None if s.most is None else s.test + s.most].repeat(s.repeats, 1, 1, 1)
+        noise = s.noise * torch.randn(test.shape, generator=generator("measurements", 0))
+        place: dict[str, Any] = {"rank": rank, "world_size": world_size}
+        batches = Batches(Split(train, train), training.batch_size, seed=training.seed, drop_last=True, **place)
+        measured = operator(s)(test) + noise
+        return Loaders(batches, None, Batches(Split(measured, test), training.eval_batch_size, shuffle=False, **place))
+
+    def loss(self, model: nn.Module, batch: Batch, step: int) -> Outcome:
+        x, s = batch[0], self.settings
+        if s.plugged:
+            denoiser = inside(model, ContractiveDenoiser)
+            return Outcome(nn.functional.mse_loss(denoiser(x + s.noise * torch.randn_like(x)), x), size=len(x))
+        y = operator(s)(x) + s.noise * torch.randn_like(x)
+        return Outcome(nn.functional.mse_loss(model(y), x), size=len(x))
+
+    def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
+        """`mse_d` after d plain iterations from the usual start."""
+        y, x = batch
+        net = inside(model, Restoration)
+        with torch.no_grad(), record(net) as solutions:
+            error = nn.functional.mse_loss(net(y), x)
+            found: dict[str, Tensor | float] = {"mse": error, "mse_measured": nn.functional.mse_loss(y, x)}
+            states = WeightTied(net.cell, 1, net.cell.start).trajectory(y, depth=max(DEPTHS)).states
+            found |= {f"mse_{depth}": nn.functional.mse_loss(net.cell.image(states[depth]), x) for depth in DEPTHS}
+        for solution in solutions:
+            found["failed"] = solution.stats.failed.float().mean()
+            found["nfe"] = solution.stats.sample_evaluations / len(x)
+        found |= {f"bytes_{steps}": self._memory(net, y[:8], x[:8], steps) for steps in (10, 40)}
+        return Outcome(error, found, len(x))
+
+    def summarise(self, means: dict[str, float]) -> dict[str, float]:
+        errors = {name: value for name, value in means.items() if name.startswith("mse")}
+        return means | {f"psnr{name[3:]}": float(-10 * torch.tensor(value).log10()) for name, value in errors.items()}
+
+    def _memory(self, net: Restoration, y: Tensor, x: Tensor, steps: int) -> float:
+        """Peak bytes of a training step with so many steps of the solver, or so many unrolled ones."""
+        stop = Stop(rtol=0.0, atol=0.0, max_steps=steps, patience=10**6, compact=False, on_failure="ignore")
+        unrolled = isinstance(net.layer, WeightTied)
+        gradient = Implicit(solver=GMRES(), stop=ADJOINT)
+        model = Restoration(net.cell, depth=steps if unrolled else None, stop=stop, gradient=gradient)
+        weights = [p for p in model.parameters() if p.requires_grad]
+
+        def train() -> None:
+            with torch.enable_grad():
+                torch.autograd.grad(nn.functional.mse_loss(model(y), x), weights, allow_unused=True)
+
+        train()
+        return float(peak_memory(train))
+
+
+def make_model(s: InverseSettings) -> Restoration:
+    """The network of these settings."""
+    measured, size = operator(s), (s.size, s.size)
+    denoiser = partial(ContractiveDenoiser, size, contraction=s.contraction)
+    cells: dict[str, Any] = {
+        "proximal": lambda: ProximalGradient(measured, denoiser()),
+        "hqs": lambda: HQS(measured, denoiser()),
+        "admm": lambda: ADMM(measured, denoiser()),
+        "tv": lambda: TotalVariation(measured),
+        "ista": lambda: ProximalGradient(measured, SoftThreshold(s.size)),
+    }
+    stop = Stop(rtol=1e-4, max_steps=50, on_failure="ignore")
+    gradient = Implicit(solver=GMRES(), stop=ADJOINT)
+    return Restoration(cells[s.method](), depth=s.depth, stop=stop, gradient=gradient, eval_stop=EVALUATION)
+
+
+def operator(s: InverseSettings) -> Blur:
+    return Blur(gaussian_kernel(5, s.blur), (s.size, s.size))
+
+
+@lru_cache(maxsize=2)
+def photograph_tiles(size: int) -> Tensor:
+    """Tiles (n, 1, size, size) of scikit-learn's two photographs in grey, in [0, 1], in an order that is always the same."""
+    tiles = []
+    for photograph in optional("sklearn.datasets", "train").load_sample_images().images:
+        grey = torch.from_numpy(photograph.copy()).float().mean(dim=-1) / 255
+        grey = grey[: len(grey) // size * size, : grey.shape[1] // size * size]
+        tiles.append(grey.unfold(0, size, size).unfold(1, size, size).reshape(-1, 1, size, size))
+    found = torch.cat(tiles)
+    return found[torch.randperm(len(found), generator=generator("tiles", 0))]

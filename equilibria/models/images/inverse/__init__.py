@@ -1,0 +1,1 @@
+"""Inverse problems: measurement operators with adjoints, and equilibria that reconstruct images from measurements."""
