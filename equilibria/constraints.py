@@ -157,7 +157,7 @@ def spectral_norm(
         learnable=learnable,
         iterations=iterations,
         eps=eps,
-        dimension=_output_dimension(module),
+        dimension=int(isinstance(module, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d))),
         generator=generator,
     )
     parametrize.register_parametrization(module, name, norm)
@@ -251,10 +251,6 @@ def _normalized(x: Tensor, otherwise: Tensor, eps: float) -> Tensor:
     """x / |x|, or `otherwise` if |x| is below eps or not finite, so that the power iteration can recover."""
     length = torch.linalg.vector_norm(x)
     return torch.where((length > eps) & (length < math.inf), x / length, otherwise)
-
-
-def _output_dimension(module: nn.Module) -> int:
-    return int(isinstance(module, (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)))
 
 
 def _threshold(length: Tensor, bound: float) -> Tensor:

@@ -92,7 +92,12 @@ class WeightTied(nn.Module):
 
     def _start(self, cell: Callable[..., State], given: Sequence[Any], inputs: Sequence[Any]) -> State:
         if self.init is None and not self.injected:
-            return _only(inputs)
+            if len(inputs) != 1:
+                raise ValueError(
+                    f"injected=False with init=None starts from the only input, got {len(inputs)} inputs; "
+                    "combine them by a callable init(*inputs) -> z0."
+                )
+            return inputs[0]
         return start_of(self.init, cell, lambda z: cell(z, *given), inputs, batched=self.batched)
 
     def extra_repr(self) -> str:
@@ -139,15 +144,6 @@ class _CellStep:
 def _rows(x: Tensor) -> Tensor:
     """(depth, batch, n) -> (depth, batch), the norm of every sample at every depth."""
     return scaled_norm(rms_norm, x.flatten(0, 1)).unflatten(0, x.shape[:2])
-
-
-def _only(inputs: Sequence[Any]) -> State:
-    if len(inputs) != 1:
-        raise ValueError(
-            f"injected=False with init=None starts from the only input, got {len(inputs)} inputs; "
-            "combine them by a callable init(*inputs) -> z0."
-        )
-    return inputs[0]
 
 
 def _check_depth(depth: Any) -> None:

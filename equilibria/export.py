@@ -44,7 +44,11 @@ def export(
     with_steps      return (output, steps, converged), with steps (batch,) and converged (batch,) of every solve
     """
     inputs = _as_tuple(example_inputs)
-    _check_autocast(inputs)
+    for leaf in pytree.tree_leaves(inputs):
+        require(
+            not (isinstance(leaf, Tensor) and Autocast.current(leaf.device).enabled),
+            "A graph has the dtypes of the model that it is made of, and autocast is on: export outside of it.",
+        )
     whole = _Whole(exportable(model, dynamic_batch=dynamic_batch), with_steps).eval()
     # the upper bound is for torch 2.6, which guards against the largest integer
     shapes = _dynamic_shapes(inputs, torch.export.Dim("batch", max=MOST_ROWS)) if dynamic_batch else None
@@ -143,14 +147,6 @@ def _batch_size(inputs: tuple[Any, ...]) -> int:
 
 def _has_rows(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0
-
-
-def _check_autocast(inputs: tuple[Any, ...]) -> None:
-    for leaf in pytree.tree_leaves(inputs):
-        require(
-            not (isinstance(leaf, Tensor) and Autocast.current(leaf.device).enabled),
-            "A graph has the dtypes of the model that it is made of, and autocast is on: export outside of it.",
-        )
 
 
 def _input_names(model: nn.Module, inputs: tuple[Any, ...]) -> list[str] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -147,10 +147,6 @@ class Stop:
         if self.process_group is None:
             return here
         group = dist.group.WORLD if self.process_group == "world" else self.process_group
-        number = torch.tensor(here, device=_reduction_device(group))
+        number = torch.tensor(here, device=torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
         dist.all_reduce(number, op=dist.ReduceOp.MAX, group=group)
         return int(number)
-
-
-def _reduction_device(group: Any) -> torch.device:
-    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")

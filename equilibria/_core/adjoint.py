@@ -96,16 +96,13 @@ def cotangent(adjoint: Problem, system: LinearMap) -> Tensor:
     u = adjoint.linear.approximation(system.product, rhs)
     if adjoint.linear.when is None:
         return u
-    return u + _correction(adjoint, system, u)
-
-
-def _correction(adjoint: Problem, system: LinearMap, u: Tensor) -> Tensor:
-    """Solve d = J'd + (v + J'u - u) for the samples whose residual exceeds `when`; zero for the others."""
+    # solve d = J'd + (v + J'u - u) for the samples whose residual exceeds `when`; zero for the others
     assert adjoint.linear.when is not None
     residual = system(u) - u
     norm = adjoint.stop.norm
     enough = norm(residual) <= adjoint.linear.when * norm(system.rhs)
-    return rest(adjoint, system, torch.where(enough.unsqueeze(1), torch.zeros_like(residual), residual), u)
+    correction = rest(adjoint, system, torch.where(enough.unsqueeze(1), torch.zeros_like(residual), residual), u)
+    return u + correction
 
 
 def rest(adjoint: Problem, system: LinearMap, residual: Tensor, u: Tensor) -> Tensor:

@@ -80,7 +80,15 @@ def confirm(run: Run, claimed: SolveResult, rounding: float) -> SolveResult:
     """
     fz = run.f(claimed.z)
     run.f.remember(claimed.z, fz)
-    seen = _measured(run, claimed.z, fz)
+    # statistics of one iterate; rows are divided by their magnitude before entries are squared
+    z = claimed.z
+    unit = None if run.scale is not None else binary_size(z, fz)
+    if unit is not None:
+        z, fz = z / unit.unsqueeze(1), fz / unit.unsqueeze(1)
+    by = run.unit if unit is None else unit if run.unit is None else unit * run.unit
+    record = SolveRecord(run.stop, z, run.scale, run.precision, by)
+    record.record(Iterate(z, fz), step=0, look=False)
+    seen = record.close().stats(run.f.counter)
     unless = torch.where(claimed.stats.converged, Status.STALLED, claimed.stats.status)
     # beside a state that has grown enough any residual is small: what has diverged stays so
     within = seen.converged & (claimed.stats.status != Status.DIVERGED)
@@ -102,17 +110,6 @@ def measure(result: SolveResult, f: FlatMap, stop: Stop, precision: float) -> So
     f.counter = Counter(before.evaluations, before.sample_evaluations, before.products)
     with no_autocast(result.z.device):
         return confirm(Run(f, stop, None, precision), result, 0.0)
-
-
-def _measured(run: Run, z: Tensor, fz: Tensor) -> Stats:
-    """Statistics of one iterate; rows are divided by their magnitude before entries are squared."""
-    unit = None if run.scale is not None else binary_size(z, fz)
-    if unit is not None:
-        z, fz = z / unit.unsqueeze(1), fz / unit.unsqueeze(1)
-    by = run.unit if unit is None else unit if run.unit is None else unit * run.unit
-    record = SolveRecord(run.stop, z, run.scale, run.precision, by)
-    record.record(Iterate(z, fz), step=0, look=False)
-    return record.close().stats(run.f.counter)
 
 
 def merge(first: SolveResult, then: SolveResult, rows: Tensor | None = None) -> SolveResult:

@@ -203,16 +203,14 @@ def _fit(before: Tensor, growth: Tensor, v: Tensor, y: Tensor) -> tuple[Tensor, 
     c = dot(y, before) - a * cosine
     residual_of_pair = _length(y - a * v - c * before) / width
     pair = residual_of_pair < residual  # false where width is 0 and it is inf or nan
-    radius = size * torch.where(pair, _largest_root(a, c * divide(growth, size)), rayleigh.abs())
-    residual = torch.where(pair, residual_of_pair, residual)
-    return radius.squeeze(1), residual.squeeze(1), (size * rayleigh).squeeze(1)
-
-
-def _largest_root(a: Tensor, b: Tensor) -> Tensor:
-    """Return the largest modulus of a root of t² = a t + b; for a complex pair it is the square root of their product -b."""
+    # the largest modulus of a root of t² = a t + b; for a complex pair it is the square root of their product -b
+    b = c * divide(growth, size)
     discriminant = a.square() / 4 + b
     real = a.abs() / 2 + discriminant.clamp_min(0).sqrt()
-    return torch.where(discriminant >= 0, real, (-b).clamp_min(0).sqrt())
+    largest_root = torch.where(discriminant >= 0, real, (-b).clamp_min(0).sqrt())
+    radius = size * torch.where(pair, largest_root, rayleigh.abs())
+    residual = torch.where(pair, residual_of_pair, residual)
+    return radius.squeeze(1), residual.squeeze(1), (size * rayleigh).squeeze(1)
 
 
 def _length(x: Tensor) -> Tensor:

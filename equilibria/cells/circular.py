@@ -115,7 +115,12 @@ class Torus:
     def analyse(self, z: Tensor) -> Tensor:
         """Return the spectrum of images (batch, channels, height, width)."""
         if self.bases is None or is_traced():
-            return _fast_analysis(z, self)
+            # the spectrum of `z` by the FFT: for devices other than the CPU, long sides and traced graphs
+            fold, weights = self.fold, self.weights(z.dtype)
+            whole = torch.fft.rfft2(z, norm="ortho") if fold == 1 else torch.fft.fft2(z, norm="ortho")
+            apart = whole.unflatten(3, (fold, -1)).unflatten(2, (fold, -1))[..., : self.kept]
+            parts = torch.view_as_real(apart * weights)  # (batch, channels, fold, coarse height, fold, kept, part)
+            return parts.permute(5, 3, 6, 2, 4, 1, 0).reshape(self.groups, 2 * fold**2 * z.shape[1], z.shape[0])
         return _Analysis.apply(z, self)  # type: ignore[no-untyped-call]
 
     def synthesise(self, spectrum: Tensor) -> Tensor:
@@ -276,15 +281,6 @@ class _Synthesis(torch.autograd.Function):
         assert in_dims[0] is not None
         spectrum = spectrum.movedim(in_dims[0], 2)
         return torus.synthesise(spectrum.flatten(2, 3)).unflatten(0, spectrum.shape[2:]), 0
-
-
-def _fast_analysis(z: Tensor, torus: Torus) -> Tensor:
-    """Return the spectrum of `z` by the FFT: for devices other than the CPU, long sides and traced graphs."""
-    fold, weights = torus.fold, torus.weights(z.dtype)
-    whole = torch.fft.rfft2(z, norm="ortho") if fold == 1 else torch.fft.fft2(z, norm="ortho")
-    apart = whole.unflatten(3, (fold, -1)).unflatten(2, (fold, -1))[..., : torus.kept]
-    parts = torch.view_as_real(apart * weights)  # (batch, channels, fold, coarse height, fold, kept, part)
-    return parts.permute(5, 3, 6, 2, 4, 1, 0).reshape(torus.groups, 2 * fold**2 * z.shape[1], z.shape[0])
 
 
 def _fast_synthesis(spectrum: Tensor, torus: Torus) -> Tensor:

@@ -72,7 +72,10 @@ class _Shine(Function):
         result = problem.run(z0, args)
         if result.state is None:  # the solve found that samples depend on each other and solved them as one system
             raise TypeError(OUT_OF_REACH)
-        ctx.problem, ctx.estimate = _with_adjoint(problem, shine), Estimate.of(result.state, shine.fallback)
+        # the problem with an adjoint that is solved from the estimate, in at most `refine` steps; failures are ignored
+        stop = Stop(rtol=0.0, atol=0.0, max_steps=shine.refine, on_failure="ignore", norm=problem.stop.norm)
+        with_adjoint = dataclasses.replace(problem, linear=LinearSolve(GMRES(), stop, when=0.0 if shine.refine else None))
+        ctx.problem, ctx.estimate = with_adjoint, Estimate.of(result.state, shine.fallback)
         ctx.save_for_backward(result.z, result.stats.status, *args)
         return result.z
 
@@ -85,12 +88,6 @@ class _Shine(Function):
         needs = ctx.needs_input_grad[3:]
         grads = autodiff_modes.pull_each(lambda v: backward_first_order(problem, z, status, args, needs, v), cotangents[0])
         return (None, None, None, *grads)
-
-
-def _with_adjoint(problem: Problem, shine: Shine) -> Problem:
-    """The problem with an adjoint that is solved from the estimate, in at most `refine` steps; failures are ignored."""
-    stop = Stop(rtol=0.0, atol=0.0, max_steps=shine.refine, on_failure="ignore", norm=problem.stop.norm)
-    return dataclasses.replace(problem, linear=LinearSolve(GMRES(), stop, when=0.0 if shine.refine else None))
 
 
 @dataclass(frozen=True)

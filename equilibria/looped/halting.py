@@ -79,7 +79,8 @@ class Halting:
         inputs  a tensor, or a nesting of tensors, batch first
         state   to start from; None: the model's own start
         """
-        rows = torch.arange(_batch(inputs), device=_device(inputs))
+        device: torch.device = pytree.tree_leaves(inputs)[0].device
+        rows = torch.arange(_batch(inputs), device=device)
         parts: list[tuple[Tensor, Any]] = []
         evaluated = 0
         for count in range(1, self.max_steps + 1):
@@ -124,8 +125,3 @@ def _batch(tree: Any) -> int:
     leaves = pytree.tree_leaves(tree)
     require(bool(leaves) and all(isinstance(leaf, Tensor) for leaf in leaves), "Inputs must be tensors, batch first.")
     return len(leaves[0])
-
-
-def _device(tree: Any) -> torch.device:
-    device: torch.device = pytree.tree_leaves(tree)[0].device
-    return device

@@ -71,7 +71,11 @@ def from_data(data: Any) -> Any:
     if not isinstance(data, dict):
         return data
     if set(data) == {"settings", "values"} and isinstance(data["values"], dict):
-        return _made(_class(data["settings"]), {name: from_data(each) for name, each in data["values"].items()})
+        path = data["settings"]
+        found = _lookup(path) if isinstance(path, str) else None
+        if found is None:
+            raise ValueError(f"There are no settings {path!r} in this version of the library.")
+        return _made(found, {name: from_data(each) for name, each in data["values"].items()})
     if len(data) == 1:
         ((kind, inner),) = data.items()
         if kind == "float" and inner in ("nan", "inf", "-inf"):
@@ -108,13 +112,6 @@ def _field_names(kind: type) -> list[str]:
 def _path(kind: type) -> str | None:
     """The name a class of settings has in a file; None if it is not one of the library's."""
     return kind.__name__ if _lookup(kind.__name__) is kind else None
-
-
-def _class(path: Any) -> type:
-    found = _lookup(path) if isinstance(path, str) else None
-    if found is None:
-        raise ValueError(f"There are no settings {path!r} in this version of the library.")
-    return found
 
 
 def _lookup(path: str) -> type | None:

@@ -249,29 +249,23 @@ class Workspace:
             self.address, method, self.wide, a.data_ptr(), b.data_ptr(), before.data_ptr(), where, step
         )
         if self.context.wanted > len(self.slots):
-            self._make_room(self.context.wanted)
+            # allocate the slots that the next call fills
+            while len(self.slots) < self.context.wanted:
+                slot = self.answer.new_empty(2, *self.answer.shape)
+                at = len(self.slots)
+                self.first[at] = slot.data_ptr()
+                self.second[at] = slot.data_ptr() + slot.stride(0) * slot.element_size()
+                self.slots.append(slot)
+            self.context.slots = len(self.slots)
         if method == BROYDEN and self.context.wanted > self.context.core_size:
-            self._make_room_in_core(self.context.wanted)
+            # allocate the products between slots; the capacity doubles when it is used up
+            size = self.context.core_size
+            larger = min(max(2 * size, FIRST_CORE, self.context.wanted), self.context.most)
+            core = self.answer.new_empty(len(self.answer), larger, larger)
+            if self.core is not None:
+                core[:, :size, :size] = self.core
+            self.core, self.context.core, self.context.core_size = core, core.data_ptr(), larger
         return running
-
-    def _make_room(self, wanted: int) -> None:
-        """Allocate the slots that the next call fills."""
-        while len(self.slots) < wanted:
-            slot = self.answer.new_empty(2, *self.answer.shape)
-            at = len(self.slots)
-            self.first[at] = slot.data_ptr()
-            self.second[at] = slot.data_ptr() + slot.stride(0) * slot.element_size()
-            self.slots.append(slot)
-        self.context.slots = len(self.slots)
-
-    def _make_room_in_core(self, wanted: int) -> None:
-        """Allocate the products between slots; the capacity doubles when it is used up."""
-        size = self.context.core_size
-        larger = min(max(2 * size, FIRST_CORE, wanted), self.context.most)
-        core = self.answer.new_empty(len(self.answer), larger, larger)
-        if self.core is not None:
-            core[:, :size, :size] = self.core
-        self.core, self.context.core, self.context.core_size = core, core.data_ptr(), larger
 
     def running_rows(self) -> Tensor:
         """Return the indices of the carried rows that still run."""

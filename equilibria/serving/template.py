@@ -96,7 +96,8 @@ class Template:
     def __init__(self, split: Split, sample: Arguments, padding: Padding | None = None, length: int = 0) -> None:
         """Run the model on batches of two and three samples; raises UnservableModelError if rows depend on each other."""
         self.split, self.spec, self.padding = split, sample.spec, padding
-        mirrored = dataclasses.replace(sample, tensors=tuple(_mirrored(t) for t in sample.tensors))
+        # another sample of the same kind: the numbers in reverse order
+        mirrored = dataclasses.replace(sample, tensors=tuple((t.flip(-1) if t.dim() else t) for t in sample.tensors))
         batches = stack([sample, mirrored]), stack([sample, mirrored, mirrored])
         self.layer: DEQ = split.find(batches[0])
         two, three = self._reach(batches)
@@ -106,7 +107,13 @@ class Template:
         _agree(self.layout.pack(two.start), self.layout.pack(three.start), "the start of the solve", self.layout)
         self.stop: Stop = split.stop_of(self.layer).reachable(self.layout.precision)
         self.solver = split.solver or self.layer.solver
-        self._check_cell(two)
+        # raise unless a row of the cell is unaffected by the state of the other row
+        z = self.layout.pack(two.start)
+        noise = torch.randn(z.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(z)
+        z = z + noise
+        other = torch.cat([z[:1], -z[1:]])
+        with torch.no_grad():
+            _agree(self.evaluate(z, two.given), self.evaluate(other, two.given), "the cell", self.layout)
         outputs = [self._finish(batch, reached) for batch, reached in zip(batches, (two, three), strict=True)]
         self.output = Leaves.of(outputs[0], outputs[1], "The output of the model")
         self._dims: tuple[tuple[int | None, ...], tuple[int | None, ...]] | None = None
@@ -129,15 +136,6 @@ class Template:
         """Apply the cell to packed states, (rows, n) -> (rows, n)."""
         layout = self.layout
         return layout.refuse_overflow(z, layout.pack_output(self.layer.cell(layout.unpack(z), *given), len(z)))
-
-    def _check_cell(self, two: Reached) -> None:
-        """Raise unless a row of the cell is unaffected by the state of the other row."""
-        z = self.layout.pack(two.start)
-        noise = torch.randn(z.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(z)
-        z = z + noise
-        other = torch.cat([z[:1], -z[1:]])
-        with torch.no_grad():
-            _agree(self.evaluate(z, two.given), self.evaluate(other, two.given), "the cell", self.layout)
 
     def _finish(self, batch: Arguments, reached: Reached) -> Any:
         z = self.layout.pack(reached.start)
@@ -234,11 +232,6 @@ def stack(samples: Sequence[Arguments]) -> Arguments:
     """Join samples into a batch."""
     columns = zip(*(sample.tensors for sample in samples), strict=True)
     return dataclasses.replace(samples[0], tensors=tuple(torch.stack(column) for column in columns))
-
-
-def _mirrored(tensor: Tensor) -> Tensor:
-    """Return another sample of the same kind: the numbers in reverse order."""
-    return tensor.flip(-1) if tensor.dim() else tensor
 
 
 def _has_rows(two: Any, three: Any, what: str) -> bool:

@@ -45,18 +45,16 @@ class TorchRows(SolveRows):
         self.proposed = False  # the rows took a step, so `record` has a pair to absorb
         self.entering: tuple[Tensor, Sequence[int] | None] | None = None
 
-    def _reserve(self, rows: int) -> None:
-        """Allocate memory for `rows` rows."""
-        self.room = rows
-        self.solver.reserve(rows)
-        tolerances = self.like.new_ones(2, rows)
-        tolerances[:, : self.tolerances.shape[1]] = self.tolerances
-        self.tolerances = tolerances
-
     def extend(self, count: int) -> None:
         have = len(self.z)
         if have + count > self.room:
-            self._reserve(min(max(have + count, 2 * self.room), self.capacity))
+            # allocate memory for `rows` rows
+            rows = min(max(have + count, 2 * self.room), self.capacity)
+            self.room = rows
+            self.solver.reserve(rows)
+            tolerances = self.like.new_ones(2, rows)
+            tolerances[:, : self.tolerances.shape[1]] = self.tolerances
+            self.tolerances = tolerances
         zeros = self.like.new_zeros(count, self.n)
         self.z, self.fz = torch.cat([self.z, zeros]), torch.cat([self.fz, zeros])
         self.best_z = torch.cat([self.best_z, zeros])

@@ -76,7 +76,9 @@ class DFSane(Solver[SpectralState]):
                 searching = searching & ~good
                 if not f.any(searching):
                     return self._next(state, z, fz, merit)
-                lengths[sign] = _shorter(t, before, after)
+                # the minimum of a parabola through the merit at 0 and t, kept within a tenth and a half of t
+                vertex = t.square() * before / (after + (2 * t - 1) * before)
+                lengths[sign] = torch.where(torch.isfinite(vertex), vertex, 0.0).clamp(min=CUT[0] * t, max=CUT[1] * t)
         return self._next(state, z, fz, merit)
 
     def _next(self, state: SpectralState, z: Tensor, fz: Tensor, merit: Tensor) -> SpectralState:
@@ -94,9 +96,3 @@ class DFSane(Solver[SpectralState]):
         recent = torch.where(place, merit, state.recent)
         spectral = torch.where(usable, spectral, fallback)
         return SpectralState(z, fz, spectral, recent, state.first, state.count + 1, active=state.active)
-
-
-def _shorter(t: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """The minimum of a parabola through the merit at 0 and t, kept within a tenth and a half of t."""
-    vertex = t.square() * before / (after + (2 * t - 1) * before)
-    return torch.where(torch.isfinite(vertex), vertex, 0.0).clamp(min=CUT[0] * t, max=CUT[1] * t)

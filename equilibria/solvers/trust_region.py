@@ -71,7 +71,14 @@ class TrustRegion(Solver[TrustRegionState]):
             good = searching & (share >= ACCEPTED)
             z, fz = torch.where(good, trial, z), torch.where(good, value, fz)
             after = torch.where(good, length, after)
-            radius = torch.where(searching, _next_radius(radius, p, share, divide(length, before), slope), radius)
+            # shrink after a poor step to the minimum of an interpolating parabola; grow after a good step of full length
+            ratio = divide(length, before)
+            size = torch.linalg.vector_norm(p, dim=1, keepdim=True)
+            vertex = -slope / (2 * (ratio.square() - 1 - slope))
+            vertex = torch.where(torch.isfinite(vertex) & (vertex > 0), vertex, SHRINK[0]).clamp(*SHRINK)
+            grown = torch.where(size > 0.99 * radius, GROW * radius, radius)
+            next_radius = torch.where(share < POOR, size * vertex, torch.where(share > GOOD, grown, radius))
+            radius = torch.where(searching, next_radius, radius)
             searching = searching & ~good
         forcing = next_forcing(state.forcing, state.length, after.squeeze(1))
         return TrustRegionState(z, fz, radius, forcing, active=state.active, rejected=searching.squeeze(1))
@@ -107,7 +114,12 @@ class _Model:
         """The point p on the path at `radius` or its end, the model's length there and its slope towards p, (batch, 1)."""
         cauchy = self.length * self.descent
         beyond = self.newton - cauchy
-        share = _crossing(cauchy, beyond, radius)
+        # the largest t in [0, 1] with |start + t direction| <= radius, (batch, 1), for |start| <= radius
+        a, b, c = _squared(beyond), dot(cauchy, beyond), (radius.square() - _squared(cauchy)).clamp_min(0)
+        root = (b.square() + a * c).sqrt()
+        # the form of the solution without cancellation
+        t = torch.where(b > 0, divide(c, b + root), divide(root - b, a))
+        share = torch.where(torch.isfinite(t), t, 1.0).clamp(0, 1)
         inside = torch.linalg.vector_norm(self.newton, dim=1, keepdim=True) <= radius
         short = self.length >= radius
         clipped = torch.minimum(self.length, radius)
@@ -119,28 +131,10 @@ class _Model:
         return p, torch.linalg.vector_norm(after, dim=1, keepdim=True), slope
 
 
-def _crossing(start: Tensor, direction: Tensor, radius: Tensor) -> Tensor:
-    """The largest t in [0, 1] with |start + t direction| <= radius, (batch, 1), for |start| <= radius."""
-    a, b, c = _squared(direction), dot(start, direction), (radius.square() - _squared(start)).clamp_min(0)
-    root = (b.square() + a * c).sqrt()
-    # the form of the solution without cancellation
-    t = torch.where(b > 0, divide(c, b + root), divide(root - b, a))
-    return torch.where(torch.isfinite(t), t, 1.0).clamp(0, 1)
-
-
 def _share(before: Tensor, after: Tensor, predicted: Tensor) -> Tensor:
     """The decrease of |r|² over the predicted one; below zero where it rose or is not finite."""
     share = divide((before - after) * (before + after), (before - predicted) * (before + predicted))
     return torch.where(torch.isfinite(after) & torch.isfinite(share) & (predicted < before), share, -1.0)
-
-
-def _next_radius(radius: Tensor, p: Tensor, share: Tensor, ratio: Tensor, slope: Tensor) -> Tensor:
-    """Shrink after a poor step to the minimum of an interpolating parabola; grow after a good step of full length."""
-    size = torch.linalg.vector_norm(p, dim=1, keepdim=True)
-    vertex = -slope / (2 * (ratio.square() - 1 - slope))
-    vertex = torch.where(torch.isfinite(vertex) & (vertex > 0), vertex, SHRINK[0]).clamp(*SHRINK)
-    grown = torch.where(size > 0.99 * radius, GROW * radius, radius)
-    return torch.where(share < POOR, size * vertex, torch.where(share > GOOD, grown, radius))
 
 
 def _squared(x: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ def test_starts_are_drawn_for_the_samples_that_are_taken_alone() -> None:
         asked.append(samples[0].tolist())
         return start(samples)
 
-    carry = eq.Carry()
+    carry = eq.looped.Carry()
     _, state = carry.admit(batch([1, 2, 3]), noted)
     carry.advance(state, torch.tensor([False, True, False]))
     first = carry.admit(batch([4, 5, 6]), noted)[1]

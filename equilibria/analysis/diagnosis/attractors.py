@@ -45,7 +45,8 @@ def measure_attractors(deq: DEQ, inputs: tuple[Any, ...], restarts: int, wrong: 
         z, good = _packed(own, own.z), own.stats.converged
         random = [_random_like(own) for _ in range(restarts)]
         solved = [layer.solve(*inputs, init=start) for start in random]
-        first = _nearest([_distance(_packed(own, own.f(start)), z) for start in random])
+        # the largest distance over the restarts, (batch,): a sample is near only if every start leads there
+        first = torch.stack([_distance(_packed(own, own.f(start)), z) for start in random]).amax(dim=0)
         swapped = layer.solve(*inputs, init=_rolled(own.z)) if own.layout.batched and own.layout.batch > 1 else None
         deeper = WeightTied(deq.cell, DRIFT_STEPS, batched=deq.batched)(*inputs, init=own.z)
     others = torch.stack([_packed(s, s.z) for s in solved])
@@ -115,11 +116,6 @@ def _rolled(state: State) -> State:
 def _distance(a: Tensor, b: Tensor) -> Tensor:
     """Return |a - b| / |b|, (batch,)."""
     return (a - b).norm(dim=1) / b.norm(dim=1).clamp_min(torch.finfo(b.dtype).tiny)
-
-
-def _nearest(distances: list[Tensor]) -> Tensor:
-    """Return the largest distance over the restarts, (batch,): a sample is near only if every start leads there."""
-    return torch.stack(distances).amax(dim=0)
 
 
 def _clusters(own: Tensor, others: Tensor, counts: bool) -> int:

@@ -7,7 +7,7 @@ import dataclasses
 import math
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -234,13 +234,17 @@ class _Patient:
             if own:  # the layer's own solver runs as configured, without more steps
                 return SolverResult(brief(solver), own, self.seconds, summary(self.solution.stats))
             self.out_of_time.append(brief(solver))
-            return SolverResult(brief(solver), own, SECONDS, _nothing(self.solution), out_of_time=True)
+            # a placeholder for a solve that was stopped
+            batch = self.solution.layout.batch
+            nothing = Solve({"out of time": batch}, [0] * batch, [math.inf] * batch, 0, 0, [])
+            return SolverResult(brief(solver), own, SECONDS, nothing, out_of_time=True)
         return SolverResult(brief(solver), own, seconds, summary(s.stats))
 
     def timed(self, solver: AnySolver, limit: float) -> tuple[float, Solution]:
         """Return the seconds of a solve of at most `limit` seconds, and its solution."""
         steps = NEWTON_STEPS if isinstance(solver, Newton) else max(self.stop.max_steps, MORE_STEPS)
-        clock = _clock(self.solution.layout.device)
+        # a clock: processor time on a CPU, where other programs do not affect it; wall-clock time elsewhere
+        clock = time.process_time if self.solution.layout.device.type == "cpu" else time.perf_counter
         began = clock()
         s = self.solve(solver, limit, max_steps=steps)
         _wait(s)
@@ -309,12 +313,6 @@ def summary(stats: Stats) -> Solve:
     )
 
 
-def _nothing(s: Solution) -> Solve:
-    """Return a placeholder for a solve that was stopped."""
-    batch = s.layout.batch
-    return Solve({"out of time": batch}, [0] * batch, [math.inf] * batch, 0, 0, [])
-
-
 def _curve(traces: Sequence[Tensor]) -> list[list[float]]:
     """Return quantiles per step; a sample that has stopped counts with its last residual."""
     length = max(len(trace) for trace in traces)
@@ -366,11 +364,6 @@ def _wants_gradient(leaf: Any) -> bool:
 
 def _bytes(tree: Any) -> int:
     return sum(t.numel() * t.element_size() for t in pytree.tree_leaves(tree) if isinstance(t, Tensor))
-
-
-def _clock(device: torch.device) -> Callable[[], float]:
-    """Return a clock: processor time on a CPU, where other programs do not affect it; wall-clock time elsewhere."""
-    return time.process_time if device.type == "cpu" else time.perf_counter
 
 
 def _wait(s: Solution) -> None:

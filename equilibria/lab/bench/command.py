@@ -13,7 +13,7 @@ from equilibria.analysis.plots import png
 from equilibria.lab.bench.cases import CASES, make
 from equilibria.lab.bench.driver import BenchResults, run
 from equilibria.lab.bench.jax_methods import jax
-from equilibria.lab.bench.methods import DEFAULT, Method, ours, torchdeq
+from equilibria.lab.bench.methods import DEFAULT, ours, torchdeq
 from equilibria.lab.bench.report import plot, text
 
 QUICK_CASES = ("mlp-b32", "mlp-hard", "mlp-osc", "mixed", "transformer")
@@ -24,7 +24,9 @@ ROUNDS, BUDGET, QUICK_BUDGET = 9, 40.0, 8.0
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
-    methods = _methods(options.only, options.quick, options.compile)
+    found = [*ours(options.compile), *torchdeq(), *jax()]
+    parts = options.only or (QUICK_METHODS if options.quick else ())
+    methods = [method for method in found if not parts or any(part in method.name for part in parts)]
     if not methods:
         parser.error(f"no method has any of {', '.join(options.only)} in its name.")
     for path in (options.json, options.plot):
@@ -43,12 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\nTorchDEQ is not installed, so there is nothing to compare with: pip install torchdeq")
     _write(results, options.json, options.plot)
     return 0
-
-
-def _methods(only: Sequence[str], quick: bool, compile: bool) -> list[Method]:
-    found = [*ours(compile), *torchdeq(), *jax()]
-    parts = only or (QUICK_METHODS if quick else ())
-    return [method for method in found if not parts or any(part in method.name for part in parts)]
 
 
 def _write(results: BenchResults, numbers: Path | None, picture: Path | None) -> None:

@@ -15,7 +15,7 @@ from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from equilibria._core.files import atomic
-from equilibria.lab.data.files import CHUNK, Archive, DataError, File, alone, digest, matches
+from equilibria.lab.data.files import CHUNK, DataError, File, alone, digest, matches
 
 # progress(file name, bytes there, bytes in all or None where the server does not say)
 Progress = Callable[[str, int, int | None], None]
@@ -92,14 +92,10 @@ def _fetch(file: File, files: Sequence[File], root: Path, progress: Progress | N
             raise DataError("there is no address to fetch them from")
         return fetch_file(file.urls, root / file.path, file.checksum, progress)
     wanted = {f.name: root / f.path for f in files if f.archive == file.archive and f.locate(root) is None}
-    _fetch_archive(file.archive, root, wanted, progress)
-
-
-def _fetch_archive(archive: Archive, root: Path, wanted: Mapping[str, Path], progress: Progress | None) -> None:
-    place = root / archive.path
+    place = root / file.archive.path
     brought_by_hand = place.is_file()
     if not brought_by_hand:
-        fetch_file(archive.urls, place, archive.checksum, progress)
+        fetch_file(file.archive.urls, place, file.archive.checksum, progress)
     unpack(place, wanted)
     if not brought_by_hand:
         place.unlink()

@@ -124,7 +124,11 @@ def run_here(job: Job, place: Resources = THIS_PROCESS, listener: Listener | Non
     trainer = Trainer(e.task(), e.training, job.folder, config=job.config(), listener=listener, **options)
     summary = trainer.fit()
     if trainer.fabric.is_global_zero:
-        _keep_gallery(job, place.root)
+        # store the pictures that the task draws of its trained model
+        task = job.experiment.task()
+        drawn = task.gallery(Run.open(job.folder).model(task, "last"), place.root, job.experiment.training)
+        if drawn:
+            write_gallery(job.folder, drawn)
     return summary
 
 
@@ -178,14 +182,6 @@ def machine() -> dict[str, Any]:
     if (commit := source_commit()) is not None:
         found["commit"] = commit
     return found
-
-
-def _keep_gallery(job: Job, root: Path | None) -> None:
-    """Store the pictures that the task draws of its trained model."""
-    task = job.experiment.task()
-    drawn = task.gallery(Run.open(job.folder).model(task, "last"), root, job.experiment.training)
-    if drawn:
-        write_gallery(job.folder, drawn)
 
 
 def _start(job: Job, at_once: int, place: Resources) -> subprocess.Popen[bytes]:

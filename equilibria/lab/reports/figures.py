@@ -116,14 +116,10 @@ def _draw(axes: Axes, results: TableResults, curve: Curve) -> bool:
         finish(axes, "seconds of training" if curve.seconds else "epoch", curve.label, log=curve.log)
         axes.legend(frameon=False, fontsize=7)
         if not curve.seconds:
-            _whole_numbers(axes)
+            from matplotlib.ticker import MaxNLocator
+
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return drawn
-
-
-def _whole_numbers(axes: Axes) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _looks(names: Sequence[str]) -> dict[str, tuple[str, str]]:

@@ -156,18 +156,14 @@ def value(run: Run, column: Column) -> float | None:
     if place == "summary":
         return (run.summary or {}).get(key)
     if column.epochs == "selected":
-        return _selected(run, column.key)
+        # a number of the epoch that the validation split chose
+        best: Mapping[str, Any] = (run.summary or {}).get("best") or {}
+        return look(best, column.key) if best.get("by", {}).get("split") == "valid" else None
     found = [number for record in run.metrics if (number := look(record, column.key)) is not None]
     if not found:
         return None
     mean = statistics.fmean(found)
     return {"first": found[0], "last": found[-1], "mean": mean, "min": min(found), "max": max(found)}[column.epochs]
-
-
-def _selected(run: Run, key: str) -> float | None:
-    """A number of the epoch that the validation split chose."""
-    best: Mapping[str, Any] = (run.summary or {}).get("best") or {}
-    return look(best, key) if best.get("by", {}).get("split") == "valid" else None
 
 
 def look(record: Mapping[str, Any], key: str) -> float | None:

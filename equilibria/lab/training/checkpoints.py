@@ -56,7 +56,12 @@ class Checkpoints:
         temporary = self.folder / f".{path.name}.tmp-{os.getpid()}"
         try:
             temporary.mkdir(parents=True)
-            _write_files(temporary, step, _files(parts))
+            files = _files(parts)
+            for name, data in files.items():
+                write_new(temporary / name, data)
+            sums = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+            write_new(temporary / MANIFEST, (json.dumps({"step": step, "sha256": sums}, indent=1) + "\n").encode())
+            sync_folder(temporary)
             self._put(temporary, path)
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -230,14 +235,6 @@ def _stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         stored[name] = host.clone() if pointer in seen else host
         seen.add(pointer)
     return stored
-
-
-def _write_files(folder: Path, step: int, files: Mapping[str, bytes]) -> None:
-    for name, data in files.items():
-        write_new(folder / name, data)
-    sums = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
-    write_new(folder / MANIFEST, (json.dumps({"step": step, "sha256": sums}, indent=1) + "\n").encode())
-    sync_folder(folder)
 
 
 def _manifest(path: Path) -> tuple[dict[str, str], int]:

@@ -57,16 +57,13 @@ class Evaluator:
     def _split(self, loader: Loader[Any], look: bool) -> dict[str, float]:
         def after(meter: Meter, position: int, solutions: Sequence[Solution]) -> None:
             if look and position == 0:
-                self._look(meter, solutions)
+                # how many products it takes differs between processes, and with sharded weights each is a collective
+                found = None if self.state.sharded else radius(solutions, self.training.seed)
+                if found is not None:
+                    meter.add("spectral_radius", found, 1)
             self.pause()
 
         return self.means(evaluate_split(self.state.task, self.state.model, loader, self.state.fabric, after))
-
-    def _look(self, meter: Meter, solutions: Sequence[Solution]) -> None:
-        # how many products it takes differs between processes, and with sharded weights each is a collective
-        found = None if self.state.sharded else radius(solutions, self.training.seed)
-        if found is not None:
-            meter.add("spectral_radius", found, 1)
 
 
 def evaluate_split(

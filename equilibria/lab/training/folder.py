@@ -78,21 +78,18 @@ class Folder:
         self.best.sweep()
         file = self.path / CONFIG
         if self.checkpoints.empty and not (self.path / SUMMARY).exists():
-            self._check_new()
+            # refuse to begin anew where epochs were finished: only those of the first may be ahead of a checkpoint
+            epochs = len(read_metrics(self.path))
+            if epochs > 1:
+                raise CorruptCheckpointError(
+                    f"{self.path / METRICS} has {epochs} epochs, but there is no checkpoint in {self.checkpoints.folder}. "
+                    "Restore the checkpoints, or start the run anew in another folder."
+                )
             replace_file(file, as_json(config))
             return []
         if not file.exists():
             raise ValueError(f"{file} is missing beside the checkpoints of a run. Restore it, or take another folder.")
         return check_settings(self.path, config)
-
-    def _check_new(self) -> None:
-        """Refuse to begin anew where epochs were finished: only those of the first may be ahead of a checkpoint."""
-        epochs = len(read_metrics(self.path))
-        if epochs > 1:
-            raise CorruptCheckpointError(
-                f"{self.path / METRICS} has {epochs} epochs, but there is no checkpoint in {self.checkpoints.folder}. "
-                "Restore the checkpoints, or start the run anew in another folder."
-            )
 
     def cut_metrics(self, epochs: int) -> list[dict[str, Any]]:
         """Keep the lines of these first epochs: those of a run that was killed may be ahead of its checkpoint."""

@@ -74,7 +74,14 @@ class State:
     def restore(self, parts: Mapping[str, Any]) -> None:
         """Restore a snapshot. Generators are restored only if the number of processes is the same."""
         self.module.load_state_dict(_shared_like(self.module.state_dict(), parts["model"]))
-        self.optimizer.load_state_dict(self._optimizer_state(parts["optimizer"]))
+        # the optimiser's state, sharded like the weights it belongs to
+        saved = parts["optimizer"]
+        weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        state = {
+            i: {key: _like(weights[i], value) for key, value in entries.items()} for i, entries in saved["state"].items()
+        }
+        optimizer_state = {**saved, "state": state}
+        self.optimizer.load_state_dict(optimizer_state)
         if self.average is not None:
             self.average.updates = parts["average"]["updates"]
             self.average.means = _shared_like(self.average.means, parts["average"]["means"])
@@ -93,14 +100,6 @@ class State:
             set_verdicts(self.module, own["verdicts"])
         elif rank == 0:
             self.meter = Meter.merged([each["meter"] for each in processes])
-
-    def _optimizer_state(self, saved: Any) -> Any:
-        """The optimiser's state, sharded like the weights it belongs to."""
-        weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
-        state = {
-            i: {key: _like(weights[i], value) for key, value in entries.items()} for i, entries in saved["state"].items()
-        }
-        return {**saved, "state": state}
 
 
 def whole(tree: Any) -> Any:

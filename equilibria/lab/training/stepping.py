@@ -62,7 +62,9 @@ class Stepper:
         no_loss, no_gradient, failed, asked, due = agree(self.fabric, flags)
         reason = self._reason(no_loss, no_gradient, failed, seen)
         if reason is None:
-            self._improve()
+            self.state.task.improve(self.state.module, self.optimizer)
+            if self.state.average is not None:
+                self.state.average.update(self.state.module)
         else:
             self._undo(before)
         self.optimizer.zero_grad()
@@ -95,11 +97,6 @@ class Stepper:
             f'Step {self.state.progress.step + 1}: solves failed{counts}, and failed_solves is "stop". Give the solver more '
             'steps or a larger tolerance, or "skip" or "count" such steps.'
         )
-
-    def _improve(self) -> None:
-        self.state.task.improve(self.state.module, self.optimizer)
-        if self.state.average is not None:
-            self.state.average.update(self.state.module)
 
     def _undo(self, buffers: Mapping[str, Tensor]) -> None:
         """Undo side effects of a skipped step, such as running statistics that became nan."""

@@ -91,7 +91,9 @@ class Trainer:
 
     def _fit(self) -> RunSummary:
         if self.fabric.is_global_zero:
-            self._open_folder()
+            changed = self.folder.begin(self.config)
+            if changed:
+                self._tell(f"Not the same software as before, so perhaps not the same bits: {'; '.join(changed)}.")
         self.fabric.barrier()
         done = self.folder.summary()
         if done is not None:
@@ -118,11 +120,6 @@ class Trainer:
         return summary
 
     # the beginning
-
-    def _open_folder(self) -> None:
-        changed = self.folder.begin(self.config)
-        if changed:
-            self._tell(f"Not the same software as before, so perhaps not the same bits: {'; '.join(changed)}.")
 
     def _build(self) -> None:
         fabric, training = self.fabric, self.training
@@ -195,7 +192,9 @@ class Trainer:
         begin, step_begin = time.perf_counter(), clock()
         for batch in loader:
             self._switch_pretraining(progress.step < self.training.pretrain_steps)
-            self._tell_pretraining()
+            step, limit = self._state.progress.step, self.training.pretrain_steps
+            if limit and step in (0, limit):
+                self._tell(f"Unrolled pre-training {'begins' if step == 0 else 'ends'} at step {step + 1}.")
             stepped = self._stepper.step(self.fabric.to_device(batch), self._interrupts.asked, self._checkpoint_is_due())
             self._seconds.append(clock() - step_begin)
             self._backward.append(stepped.backward)
@@ -236,11 +235,6 @@ class Trainer:
             self.task.pretrain(self._state.module, on)
             self._pretraining = on
 
-    def _tell_pretraining(self) -> None:
-        step, limit = self._state.progress.step, self.training.pretrain_steps
-        if limit and step in (0, limit):
-            self._tell(f"Unrolled pre-training {'begins' if step == 0 else 'ends'} at step {step + 1}.")
-
     def _pause(self) -> None:
         if any(agree(self.fabric, [self._interrupts.asked])):
             raise Interrupted(f"Interrupted while epoch {self._state.progress.epoch} was evaluated.")
@@ -253,7 +247,13 @@ class Trainer:
         self._keep_best(entry)
         if self._events is not None:
             self.folder.add_metrics(entry)
-            _add_events(self._events, entry)
+            for split, values in entry["split"].items():
+                for name, value in values.items():
+                    self._events.add_scalar(f"{split}/{name}", value, entry["step"])
+            for name in ("lr", "seconds_step", "bad_steps"):
+                if entry[name] is not None:
+                    self._events.add_scalar(f"run/{name}", entry[name], entry["step"])
+            self._events.flush()
             self.listener.epoch_done(entry)
         progress.last = entry
         progress.epoch, progress.trained, progress.bad_steps, progress.seconds_epoch = progress.epoch + 1, False, 0, 0.0
@@ -310,13 +310,3 @@ class Trainer:
     def _tell(self, text: str) -> None:
         if self.fabric.is_global_zero:
             self.listener.message(text)
-
-
-def _add_events(events: SummaryWriter, entry: Mapping[str, Any]) -> None:
-    for split, values in entry["split"].items():
-        for name, value in values.items():
-            events.add_scalar(f"{split}/{name}", value, entry["step"])
-    for name in ("lr", "seconds_step", "bad_steps"):
-        if entry[name] is not None:
-            events.add_scalar(f"run/{name}", entry[name], entry["step"])
-    events.flush()

@@ -57,22 +57,17 @@ class ChainCell(nn.Module):
             case "step":
                 return self.step(x, v)
             case "velocity":
-                return self._sum_of_velocities(noise, v)
+                place = torch.arange(self.steps, dtype=v.dtype, device=v.device)
+                gaps = place.unsqueeze(1) - place
+                weights = torch.where(gaps >= 0, -math.sin(self.delta) * math.cos(self.delta) ** gaps.clamp_min(0), 0.0)
+                share = _aligned(math.cos(self.delta) ** (place + 1), v)
+                return share * noise.unsqueeze(1) + torch.einsum("kj,bj...->bk...", weights, v)
             case _:
                 wide = _aligned(angles, x)
-                return self._sum_of_noises(noise, wide.sin() * x + wide.cos() * v, wide)
-
-    def _sum_of_velocities(self, noise: Tensor, v: Tensor) -> Tensor:
-        place = torch.arange(self.steps, dtype=v.dtype, device=v.device)
-        gaps = place.unsqueeze(1) - place
-        weights = torch.where(gaps >= 0, -math.sin(self.delta) * math.cos(self.delta) ** gaps.clamp_min(0), 0.0)
-        share = _aligned(math.cos(self.delta) ** (place + 1), v)
-        return share * noise.unsqueeze(1) + torch.einsum("kj,bj...->bk...", weights, v)
-
-    def _sum_of_noises(self, noise: Tensor, predicted: Tensor, angle: Tensor) -> Tensor:
-        after = angle - self.delta
-        moved = ((after.tan() - angle.tan()) * predicted).cumsum(dim=1)
-        return after.cos() * (noise.unsqueeze(1) / math.cos(LARGEST_ANGLE) + moved)
+                predicted = wide.sin() * x + wide.cos() * v
+                after = wide - self.delta
+                moved = ((after.tan() - wide.tan()) * predicted).cumsum(dim=1)
+                return after.cos() * (noise.unsqueeze(1) / math.cos(LARGEST_ANGLE) + moved)
 
     def step(self, x: Tensor, velocity: Tensor) -> Tensor:
         """One step of DDIM."""

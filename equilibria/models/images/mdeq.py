@@ -56,7 +56,7 @@ class MDEQ(nn.Module):
         super().__init__()
         classes = config.classes if classes is None else classes
         self.config = config
-        self.gradient = gradient or _default_gradient(config)
+        self.gradient = gradient or Implicit(stop=relative_stop(config.tolerance, config.backward_steps))
         self.stem = stem(config)
         cell, init = MDEQCell(config), _start(config, variant)
         self.layer: DEQ | WeightTied
@@ -116,7 +116,3 @@ def _start(config: MDEQConfig, variant: Variant) -> Any:
     zeros = ZeroStates(config.channels)
     # f(0, x) as in the paper; its code starts differently for several resolutions, with the fusion before the blocks
     return FirstStep(zeros) if variant == "v2" else zeros
-
-
-def _default_gradient(config: MDEQConfig) -> Gradient:
-    return Implicit(stop=relative_stop(config.tolerance, config.backward_steps))

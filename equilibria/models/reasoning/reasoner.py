@@ -73,7 +73,7 @@ class Reasoner(nn.Module):
         self.config, self.direct = config, direct
         self.embedding = nn.Embedding(config.tokens, config.width)
         self.registers = nn.Parameter(torch.zeros(config.registers, config.width)) if config.registers else None
-        cell = ReasonerCell(_with_registers(config))
+        cell = ReasonerCell(dataclasses.replace(config, positions=config.positions + config.registers, registers=0))
         init = RandomStart(states=2) if config.start == "random" else PairStart(config.width, config.start == "learned")
         self.plain = config.h_cycles - 1 if stop is None else 0  # recursions before the solve, without a gradient
         self.layer = DEQ(cell, init, solver, recursions(0) if stop is None else stop, gradient, eval_stop)
@@ -146,7 +146,3 @@ class Reasoner(nn.Module):
 def recursions(steps: int) -> Stop:
     """Return a Stop that takes a fixed number of steps and ignores the residual."""
     return Stop(rtol=0.0, atol=0.0, max_steps=steps, on_failure="ignore", compact=False)
-
-
-def _with_registers(config: ReasonerConfig) -> ReasonerConfig:
-    return dataclasses.replace(config, positions=config.positions + config.registers, registers=0)

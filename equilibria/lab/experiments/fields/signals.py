@@ -23,7 +23,10 @@ def signal(name: str, size: int) -> tuple[Tensor, Tensor]:
     shape  signed distances on a grid of size / 2 x size / 2 points: negative inside of two discs
     """
     if name == "image":
-        return coordinate_grid(size, size), _flower(size).reshape(-1, 1)
+        photograph = optional("sklearn.datasets", "train").load_sample_image("flower.jpg")
+        grey = torch.from_numpy(photograph.copy()).float().mean(dim=-1)[60:400, 180:520] / 127.5 - 1
+        flower = torch.nn.functional.interpolate(grey[None, None], size=(size, size), mode="area")[0, 0]
+        return coordinate_grid(size, size), flower.reshape(-1, 1)
     if name == "sound":
         x = coordinate_grid(size * size // 2)
         return x, sound(x)
@@ -41,9 +44,3 @@ def signed_distance(x: Tensor) -> Tensor:
     """The distance from the outline of the union of two discs, negative inside; exact outside of them."""
     centres, radii = x.new_tensor([[-0.25, -0.2], [0.3, 0.25]]), x.new_tensor([0.45, 0.35])
     return (torch.cdist(x, centres) - radii).amin(dim=1, keepdim=True)
-
-
-def _flower(size: int) -> Tensor:
-    photograph = optional("sklearn.datasets", "train").load_sample_image("flower.jpg")
-    grey = torch.from_numpy(photograph.copy()).float().mean(dim=-1)[60:400, 180:520] / 127.5 - 1
-    return torch.nn.functional.interpolate(grey[None, None], size=(size, size), mode="area")[0, 0]

@@ -111,7 +111,12 @@ def _settings(data: Data, row: str, scale: Scale, images: ImageData) -> tuple[An
     small = scale != "full"
     match row:
         case "node" | "anode":
-            return _flow(data, row, images, small), Flowing
+            filters = 92 if data == "mnist" else 124
+            sizes: dict[str, Any] = {"filters": filters}
+            if row == "anode":
+                sizes = {"filters": 64, "augment": 5 if data == "mnist" else 10}
+            flow = FlowSettings(data=images, method="heun" if small else "dopri5", steps=4 if small else None, **sizes)
+            return flow, Flowing
         case "mon":
             conv = MonotoneSettings(data=images, kind="conv", channels=(4,))
             return (
@@ -129,14 +134,6 @@ def _limits(data: Data, row: str, small: bool) -> dict[str, Any]:
         by_data: dict[str, dict[str, Any]] = {"svhn": {"tolerance": 1e-2, "max_steps": 30}, "cifar10": {"max_steps": 20}}
         return by_data.get(data, {})
     return {"tolerance": 1e-4, "max_steps": 500} if data == "cifar10" and row == "jacobian" else {}
-
-
-def _flow(data: Data, row: str, images: ImageData, small: bool) -> FlowSettings:
-    filters = 92 if data == "mnist" else 124
-    sizes: dict[str, Any] = {"filters": filters}
-    if row == "anode":
-        sizes = {"filters": 64, "augment": 5 if data == "mnist" else 10}
-    return FlowSettings(data=images, method="heun" if small else "dopri5", steps=4 if small else None, **sizes)
 
 
 def _training(data: Data, row: str, scale: Scale) -> Training:

@@ -127,7 +127,14 @@ class Prompt(Task[Batch]):
         if self.settings.keep is None:
             optimizer.step()
             return
-        pruning = self._pruned(inside(model, Lion))
+        # the pruning, created at the first step, when the weights are on their device
+        lion = inside(model, Lion)
+        if self._pruning is None:
+            assert self.settings.keep is not None
+            self._pruning = Pruning(lion.prunable(), PruningConfig(keep=self.settings.keep))
+            if self._resumed is not None:
+                self._pruning.load_state_dict(self._resumed)
+        pruning = self._pruning
         pruning.step(optimizer)
         epochs = (self._step + 1) // self._steps  # that are done
         if epochs > self._chosen and not pruning.removed:
@@ -142,15 +149,6 @@ class Prompt(Task[Batch]):
 
     def resume(self, state: Any) -> None:
         self._pruning, self._resumed, self._chosen = None, state["pruning"], state["chosen"]
-
-    def _pruned(self, lion: Lion) -> Pruning:
-        """The pruning, created at the first step, when the weights are on their device."""
-        if self._pruning is None:
-            assert self.settings.keep is not None
-            self._pruning = Pruning(lion.prunable(), PruningConfig(keep=self.settings.keep))
-            if self._resumed is not None:
-                self._pruning.load_state_dict(self._resumed)
-        return self._pruning
 
 
 def _part(whole: Dataset[Split], labels: range, train: int | None, test: int | None, seed: int) -> Dataset[Split]:
