@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 import equilibria as eq
-from equilibria.serving.load import Outcome, poisson, run_load
+from equilibria.serving.load import Reply, poisson, run_load
 
 WIDTH, INPUTS, SAMPLES = 64, 64, 48
 TOLERANCE = 1e-3  # of outputs of about 1: answers are solved to 5e-3 relative, and batches round differently
@@ -117,7 +117,7 @@ class Tally:
         self.faults: dict[str, Counter[int]] = {kind: Counter() for kind in FAULTS}
         self._lock = threading.Lock()
 
-    def check(self, i: int, outcome: Outcome) -> None:
+    def check(self, i: int, outcome: Reply) -> None:
         right = True
         if outcome.code == 200:
             found = json.loads(outcome.body)

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from equilibria._core.compaction import ROUNDING
-from equilibria._core.results import Run, SolveResult, confirm, merge
+from equilibria._core.results import LoopRun, SolveResult, confirm, merge
 from equilibria.solution import Handover, Status
 from equilibria.solvers.base import Solver
 from equilibria.solvers.fallback import Fallback
 
-Solve = Callable[[Run, Tensor, Solver[Any]], SolveResult]  # by one solver
+Solve = Callable[[LoopRun, Tensor, Solver[Any]], SolveResult]  # by one solver
 
 
-def solve_chain(run: Run, z0: Tensor, chain: Fallback, solve: Solve) -> SolveResult:
+def solve_chain(run: LoopRun, z0: Tensor, chain: Fallback, solve: Solve) -> SolveResult:
     """The result of a chain; `solve` runs one of its solvers."""
     result = _chain(run, z0, chain, solve)
     # a chain joins rows of several solves: where they may depend on each other, these were not evaluated together
@@ -27,7 +27,7 @@ def solve_chain(run: Run, z0: Tensor, chain: Fallback, solve: Solve) -> SolveRes
     return confirm(run, result, 0.0 if result.coupled else ROUNDING * run.precision)
 
 
-def _chain(run: Run, z0: Tensor, chain: Fallback, solve: Solve) -> SolveResult:
+def _chain(run: LoopRun, z0: Tensor, chain: Fallback, solve: Solve) -> SolveResult:
     """Run each solver of a Fallback in turn on the samples that are not solved yet.
 
     A solver may fail from the best iterate of another one and succeed from the start. Samples that all solvers leave are
@@ -61,14 +61,14 @@ def _chain(run: Run, z0: Tensor, chain: Fallback, solve: Solve) -> SolveResult:
     return result
 
 
-def _gave_up(run: Run, result: SolveResult) -> Tensor:
+def _gave_up(run: LoopRun, result: SolveResult) -> Tensor:
     """(batch,), True for samples that stalled by the patience of the chain, not by that of the caller."""
     stalled = result.stats.status == Status.STALLED
     return stalled if run.stop.patience is None else torch.zeros_like(stalled)
 
 
 def _hand_over(
-    run: Run,
+    run: LoopRun,
     solve: Solve,
     result: SolveResult,
     before: Solver[Any],

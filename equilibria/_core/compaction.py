@@ -21,7 +21,7 @@ from equilibria._core.user_warnings import warn_user
 from equilibria.stop import binary_size, rms_norm
 
 if TYPE_CHECKING:
-    from equilibria._core.results import Run, SolveResult
+    from equilibria._core.results import LoopRun, SolveResult
     from equilibria.solvers.base import Iterate, Solver
 
 WORTH = 4096  # rows with fewer numbers in all are dropped only when they are half: small kernels take equally long
@@ -77,7 +77,7 @@ def remember_coupling(cell: CellIdentity, coupled: bool, *, warn: bool = True) -
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowCheck:
     """What running some rows without the others has shown; of a linear system the cell's own rows have shown it before."""
 
     harmless: bool = False  # whatever the others do changes no status of the rows that were compared
@@ -85,7 +85,7 @@ class Rows:
     coupled: bool | None = None  # True: rows depend on each other; None: not known
 
 
-def is_to_compare(run: Run, solver: Solver[Any], step: int, stopped: int, shape: Sequence[int]) -> bool:
+def is_to_compare(run: LoopRun, solver: Solver[Any], step: int, stopped: int, shape: Sequence[int]) -> bool:
     """True if rows are to be compared before this step: once the first one has stopped, or after COMPARE_AFTER steps.
 
     Rows that depend on each other and are solved as if they did not may take all steps without stopping.
@@ -98,7 +98,7 @@ def is_to_compare(run: Run, solver: Solver[Any], step: int, stopped: int, shape:
     return run.stop.compact and worth_dropping(run.f, stopped, shape)
 
 
-def compare_rows(run: Run, solver: Solver[Any], state: Iterate, excess: Tensor, *, rejecting: bool) -> Rows | None:
+def compare_rows(run: LoopRun, solver: Solver[Any], state: Iterate, excess: Tensor, *, rejecting: bool) -> RowCheck | None:
     """Run two of the running rows without the others, and compare with what they gave among them.
 
     rejecting  True if the solver may have rejected all steps so far
@@ -113,11 +113,11 @@ def compare_rows(run: Run, solver: Solver[Any], state: Iterate, excess: Tensor, 
         or not run.ordinary
         or (torch.is_grad_enabled() and is_followed(state.z, state.fz))
     ):
-        return Rows()
+        return RowCheck()
     largest, few = excess.topk(min(2, len(state.z) - 1))
     smaller = whole.take(few)
     if smaller is None:
-        return Rows()
+        return RowCheck()
     # a solver that rejects no step has left the start by now, and need not be asked
     if rejecting and not bool(state.z.index_select(0, few[:1]).any()):
         return None
@@ -126,27 +126,27 @@ def compare_rows(run: Run, solver: Solver[Any], state: Iterate, excess: Tensor, 
     except (RuntimeError, ValueError, IndexError, TypeError):
         # data of the whole batch lies inside the cell, beyond the reach of its inputs
         run.warn_of_coupling()
-        return Rows()
+        return RowCheck()
     # of rows that have stopped, `fz` need not be an evaluation of the cell
     among = torch.where((largest >= 0).unsqueeze(1), state.fz.index_select(0, few), alone)
     spacings = ROUNDING if solver.evaluates_residual else RECURRENCE_SPACINGS
     # in the dtype of the state: the rounding of a cell in half precision may hide a weak dependence
     if is_harmless(alone, among, spacings * torch.finfo(alone.dtype).eps):
-        return Rows(harmless=True, coupled=False)
+        return RowCheck(harmless=True, coupled=False)
     stop, n = run.stop, alone.shape[1]
     # lengths are Euclidean here; a problem that is divided by units has another atol for each row
     atol = 0.0 if run.unit is not None else stop.atol * (n**0.5 if stop.norm is rms_norm else 1.0)
     # these rows do not depend on the others so far as is known; other rows may
     if is_harmless(alone, among, max(SHARE * stop.rtol, spacings * run.precision), SHARE * atol):
-        return Rows(harmless=True, coupled=False, weakly=True)
+        return RowCheck(harmless=True, coupled=False, weakly=True)
     # an input that only looks as if it had a row per sample gives the same picture as rows that depend on each other
     coupled = rows_mix(whole, state.z, run.precision)
     if coupled is False:  # of a cell that draws at random, the failed solve is reported
         run.warn_of_coupling()
-    return Rows(coupled=coupled or None)
+    return RowCheck(coupled=coupled or None)
 
 
-def compare_answer(run: Run, result: SolveResult) -> Rows:
+def compare_answer(run: LoopRun, result: SolveResult) -> RowCheck:
     """Evaluate the row that stopped first and the one with the largest residual without the others.
 
     The others have moved since a row stopped: where it depends on them, its residual is not the one that is told any more.
@@ -158,26 +158,26 @@ def compare_answer(run: Run, result: SolveResult) -> Rows:
         or not run.ordinary
         or (torch.is_grad_enabled() and is_followed(result.z))
     ):
-        return Rows()  # an evaluation of all rows tells more
+        return RowCheck()  # an evaluation of all rows tells more
     largest = torch.where(stats.residual < float("inf"), stats.residual, -1.0).argmax()  # nan is not below
     few = torch.stack((stats.steps.argmin(), largest))
     smaller = whole.take(few)
     if smaller is None:
-        return Rows()
+        return RowCheck()
     z = result.z.index_select(0, few)
     try:
         fz = smaller(z)
     except (RuntimeError, ValueError, IndexError, TypeError):
-        return Rows()  # data of the whole batch lies inside the cell, beyond the reach of its inputs
+        return RowCheck()  # data of the whole batch lies inside the cell, beyond the reach of its inputs
     size = stop.norm(fz)
     change = (stop.norm(fz - z) - stats.residual.index_select(0, few) * size).abs()
     if not bool((change > ROUNDING * torch.finfo(z.dtype).eps * size).any()):  # nan does not count
-        return Rows(harmless=True, coupled=False)
+        return RowCheck(harmless=True, coupled=False)
     if not bool((change > SHARE * stop.atol + max(SHARE * stop.rtol, ROUNDING * run.precision) * size).any()):
-        return Rows(harmless=True, coupled=False, weakly=True)
+        return RowCheck(harmless=True, coupled=False, weakly=True)
     # if rows do not mix, the cell draws at random or an input only looks as if it had a row per sample
     # a state that has run away may be one at which rows do not mix: that says nothing about the result
-    return Rows(coupled=rows_mix(whole, result.z, run.precision) or None)
+    return RowCheck(coupled=rows_mix(whole, result.z, run.precision) or None)
 
 
 def is_harmless(alone: Tensor, among: Tensor, relative: float, absolute: float = 0.0) -> bool:

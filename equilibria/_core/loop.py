@@ -18,9 +18,9 @@ from equilibria._core.autodiff_modes import no_autocast
 from equilibria._core.bookkeeping import SolveRecord
 from equilibria._core.chain import solve_chain
 from equilibria._core.closed_record import ClosedRecord
-from equilibria._core.compaction import ROUNDING, Rows, compare_answer, compare_rows, is_to_compare, worth_dropping
+from equilibria._core.compaction import ROUNDING, RowCheck, compare_answer, compare_rows, is_to_compare, worth_dropping
 from equilibria._core.maps import Counter, FlatMap, Map
-from equilibria._core.results import VERIFICATIONS, Run, SolveResult, confirm, merge, within_dtype
+from equilibria._core.results import VERIFICATIONS, LoopRun, SolveResult, confirm, merge, within_dtype
 from equilibria.native import solve as native_solve
 from equilibria.solution import Stats, Status
 from equilibria.solvers.base import Iterate, Solver
@@ -62,7 +62,7 @@ def solve(
     # rows do not mix is not enough: a weight with as many rows as the batch must not be restricted
     cell = None if scale is None else f.equation
     alone = cell is not None and cell.separable and cell.identity.coupled is False
-    run = Run(f, stop, scale, precision, keep_state, verify, measured_later, alone, ordinary, origin=z0)
+    run = LoopRun(f, stop, scale, precision, keep_state, verify, measured_later, alone, ordinary, origin=z0)
     with no_autocast(z0.device):
         try:
             result = _verified(run, z0, solver)
@@ -85,7 +85,7 @@ class _Unusual(Exception):  # noqa: N818, no error
         self.fz = fz
 
 
-def _divided(run: Run, z0: Tensor, fz: Tensor, solver: AnySolver) -> SolveResult:
+def _divided(run: LoopRun, z0: Tensor, fz: Tensor, solver: AnySolver) -> SolveResult:
     """Solve g(y) = f(unit y) / unit, whose states have a usual magnitude; units are powers of two per sample."""
     unit = binary_size(z0, fz).unsqueeze(1)
     y0 = z0 / unit
@@ -110,7 +110,7 @@ def _with_scaled_residuals(run: Run, result: SolveResult) -> SolveResult:
     return dataclasses.replace(result, stats=stats)
 
 
-def _verified(run: Run, z0: Tensor, solver: AnySolver) -> SolveResult:
+def _verified(run: LoopRun, z0: Tensor, solver: AnySolver) -> SolveResult:
     """Run; then evaluate the answer where f(z) is known by recurrence only, or from before other rows moved.
 
     Rows that depend on each other are left where they are: the caller solves them as one problem.
@@ -135,7 +135,7 @@ def _verified(run: Run, z0: Tensor, solver: AnySolver) -> SolveResult:
     return result
 
 
-def _is_to_be_measured(run: Run, solver: Solver[Any], result: SolveResult) -> bool:
+def _is_to_be_measured(run: LoopRun, solver: Solver[Any], result: SolveResult) -> bool:
     if not solver.evaluates_residual:
         return run.verify
     if run.scale is not None:  # the residual of a linear system is measured by whoever asked for its solution
@@ -147,7 +147,7 @@ def _is_to_be_measured(run: Run, solver: Solver[Any], result: SolveResult) -> bo
     return not (later and not (result.failed and result.stats.count(Status.NONFINITE)))
 
 
-def _run(run: Run, z0: Tensor, solver: Solver[Any]) -> SolveResult:
+def _run(run: LoopRun, z0: Tensor, solver: Solver[Any]) -> SolveResult:
     """Run the loop, with native steps if the solver and the map support them."""
     f, stop = run.f, run.stop
     if native_solve.can_run(run, z0, solver):
@@ -162,7 +162,7 @@ def _run(run: Run, z0: Tensor, solver: Solver[Any]) -> SolveResult:
     if z0 is run.origin and record.unusual() and _unusual(z0, state.fz):
         raise _Unusual(state.fz)
     compact = stop.compact and stop.process_group is None
-    kept, taken, rows = None, 0, Rows() if run.stands_alone else None
+    kept, taken, rows = None, 0, RowCheck() if run.stands_alone else None
     for step in range(1, stop.max_steps + 1):
         if often or step % stop.check_every == 0 or step == 1:
             running = record.running()  # the read-back
@@ -192,7 +192,7 @@ def _run(run: Run, z0: Tensor, solver: Solver[Any]) -> SolveResult:
     return _with_rows(run, solver, result, rows, apart=apart, dropped=record.index is not None)
 
 
-def _run_native(run: Run, z0: Tensor, fz: Tensor, solver: Solver[Any]) -> SolveResult:
+def _run_native(run: LoopRun, z0: Tensor, fz: Tensor, solver: Solver[Any]) -> SolveResult:
     """As `_run`, with a native call for all that is done between two evaluations."""
     f, stop, shape = run.f, run.stop, z0.shape
     method = native_solve.begin(run, z0, fz, solver)
@@ -204,7 +204,7 @@ def _run_native(run: Run, z0: Tensor, fz: Tensor, solver: Solver[Any]) -> SolveR
         usual = work.context.lowest >= least and work.context.highest <= most and work.context.longest < float("inf")
         if not usual and _unusual(z0, fz):  # nan is not usual
             raise _Unusual(fz)
-    rows = Rows() if run.stands_alone else None
+    rows = RowCheck() if run.stands_alone else None
     for step in range(1, stop.max_steps + 1):
         if running == 0:
             break
@@ -233,7 +233,7 @@ def _run_native(run: Run, z0: Tensor, fz: Tensor, solver: Solver[Any]) -> SolveR
 
 
 def _with_rows(
-    run: Run, solver: Solver[Any], result: SolveResult, rows: Rows | None, *, apart: bool, dropped: bool
+    run: LoopRun, solver: Solver[Any], result: SolveResult, rows: RowCheck | None, *, apart: bool, dropped: bool
 ) -> SolveResult:
     """A solve with what is known about its rows.
 
@@ -246,7 +246,7 @@ def _with_rows(
         rows, counter = compare_answer(run, result), run.f.counter
         stats = dataclasses.replace(result.stats, evaluations=counter.evaluations, sample_evaluations=counter.rows)
         result = dataclasses.replace(result, stats=stats)
-    rows = rows or Rows()
+    rows = rows or RowCheck()
     sure = rows.harmless and not rows.weakly and not result.failed
     return dataclasses.replace(result, coupled=rows.coupled, unmeasured=dropped or (apart and not sure))
 

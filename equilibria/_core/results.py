@@ -21,7 +21,7 @@ VERIFICATIONS = 3  # how often a result found by recurrence may miss the toleran
 
 
 @dataclass(frozen=True)
-class Run:
+class LoopRun:
     """One run of the loop: the map, the tolerances, and what is known about both.
 
     scale           (batch,), the quantity that rtol is relative to; None uses |f(z)|
@@ -52,7 +52,7 @@ class Run:
         if self.f.equation is not None and self.stop.compact:
             warn_once(self.f.equation.identity)
 
-    def with_stop(self, **changes: Any) -> Run:
+    def with_stop(self, **changes: Any) -> LoopRun:
         return dataclasses.replace(self, stop=dataclasses.replace(self.stop, **changes))
 
 
@@ -71,7 +71,7 @@ class SolveResult:
     faint: Tensor | None = None  # (batch,) True for results whose squares underflow; None if there are none
 
 
-def confirm(run: Run, claimed: SolveResult, rounding: float) -> SolveResult:
+def confirm(run: LoopRun, claimed: SolveResult, rounding: float) -> SolveResult:
     """The result with measured residuals; samples are CONVERGED only if the measured residual is within the tolerance.
 
     A sample marked CONVERGED that is not becomes STALLED, because by its own residual the solver had finished. `rounding`
@@ -109,7 +109,7 @@ def measure(result: SolveResult, f: FlatMap, stop: Stop, precision: float) -> So
     f = Map(f.raw if isinstance(f, Map) else f)
     f.counter = Counter(before.evaluations, before.sample_evaluations, before.products)
     with no_autocast(result.z.device):
-        return confirm(Run(f, stop, None, precision), result, 0.0)
+        return confirm(LoopRun(f, stop, None, precision), result, 0.0)
 
 
 def merge(first: SolveResult, then: SolveResult, rows: Tensor | None = None) -> SolveResult:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from equilibria.analysis.measuring import muted, untouched
-from equilibria.analysis.summary_table import Row, Settings, Shapes, Solves, Summary
+from equilibria.analysis.summary_table import Settings, Shapes, Solves, Summary, SummaryRow
 from equilibria.deq import DEQ
 from equilibria.solution import Solution, record
 
@@ -92,14 +92,14 @@ def _parts(model: nn.Module, depth: int) -> Iterator[_Part]:
     return walk("", model, None, 0)
 
 
-def _row(part: _Part, seen: _Seen) -> Row:
+def _row(part: _Part, seen: _Seen) -> SummaryRow:
     """Return the row of a part: counts, output shapes, and the settings of a DEQ."""
     module, settings = part.module, None
     if isinstance(module, DEQ):
         solutions = seen.solutions.get(part.name)
         found = _solves(solutions) if solutions else None
         settings = Settings(module.solver, module.stop, module.eval_stop, module.gradient, found)
-    return Row(
+    return SummaryRow(
         part.name,
         part.label,
         type(module).__name__,

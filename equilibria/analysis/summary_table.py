@@ -67,7 +67,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Row:
+class SummaryRow:
     """One part of a model, including everything inside it.
 
     trained, frozen, buffers  counts of numbers; tied tensors count once
@@ -90,7 +90,7 @@ class Row:
 class Summary:
     """The parts of a model, the model itself first; prints as a table of at most 100 columns."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[SummaryRow, ...]
     bytes: int  # of parameters and buffers
 
     @property
@@ -148,7 +148,7 @@ def shapes_text(shapes: Shapes) -> str:
     return ", ".join(map(str, shapes))
 
 
-def _cells(row: Row, with_output: bool) -> list[str]:
+def _cells(row: SummaryRow, with_output: bool) -> list[str]:
     output = "-" if not row.output else shapes_text(row.output)
     numbers = (f"{number:,}" if number else "-" for number in (row.trained, row.frozen, row.buffers))
     return ["  " * row.level + row.label, row.kind, *([output] if with_output else []), *numbers]

@@ -32,13 +32,13 @@ from equilibria.solvers.rowwise import SMALL_STATE, history_size, ridge
 from equilibria.stop import FLOOR, euclidean_norm, rms_norm
 
 if TYPE_CHECKING:
-    from equilibria._core.results import Run
+    from equilibria._core.results import LoopRun
 
 FIRST_CORE = 8
 DTYPES = (torch.float32, torch.float64)
 
 
-def can_run(run: Run, z0: Tensor, solver: Any) -> bool:
+def can_run(run: LoopRun, z0: Tensor, solver: Any) -> bool:
     """Return True if a solve may use native steps, judging by what is known before the first evaluation."""
     if not run.ordinary or run.unit is not None or run.keep_state:
         return False
@@ -62,7 +62,7 @@ def is_readable(x: Tensor) -> bool:
     return not (followed or torch._C._functorch.is_functorch_wrapped_tensor(x))
 
 
-def begin(run: Run, z0: Tensor, fz: Tensor, solver: Any) -> Iteration | Krylov:
+def begin(run: LoopRun, z0: Tensor, fz: Tensor, solver: Any) -> Iteration | Krylov:
     """Return the native solve from z0 with f(z0) = fz, before its first record.
 
     Euclidean norms replace root mean squares, with `atol` and `scale` times sqrt(n).
@@ -272,7 +272,7 @@ class Workspace:
         status = self.status if self.place is None else self.status.index_select(0, self.place)
         return (status < 0).nonzero().squeeze(1)
 
-    def close(self, run: Run, z0: Tensor) -> ClosedRecord:
+    def close(self, run: LoopRun, z0: Tensor) -> ClosedRecord:
         """Return the record of the whole batch, at the end of the solve."""
         numbers = dict(zip(NUMBERS, self.numbers.unbind(), strict=True))
         counters = dict(zip(COUNTERS, self.counters.unbind(), strict=True))

@@ -25,7 +25,7 @@ OPTIONS = {"rtol": float, "max_steps": int, "deadline": float}
 
 
 @dataclass(frozen=True)
-class Call:
+class DecodedRequest:
     """A decoded request: the arguments of `Engine.submit`."""
 
     inputs: Any
@@ -34,7 +34,7 @@ class Call:
     deadline: float | None = None
 
 
-def read_json(body: bytes, dtype: torch.dtype) -> Call:
+def read_json(body: bytes, dtype: torch.dtype) -> DecodedRequest:
     """Decode an object with "inputs" (nested lists of numbers, or an object of such) and optionally "dtype" and options."""
     try:
         data = json.loads(body)
@@ -51,10 +51,10 @@ def read_json(body: bytes, dtype: torch.dtype) -> Call:
     chosen = dtype if name is None else DTYPES[name]
     inputs = data["inputs"]
     tensors = {key: _tensor(value, chosen) for key, value in inputs.items()} if isinstance(inputs, dict) else None
-    return Call(_tensor(inputs, chosen) if tensors is None else tensors, **_options(data))
+    return DecodedRequest(_tensor(inputs, chosen) if tensors is None else tensors, **_options(data))
 
 
-def read_safetensors(body: bytes, query: Mapping[str, str]) -> Call:
+def read_safetensors(body: bytes, query: Mapping[str, str]) -> DecodedRequest:
     """Decode a tensor named "inputs", or tensors named after the model's arguments; options come from the query string."""
     loader = optional("safetensors.torch", "serve")
     try:
@@ -67,7 +67,7 @@ def read_safetensors(body: bytes, query: Mapping[str, str]) -> Call:
     if unknown:
         raise InvalidRequestError(f"Unknown options {unknown}; expected {', '.join(OPTIONS)}.")
     given = {name: _number(name, value) for name, value in query.items()}
-    return Call(tensors["inputs"] if list(tensors) == ["inputs"] else tensors, **_options(given))
+    return DecodedRequest(tensors["inputs"] if list(tensors) == ["inputs"] else tensors, **_options(given))
 
 
 def _number(name: str, text: str) -> float:

@@ -13,7 +13,7 @@ from torch import nn
 from equilibria.serving.admission import Admission
 from equilibria.serving.answering import Counts
 from equilibria.serving.pool import Pool
-from equilibria.serving.split import Arguments, Split
+from equilibria.serving.split import Arguments, CellSplit
 from equilibria.serving.template import Padding, Template
 from equilibria.serving.tickets import (
     DeadlineExceededError,
@@ -70,7 +70,7 @@ class Engine:
         for name, value in (("rows", rows), ("queue", queue), ("pools", pools)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
-        self.split = Split(model, solver=solver, stop=stop, output=output)
+        self.split = CellSplit(model, solver=solver, stop=stop, output=output)
         self.rows, self.queue, self.pools_limit = rows, queue, pools
         self.padding, self.admission, self.full = padding, admission, full
         if admission not in get_args(Admission):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from equilibria.serving.adapter import FALL, GROWN, settle
-from equilibria.serving.rows import Left, Results, Row
+from equilibria.serving.rows import Left, Row, RowResults
 from equilibria.solution import Status
 
 
@@ -27,7 +27,7 @@ class Done:
 
     @staticmethod
     def of(
-        left: Sequence[Left], results: Results, carried: Sequence[Tensor], precision: float, least: float
+        left: Sequence[Left], results: RowResults, carried: Sequence[Tensor], precision: float, least: float
     ) -> tuple[Done, list[int]]:
         """Gather rows that left, and the positions of those whose numbers are so small that their squares underflow.
 
@@ -49,7 +49,7 @@ class Done:
     def _arrived(self, j: int) -> bool:
         return self.steps[j] > 0 and self.status[j] in (Status.CONVERGED, Status.STALLED)
 
-    def _settle(self, results: Results, doubtful: Sequence[int], precision: float) -> None:
+    def _settle(self, results: RowResults, doubtful: Sequence[int], precision: float) -> None:
         """Decide answers, statuses and residuals of rows that may have failed; rows of one tolerance at once."""
         groups: dict[float, list[int]] = {}
         for j in doubtful:

@@ -16,7 +16,7 @@ from equilibria.serving.monitor import percentile
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Reply:
     """One request: when it was due, the seconds from then to the answer, and the HTTP code; 0 means no answer."""
 
     due: float
@@ -31,7 +31,7 @@ class LoadReport:
     included.
     """
 
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[Reply] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
@@ -81,7 +81,7 @@ def run_load(
     clients: int = 32,
     headers: dict[str, str] | None = None,
     timeout: float = 60.0,
-    on_outcome: Callable[[int, Outcome], None] | None = None,
+    on_outcome: Callable[[int, Reply], None] | None = None,
 ) -> LoadReport:
     """Send request i with bodies[i % len(bodies)] at arrivals[i] seconds, over `clients` connections, and return the
     report.
@@ -116,7 +116,7 @@ def run_load(
     return report
 
 
-def _send(connection: http.client.HTTPConnection, body: bytes, due: float, begin: float, headers: dict[str, str]) -> Outcome:
+def _send(connection: http.client.HTTPConnection, body: bytes, due: float, begin: float, headers: dict[str, str]) -> Reply:
     """Send one request and return its outcome; a failed connection gives code 0."""
     try:
         connection.request("POST", "/predict", body, {"Content-Type": "application/json", **headers})
@@ -125,4 +125,4 @@ def _send(connection: http.client.HTTPConnection, body: bytes, due: float, begin
     except (OSError, http.client.HTTPException):
         connection.close()  # the next request opens it again
         text, code = b"", 0
-    return Outcome(due, time.monotonic() - begin - due, code, text)
+    return Reply(due, time.monotonic() - begin - due, code, text)

@@ -36,7 +36,7 @@ class Histogram:
         return [*found, f"{name}_sum {self.sum:.6f}", f"{name}_count {total}"]
 
 
-class Monitor:
+class ServerMonitor:
     """Counts answers and responses; thread-safe."""
 
     def __init__(self, engine: Engine) -> None:

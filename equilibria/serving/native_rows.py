@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from equilibria.serving.adapter import LEAST, PATIENCE, Anderson, PoolWorkspace, history_limit
-from equilibria.serving.rows import Left, Results, Row, SolveRows
+from equilibria.serving.rows import Left, Row, RowResults, SolveRows
 from equilibria.solution import Status
 from equilibria.stop import Stop
 
@@ -90,9 +90,9 @@ class NativeRows(SolveRows):
         self.running -= 1
         self.work.release(place)
 
-    def results(self, left: Sequence[Left]) -> Results:
+    def results(self, left: Sequence[Left]) -> RowResults:
         place = self.work.place.index_select(0, torch.tensor([each.place for each in left]))
-        return Results(
+        return RowResults(
             z=self.work.answer.index_select(0, place),
             status=self.work.status.index_select(0, place).tolist(),
             steps=self.work.counter("steps").index_select(0, place).tolist(),

@@ -12,7 +12,7 @@ from torch import Tensor
 from equilibria.serving.tickets import Ticket
 
 INF = float("inf")
-NUMBERS = ("length", "size", "first_length", "first_size", "peak", "last")  # of a row that has left, see `Results`
+NUMBERS = ("length", "size", "first_length", "first_size", "peak", "last")  # of a row that has left, see `RowResults`
 
 
 @dataclass(eq=False, slots=True)
@@ -42,7 +42,7 @@ class Left:
 
 
 @dataclass(eq=False, slots=True)
-class Results:
+class RowResults:
     """How rows that left ended.
 
     z        (rows, n), best iterates
@@ -106,7 +106,7 @@ class SolveRows(ABC):
         """Drop a row whose answer nobody wants."""
 
     @abstractmethod
-    def results(self, left: Sequence[Left]) -> Results:
+    def results(self, left: Sequence[Left]) -> RowResults:
         """Return how rows ended that have left since rows were last exchanged."""
 
     @abstractmethod

@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from equilibria.serving import codec
 from equilibria.serving.engine import Engine
-from equilibria.serving.monitor import Monitor
+from equilibria.serving.monitor import ServerMonitor
 from equilibria.serving.openapi import document, page
 from equilibria.serving.tickets import (
     Answer,
@@ -81,7 +81,7 @@ class Server:
     ) -> None:
         self.engine, self.limits, self.dtype, self.verbose = engine, limits or Limits(), dtype, verbose
         self._key = None if api_key is None else api_key.encode()
-        self.monitor = Monitor(engine)
+        self.monitor = ServerMonitor(engine)
         self.draining = False
 
     def application(self) -> Starlette:
@@ -180,7 +180,7 @@ class Server:
             raise HTTPError(408, message, Connection="close") from error
         return b"".join(parts)
 
-    def _submit(self, call: codec.Call) -> Ticket:
+    def _submit(self, call: codec.DecodedRequest) -> Ticket:
         """Submit a request to the engine; raises HTTPError 400, 429 or 503."""
         limits = self.limits
         if self.draining:

@@ -102,7 +102,7 @@ class Reached:
     outputs: tuple[Any, ...]  # outputs of the modules before the layer, in the order of their calls
 
 
-class Split:
+class CellSplit:
     """The two parts of a model, and its cell. Only one thread may use it at a time.
 
     The model is copied and its tensors are shared: later changes of the weights take effect, except for weights behind

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from equilibria.serving.split import Arguments, Split
+from equilibria.serving.split import Arguments, CellSplit
 from equilibria.serving.template import stack
 from equilibria.serving.tickets import Ticket
 from equilibria.solution import Status
@@ -32,7 +32,7 @@ class StaticBatching:
     def __init__(
         self, model: nn.Module, rows: int = 64, *, wait: float = 0.005, solver: Any = None, stop: Stop | None = None
     ) -> None:
-        self.split = Split(model, solver=solver, stop=stop)
+        self.split = CellSplit(model, solver=solver, stop=stop)
         self.layer = next(iter(self.split.layers.values()))
         self.rows, self.wait = rows, wait
         self.device = next(iter(model.parameters())).device

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from equilibria.deq import DEQ
 from equilibria.serving.adapter import Layout, describe
-from equilibria.serving.split import Arguments, Reached, Split
+from equilibria.serving.split import Arguments, CellSplit, Reached
 from equilibria.serving.tickets import UnservableModelError
 from equilibria.stop import Stop
 
@@ -93,7 +93,7 @@ class Leaves:
 class Template:
     """One kind of request: its layer, the layout of its state, and which tensors have one row per sample."""
 
-    def __init__(self, split: Split, sample: Arguments, padding: Padding | None = None, length: int = 0) -> None:
+    def __init__(self, split: CellSplit, sample: Arguments, padding: Padding | None = None, length: int = 0) -> None:
         """Run the model on batches of two and three samples; raises UnservableModelError if rows depend on each other."""
         self.split, self.spec, self.padding = split, sample.spec, padding
         # another sample of the same kind: the numbers in reverse order

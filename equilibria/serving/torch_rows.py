@@ -12,7 +12,7 @@ from torch import Tensor
 from equilibria.serving.adapter import LEAST, euclidean_norm
 from equilibria.serving.records import Records
 from equilibria.serving.row_solvers import row_solver
-from equilibria.serving.rows import INF, Left, Results, Row, SolveRows
+from equilibria.serving.rows import INF, Left, Row, RowResults, SolveRows
 from equilibria.solution import Status
 from equilibria.stop import Stop
 
@@ -141,9 +141,9 @@ class TorchRows(SolveRows):
     def release(self, place: int) -> None:
         """Nothing to do: rows without a request are not looked at."""
 
-    def results(self, left: Sequence[Left]) -> Results:
+    def results(self, left: Sequence[Left]) -> RowResults:
         numbers = self.like.new_tensor([each.kept[3] for each in left]).T
-        return Results(_answers(left), [each.kept[1] for each in left], [each.kept[2] for each in left], numbers)
+        return RowResults(_answers(left), [each.kept[1] for each in left], [each.kept[2] for each in left], numbers)
 
     def excess(self) -> list[float]:
         return self.records.excess

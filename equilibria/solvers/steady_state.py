@@ -22,14 +22,14 @@ SMALLEST_ERROR = 1e-4  # smallest error that the controller uses
 
 
 @dataclass(frozen=True)
-class Trajectory(Iterate):
+class Integration(Iterate):
     dt: Tensor  # (batch, 1), the step to try next
     longest: Tensor  # (batch, 1), upper bound of dt; infinite until it is known
     error: Tensor  # (batch, 1), error of the last accepted step in units of the tolerance
 
 
 @dataclass(frozen=True, kw_only=True)
-class SteadyState(Solver[Trajectory]):
+class SteadyState(Solver[Integration]):
     """Integrate dz/dt = f(z) - z to its steady state: the continuous DEQ (Pal, Edelman and Rackauckas 2022).
 
     It uses explicit Runge-Kutta pairs with an individual step size for every sample. A step with the estimated error e is
@@ -68,14 +68,14 @@ class SteadyState(Solver[Trajectory]):
             f"SteadyState's first_step must be positive and finite, got {self.first_step}; None chooses one.",
         )
 
-    def init(self, f: Map, z0: Tensor) -> Trajectory:
+    def init(self, f: Map, z0: Tensor) -> Integration:
         fz, rows = f(z0), (z0.shape[0], 1)
         dt = self._first_step(f, z0, fz - z0) if self.first_step is None else z0.new_full(rows, self.first_step)
         nobody = torch.zeros(z0.shape[0], dtype=torch.bool, device=z0.device)
         error, longest = z0.new_full(rows, SMALLEST_ERROR), z0.new_full(rows, torch.inf)
-        return Trajectory(z0, fz, dt, longest, error, rejected=nobody)
+        return Integration(z0, fz, dt, longest, error, rejected=nobody)
 
-    def step(self, f: Map, state: Trajectory) -> Trajectory:
+    def step(self, f: Map, state: Integration) -> Integration:
         tableau = TABLEAUS[self.method]
         z, fz, slopes = trial(tableau, f, state.z, state.fz, state.dt)
         with torch.no_grad():  # dt moves on a grid: its derivative is zero
@@ -87,9 +87,9 @@ class SteadyState(Solver[Trajectory]):
             dt = torch.minimum(dt, longest).clamp(min=_shortest(dt), max=torch.finfo(dt.dtype).max)
             remembered = torch.where(taken, error.clamp_min(SMALLEST_ERROR), state.error)
         z, fz = torch.where(taken, z, state.z), torch.where(taken, fz, state.fz)
-        return Trajectory(z, fz, dt, longest, remembered, active=state.active, rejected=~taken.squeeze(1))
+        return Integration(z, fz, dt, longest, remembered, active=state.active, rejected=~taken.squeeze(1))
 
-    def _measure(self, tableau: Tableau, state: Trajectory, z: Tensor, fz: Tensor, slopes: list[Tensor]) -> Tensor:
+    def _measure(self, tableau: Tableau, state: Integration, z: Tensor, fz: Tensor, slopes: list[Tensor]) -> Tensor:
         """The error relative to the tolerance, (batch, 1); infinite where the trial is not finite."""
         error = state.dt * weighted_sum(tableau.error, slopes)
         scale = self.atol + self.rtol * torch.maximum(state.z.abs(), z.abs())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import equilibria as eq
 from equilibria.analysis.summary import summary
-from equilibria.analysis.summary_table import WIDTH, Row, Summary
+from equilibria.analysis.summary_table import WIDTH, Summary, SummaryRow
 from equilibria.models.entries import parameters
 from equilibria.models.registry import create, names
 
@@ -42,7 +42,7 @@ def batch(rows: int = 5) -> Tensor:
     return torch.randn(rows, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
-def row(found: Summary, name: str) -> Row:
+def row(found: Summary, name: str) -> SummaryRow:
     return next(each for each in found.rows if each.name == name)
 
 

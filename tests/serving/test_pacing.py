@@ -7,7 +7,7 @@ import math
 import pytest
 
 from equilibria.serving.admission import Admitting
-from equilibria.serving.load import LoadReport, Outcome, poisson
+from equilibria.serving.load import LoadReport, Reply, poisson
 from equilibria.serving.pacing import KEPT, Pacing
 
 
@@ -62,7 +62,7 @@ def test_arrivals_are_bounded_in_count_and_time() -> None:
 
 
 def test_a_load_report_separates_answers_and_failures() -> None:
-    outcomes = [Outcome(0.0, 0.1 * i, 200) for i in range(1, 11)] + [Outcome(0.0, 9.0, 429), Outcome(0.0, 9.0, 0)]
+    outcomes = [Reply(0.0, 0.1 * i, 200) for i in range(1, 11)] + [Reply(0.0, 9.0, 429), Reply(0.0, 9.0, 0)]
     report = LoadReport(outcomes, seconds=5.0)
     assert report.codes == {0: 1, 200: 10, 429: 1} and report.throughput == 2.0
     assert report.latency(0.5) == pytest.approx(0.6) and report.latency(0.99) == pytest.approx(1.0)

@@ -33,7 +33,7 @@ class Quarter:
 
 
 @dataclass(frozen=True)
-class Setting:
+class DemoSetting:
     """The trained model at a tolerance of the test: rows of the cell that were evaluated, per sample."""
 
     tolerance: float
@@ -92,11 +92,11 @@ class Trained:
             for name, part in zip(names, parts, strict=True)
         ]
 
-    def dial(self) -> list[Setting]:
+    def dial(self) -> list[DemoSetting]:
         """Accuracy and evaluations over the tolerance of the test."""
         found = [(tolerance, *self.solved(tolerance)) for tolerance in TOLERANCES]
         return [
-            Setting(tolerance, stats.sample_evaluations / len(self.y), float(right.float().mean()))
+            DemoSetting(tolerance, stats.sample_evaluations / len(self.y), float(right.float().mean()))
             for tolerance, right, stats in found
         ]
 
