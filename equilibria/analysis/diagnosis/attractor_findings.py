@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from equilibria.analysis.diagnosis.attractors import DRIFT_STEPS, SAME, Attractors
 from equilibria.analysis.diagnosis.findings import Finding, Severity
@@ -40,15 +40,11 @@ def _several(a: Attractors) -> Finding | None:
 
 def _path(a: Attractors) -> Finding | None:
     """Report samples whose answer depends on the start."""
-    known = [distance for distance in a.path if math.isfinite(distance)]
-    moved = sum(distance > SAME for distance in known)
-    if moved == 0:
-        return None
-    return Finding(
+    return _away(
         "path dependence",
-        Severity.RISK,
-        f"Started at another sample's equilibrium, {moved} of {len(known)} samples end elsewhere, the farthest "
-        f"{max(known):.2f} of its norm away: the answer depends on the start.",
+        a.path,
+        "Started at another sample's equilibrium, {moved} of {known} samples end elsewhere, the farthest {most:.2f} of its "
+        "norm away: the answer depends on the start.",
         "starts that do not depend on earlier samples (no eq.Remember), or training with random starts "
         "(eq.looped.RandomStart()), which widens attractors.",
     )
@@ -56,18 +52,24 @@ def _path(a: Attractors) -> Finding | None:
 
 def _drift(a: Attractors) -> Finding | None:
     """Report samples that plain iteration leads away from their equilibrium."""
-    known = [distance for distance in a.drift if math.isfinite(distance)]
-    moved = sum(distance > SAME for distance in known)
-    if moved == 0:
-        return None
-    return Finding(
+    return _away(
         "drift with depth",
-        Severity.RISK,
-        f"{DRIFT_STEPS} plain steps from the equilibrium lead {moved} of {len(known)} samples away from it, the farthest by "
-        f"{max(known):.2f} of its norm.",
+        a.drift,
+        f"{DRIFT_STEPS} plain steps from the equilibrium lead {{moved}} of {{known}} samples away from it, the farthest by "
+        "{most:.2f} of its norm.",
         "a stop by tolerance instead of more steps, a damped iteration, noise and random starts in training, or "
         "eq.jacobian_penalty in the loss.",
     )
+
+
+def _away(name: str, distances: Sequence[float], measured: str, advice: str) -> Finding | None:
+    """Report samples that end farther than SAME from their equilibrium; None if there are none."""
+    known = [distance for distance in distances if math.isfinite(distance)]
+    moved = sum(distance > SAME for distance in known)
+    if moved == 0:
+        return None
+    text = measured.format(moved=moved, known=len(known), most=max(known))
+    return Finding(name, Severity.RISK, text, advice)
 
 
 def _lazy(a: Attractors) -> Finding | None:
