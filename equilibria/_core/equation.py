@@ -106,8 +106,9 @@ class CellEquation(Equation):
         self.autocast = Autocast.current(layout.device)
         self.precision = torch.finfo(self.autocast.dtype).eps if self.autocast.enabled else layout.precision
         self._needs_context = self.autocast.enabled or cell.holds
-        rows = [layout.has_rows(tensor) for tensor in tensors]
-        self.rowwise = (*rows, *[False] * len(still), *map(layout.has_rows, masks), *[False] * len(kept))
+        batch = layout.batch if layout.batched else None
+        rows = [tensor.dim() > 0 and tensor.shape[0] == batch for tensor in (*tensors, *masks)]
+        self.rowwise = (*rows[: len(tensors)], *[False] * len(still), *rows[len(tensors) :], *[False] * len(kept))
         lasting, mode = cell.module is not None, (cell.training, self.rowwise)
         statistics = any(isinstance(module, _NormBase) and uses_batch_statistics(module) for module in cell.modules)
         owner, silent = cell.original if lasting else _owner(cell.original), not lasting and not any(rows)

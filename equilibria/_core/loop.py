@@ -98,7 +98,7 @@ def _divided(run: LoopRun, z0: Tensor, fz: Tensor, solver: AnySolver) -> SolveRe
     return result if run.scale is not None or not result.failed else _with_scaled_residuals(run, result)
 
 
-def _with_scaled_residuals(run: Run, result: SolveResult) -> SolveResult:
+def _with_scaled_residuals(run: LoopRun, result: SolveResult) -> SolveResult:
     """The result with the residuals of failed samples measured: |f(z)| may be too small beside the start to be squared."""
     fz, norm, stats = run.f(result.z), run.stop.norm, result.stats
     residual = scaled_norm(norm, fz - result.z) / scaled_norm(norm, fz).clamp_min(torch.finfo(fz.dtype).tiny)

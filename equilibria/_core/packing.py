@@ -98,10 +98,6 @@ class Layout:
         parts = [torch.full((leaf.columns,), torch.finfo(leaf.dtype).max, dtype=self.dtype) for leaf in self.leaves]
         return torch.cat(parts).to(matrix.device)
 
-    def has_rows(self, tensor: Tensor) -> bool:
-        """True if the first dimension of the tensor has the size of the batch."""
-        return self.batched and tensor.dim() > 0 and tensor.shape[0] == self.batch
-
     def pack(self, state: State) -> Tensor:
         """Pack a state into a matrix, (batch, n)."""
         single = self.single

@@ -89,50 +89,41 @@ class Problem:
 
     def run_map(self, f: Map, z0: Tensor, rhs: Tensor | None = None) -> SolveResult:
         """As `run`, for the bound map `f`; `rhs` is what the tolerance of a linear system is relative to."""
-        if self.equation.identity.coupled and z0.shape[0] > 1:
+        equation, report = self.equation, self.report
+        if equation.identity.coupled and z0.shape[0] > 1:
             result = self._solve_coupled(f, z0, rhs)
         else:
-            result = self._solve_rows(f, z0, rhs)
+            run = solve if self.compiler is None else self.compiler.solve
+            scale = None if rhs is None else self.stop.norm(rhs)
+            options: dict[str, Any] = {"scale": scale, "precision": equation.precision, "known": self.known}
+            options |= {"keep_state": self.keep_state, "verify": self.verify, "measured_later": self.measured_later}
+            result = run(f, z0, self.solver, self.stop, **options)
+            if result.coupled is not None:
+                equation.separable = not result.coupled
+                equation.set_coupled(result.coupled, warn=self.stop.compact)  # without compaction the cost is accepted
+            if result.coupled:
+                result = self._go_on_as_one(f, z0, result)
         if self.what == "forward":
-            self.report.stats = result.stats
-            self.report.nonfinite = result.failed and result.stats.count(Status.NONFINITE) > 0
-            self.report.unmeasured = result.unmeasured
+            report.stats, report.unmeasured = result.stats, result.unmeasured
+            report.nonfinite = result.failed and result.stats.count(Status.NONFINITE) > 0
         else:
-            self.report.adjoint = result.stats
+            report.adjoint = result.stats
         if result.failed and self.on_failure != "ignore":
-            action = "warn" if self.on_failure == "fall_back" else self.on_failure
-            self.report_failures(result.stats, action)
+            self.report_failures(result.stats, "warn" if self.on_failure == "fall_back" else self.on_failure)
         if rhs is not None and self.on_failure == "fall_back":  # failed rows get the Jacobian-free cotangent g = v
             return dataclasses.replace(result, z=torch.where(result.stats.failed.unsqueeze(1), rhs, result.z))
         return result
 
-    def _solve_rows(self, f: Map, z0: Tensor, rhs: Tensor | None) -> SolveResult:
-        """Solve row by row; continue with the batch as one system if the solve finds that rows depend on each other."""
-        equation, precision = self.equation, self.equation.precision
-        run = solve if self.compiler is None else self.compiler.solve
-        result = run(
-            f,
-            z0,
-            self.solver,
-            self.stop,
-            scale=None if rhs is None else self.stop.norm(rhs),
-            precision=precision,
-            known=self.known,
-            keep_state=self.keep_state,
-            verify=self.verify,
-            measured_later=self.measured_later,
-        )
-        if result.coupled is not None:
-            equation.separable = not result.coupled
-            equation.set_coupled(result.coupled, warn=self.stop.compact)  # without compaction the cost is accepted
+    def _go_on_as_one(self, f: Map, z0: Tensor, result: SolveResult) -> SolveResult:
+        """Continue a solve that found that rows depend on each other, with the batch as one system."""
         left = self.stop.max_steps - result.taken
-        if not result.coupled or left <= 0 or not bool(result.stats.failed.any()):
+        if left <= 0 or not bool(result.stats.failed.any()):
             return result
         stop, start = dataclasses.replace(self.stop, max_steps=left), result.z
         if result.sound is not None:  # rows that ran away while they were solved alone begin again
             kept = result.sound | result.stats.converged | ~torch.isfinite(z0).all(dim=1)
             start = torch.where(kept.unsqueeze(1), start, z0)
-        return go_on(result, solve_rows_as_one(f, start, self.solver, stop, precision=precision))
+        return go_on(result, solve_rows_as_one(f, start, self.solver, stop, precision=self.equation.precision))
 
     def _solve_coupled(self, f: Map, z0: Tensor, rhs: Tensor | None) -> SolveResult:
         """Solve the batch as one system; a cell that may have changed is checked again afterwards."""
