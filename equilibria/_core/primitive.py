@@ -3,7 +3,7 @@
 `FixedPoint` is an autograd.Function. Its forward runs the solver without a graph and saves z, the status and the args,
 nothing else. Which rule differentiates it depends on who asks:
 
-    backward()                       `backward_first_order`: one run of the cell with a graph at z, then products J'u alone
+    backward()                       `adjoint.backward_first_order`: one run of the cell with a graph at z, then products J'u
     create_graph=True, torch.func    `_backward_any_order`: the adjoint g = J'g + v is another FixedPoint, on explicit args
     forward mode                     `_jvp`: the tangent t = J t + b likewise
     vmap                             the mapped dimension is folded into the batch
