@@ -26,7 +26,7 @@ from equilibria.solution import Stats, Status
 from equilibria.solvers.base import Iterate, Solver
 from equilibria.solvers.fallback import AnySolver, Fallback
 from equilibria.solvers.rowwise import compact_rows, gather, map_tensors, rejected
-from equilibria.stop import USUAL, Stop, binary_size, max_norm, scaled_norm
+from equilibria.stop import USUAL, Stop, binary_size, max_norm
 
 
 def solve(
@@ -101,7 +101,9 @@ def _divided(run: LoopRun, z0: Tensor, fz: Tensor, solver: AnySolver) -> SolveRe
 def _with_scaled_residuals(run: LoopRun, result: SolveResult) -> SolveResult:
     """The result with the residuals of failed samples measured: |f(z)| may be too small beside the start to be squared."""
     fz, norm, stats = run.f(result.z), run.stop.norm, result.stats
-    residual = scaled_norm(norm, fz - result.z) / scaled_norm(norm, fz).clamp_min(torch.finfo(fz.dtype).tiny)
+    above, below = binary_size(fz - result.z), binary_size(fz)
+    length, size = norm((fz - result.z) / above.unsqueeze(1)), norm(fz / below.unsqueeze(1))
+    residual = length / size.clamp_min(torch.finfo(fz.dtype).tiny) * (above / below)
     told = torch.where(stats.failed & torch.isfinite(residual), residual, stats.residual)
     counter = run.f.counter
     stats = dataclasses.replace(

@@ -68,6 +68,7 @@ FOUND = [
     numbered(19, 6221),
     numbered(19, 11689),
     numbered(19, 13042),
+    numbered(19, 8684),
     numbered(20, 3186),
     numbered(20, 3944),
     numbered(41, 4435),
