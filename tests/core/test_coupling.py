@@ -44,12 +44,12 @@ def true_residual(cell: nn.Module, s: eq.Solution, x: Tensor) -> Tensor:
     return (f - s.z.double()).norm(dim=1) / f.norm(dim=1)
 
 
-def dense_gradients(cell: Mixing, z: Tensor, x: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """By the Jacobian of the whole batch as one vector."""
+def dense_gradients(cell: Mixing, z: Tensor, x: Tensor, v: Tensor) -> tuple[tuple[Tensor, ...], float]:
+    """By the Jacobian of the whole batch as one vector; with the norm of the adjoint, which tolerances are relative to."""
     z, x = z.detach(), x.detach().clone().requires_grad_()
     jacobian = torch.func.jacrev(lambda y: cell(y.view_as(z), x.detach()).flatten())(z.flatten())
     u = torch.linalg.solve(torch.eye(z.numel(), dtype=z.dtype) - jacobian.T, v.flatten())
-    return torch.autograd.grad(cell(z, x), [x, cell.w], u.view_as(z))
+    return torch.autograd.grad(cell(z, x), [x, cell.w], u.view_as(z)), float(u.detach().norm())
 
 
 def check_forward(cell: nn.Module, s: eq.Solution, x: Tensor, rtol: float, slack: float = 1.2) -> None:
@@ -74,8 +74,10 @@ def test_gradients_of_coupled_rows_are_those_of_one_system(adjoint: Any, batch: 
         check_forward(cell, s, x, STOP.rtol)
         grads = torch.autograd.grad(s.z, [x, cell.w], v)
         assert s.adjoint is not None and bool(s.adjoint.converged.all())
-        for ours, exact in zip(grads, dense_gradients(cell, s.z, x, v), strict=True):
-            assert float((ours - exact).norm()) <= 1e-7 * float(exact.norm())
+        dense, adjoint_norm = dense_gradients(cell, s.z, x, v)
+        for ours, exact in zip(grads, dense, strict=True):
+            # the tolerance is relative to the adjoint; where tanh saturates, gradients are a small part of it
+            assert float((ours - exact).norm()) <= 1e-7 * float(exact.norm()) + 10 * 1e-10 * adjoint_norm
 
 
 def test_transforms_and_second_derivatives_of_coupled_rows() -> None:
@@ -83,7 +85,7 @@ def test_transforms_and_second_derivatives_of_coupled_rows() -> None:
     v = inputs(5, 3) * torch.logspace(-3, 3, 5, dtype=torch.float64).unsqueeze(1)
     deq = eq.DEQ(cell, stop=STOP, gradient=eq.Implicit(stop=eq.Stop(rtol=1e-12, atol=0, max_steps=300)))
     z = deq(x).detach()
-    exact, _ = dense_gradients(cell, z, x, v)
+    (exact, _), _ = dense_gradients(cell, z, x, v)
     pulled = torch.func.vjp(deq, x)[1](v)[0].detach()
     assert float((pulled - exact).norm()) <= 1e-6 * float(exact.norm())
     pushed = torch.func.jvp(deq, (x,), (v,))[1].detach()
@@ -112,7 +114,7 @@ def test_a_graph_left_at_batched_true_has_right_gradients() -> None:
     v = inputs(6, 3) * torch.logspace(-3, 3, 6, dtype=torch.float64).unsqueeze(1)
     s = eq.DEQ(cell, stop=STOP, gradient=eq.Implicit(stop=eq.Stop(rtol=1e-10, atol=0, max_steps=300))).solve(x)
     check_forward(cell, s, x, STOP.rtol)
-    exact, _ = dense_gradients(cell, s.z, x, v)  # type: ignore[arg-type]
+    (exact, _), _ = dense_gradients(cell, s.z, x, v)  # type: ignore[arg-type]
     (ours,) = torch.autograd.grad(s.z, x, v)
     assert float((ours - exact).norm()) <= 1e-7 * float(exact.norm())
 

@@ -32,7 +32,9 @@ ITERATIONS = [
 ]
 SOLVERS: list[Any] = [*ITERATIONS, eq.GMRES(), eq.GMRES(restart=3), eq.GMRES(budget=1)]
 STOP = eq.Stop(rtol=1e-7, atol=1e-9, max_steps=60, on_failure="ignore")
-# rounding, as 60 steps amplify it; far below the residuals of 1e-7 that answers have
+# Broyden and restarted GMRES amplify rounding where they stagnate: by 20 steps to 6e-13, by 60 to 6e-9, over 20 seeds
+SHORT = dataclasses.replace(STOP, max_steps=20)
+# rounding, as the steps amplify it; far below the residuals of 1e-7 that answers have
 AGREEMENT = {torch.float64: 1e-10, torch.float32: 1e-3}
 
 
@@ -63,7 +65,7 @@ def assert_same(found: SolveResult, expected: SolveResult) -> None:
 @pytest.mark.parametrize("n", [1, 3, 16, 65, 130])
 def test_contractions_match_torch(solver: Any, kind: str, n: int) -> None:
     problem = affine(kind, n, norm=0.9)
-    assert_same(*both(problem.f, problem.z0, solver, STOP))
+    assert_same(*both(problem.f, problem.z0, solver, STOP if isinstance(solver, (eq.Picard, eq.Anderson)) else SHORT))
 
 
 # GMRES with few directions is left out: it stagnates here, and rounding decides which iterate is the best
@@ -92,7 +94,8 @@ def test_a_given_scale_matches_torch(solver: Any) -> None:
 @pytest.mark.parametrize("rtol", [1e-4, 0.0])
 def test_every_kind_of_stop_matches_torch(norm: Any, patience: int | None, rtol: float) -> None:
     cell, x = TanhCell(12, norm=1.3, kind="orthogonal"), inputs(6, 12)
-    stop = eq.Stop(rtol=rtol, atol=0.0, norm=norm, patience=patience, max_steps=50, on_failure="ignore", compact=False)
+    # after 25 steps no row is as near as rounding, which decides whether a residual is exactly 0 and what is an improvement
+    stop = eq.Stop(rtol=rtol, atol=0.0, norm=norm, patience=patience, max_steps=25, on_failure="ignore", compact=False)
     with torch.no_grad():
         for solver in (eq.Picard(damping=0.5), eq.Broyden(history=2)):
             assert_same(*both(lambda z: cell(z, x), torch.zeros_like(x), solver, stop))

@@ -343,9 +343,12 @@ class Coupled(torch.nn.Module):
 
 
 def test_gmres_keeps_enough_directions_by_default() -> None:
-    """With three, this adjoint was not solved in 40 products; ten are enough where all directions are kept."""
+    """With three, this adjoint is not solved in 40 products; ten are enough where all directions are kept.
+
+    By default it took 10 to 18 over twelve seeds. In double precision: in single precision 1e-6 is near what can be reached.
+    """
     torch.manual_seed(0)
-    cell, x = Coupled(), torch.randn(3, 4, 8, 8)
+    cell, x = Coupled().double(), torch.randn(3, 4, 8, 8, dtype=torch.float64)
     products = {}
     for restart in (None, 40):
         layer = eq.DEQ(
@@ -358,4 +361,4 @@ def test_gmres_keeps_enough_directions_by_default() -> None:
         s.z[1].sum().backward()
         assert s.adjoint is not None and bool(s.adjoint.converged.all())
         products[restart] = s.adjoint.evaluations
-    assert products[None] <= 1.5 * products[40]
+    assert products[None] <= 3 * products[40]

@@ -16,6 +16,7 @@ import equilibria as eq
 from equilibria.lab.bench.cases import CASES, Case, make
 from equilibria.lab.bench.methods import Ours
 
+pytestmark = pytest.mark.recorded  # the cases of the benchmark are given; tests share what was made and solved once
 case_of = functools.cache(make)
 
 
@@ -54,7 +55,6 @@ def test_the_default_keeps_up_with_broyden_on_the_hard_case() -> None:
     assert solved("mlp-hard").evaluations <= 1.2 * solved("mlp-hard", eq.Broyden()).evaluations
 
 
-@pytest.mark.recorded  # the cases of the benchmark are given
 def test_going_on_without_what_is_done_saves_two_thirds_of_the_work() -> None:
     batch = len(case_of("mixed").inputs[0])
     alone = 2  # rows evaluated without the others, which shows that rows do not depend on each other

@@ -27,6 +27,7 @@ def test_nothing_has_become_more() -> None:
     assert not found, "\n".join([*found, f"To accept the new counts: {accept}"])
 
 
+@pytest.mark.recorded
 @pytest.mark.skipif(not native.available(), reason=native.reason() or "native")
 @pytest.mark.parametrize("name", SMALL)
 def test_native_steps_take_as_many_calls_and_rows(name: str) -> None:

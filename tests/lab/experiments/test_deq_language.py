@@ -367,7 +367,8 @@ def test_it_learns(tmp_path: Path) -> None:
     """Towards the best there is: of the eight words of a sentence six are open, with 4, 6, 8, 5, 6 and 8 choices."""
     model = LanguageModel(width=16, heads=2, inner=32, memory=8, forward_steps=8, backward_steps=8, gradient="jfb")
     chosen = LanguageSettings(data=TextData(name="toy", train=3_201, valid=400, test=400, length=8), model=model)
-    training = Training(epochs=1, batch_size=8, eval_batch_size=8, optimizer=Optimizer(lr=2e-2), clip_norm=1.0)
+    # over six seeds the ratio to the best is 1.4 to 1.8 after two epochs, 1.6 to 3.5 after one
+    training = Training(epochs=2, batch_size=8, eval_batch_size=8, optimizer=Optimizer(lr=2e-2), clip_norm=1.0)
     split = Trainer(Language(chosen), training, tmp_path).fit().final["split"]
     best = math.exp(sum(math.log(n) for n in (4, 6, 8, 5, 6, 8)) / 8)
     assert best < split["valid"]["perplexity"] < 2.5 * best
