@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from equilibria._core import autodiff_modes
+from equilibria._core import autodiff_modes, opaque
 from equilibria._core.autodiff_modes import Autocast, not_traced
 from equilibria._core.compile import Compiler
 from equilibria._core.equation import CellEquation
@@ -67,11 +67,14 @@ class DEQ(nn.Module):
         self.eval_stop = eval_stop
         self.batched = batched
         self._compiler = Compiler() if compile else None
+        self._number = opaque.register(self)
         self.solves: Tensor | None
         self.register_buffer("solves", torch.zeros((), dtype=torch.int64) if isinstance(gradient, Warmup) else None)
 
     def forward(self, *inputs: Any, init: Solution | State | None = None) -> State:
         """The equilibrium itself."""
+        if torch.compiler.is_compiling() and opaque.applies(self, inputs, init):
+            return opaque.call(self, inputs)
         return self.solve(*inputs, init=init).z
 
     @not_traced
@@ -95,7 +98,13 @@ class DEQ(nn.Module):
         return before
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_compiler": None if self._compiler is None else Compiler()}
+        state = self.__dict__ | {"_compiler": None if self._compiler is None else Compiler()}
+        del state["_number"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._number = opaque.register(self)
 
     def extra_repr(self) -> str:
         parts = {name: getattr(self, name) for name in ("solver", "stop", "gradient", "eval_stop")}

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from equilibria.solution import Solution, Stats, empty_stats, record
+from equilibria.solution import Solution, Stats, collecting, empty_stats
 
 __all__ = ["Monitor", "monitor"]
 
@@ -88,7 +88,7 @@ class Monitor:
         if self._stack is not None:
             raise RuntimeError("This monitor is already running: make another one with eq.monitor(model).")
         self._stack = ExitStack()
-        self._solutions = self._stack.enter_context(record(self.model))
+        self._solutions = self._stack.enter_context(collecting(self.model))
         if not self.manual:
             self._hook = self.model.register_forward_pre_hook(lambda module, inputs: self.flush())
         return self

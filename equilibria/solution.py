@@ -217,6 +217,14 @@ class Solution:
 recordings: ContextVar[tuple[tuple[dict[int, str], list[Solution]], ...]] = ContextVar("recordings", default=())
 
 
+_open = 0  # `record` blocks that are open
+
+
+def recordings() -> int:
+    """The number of open `record` blocks, in all threads."""
+    return _open
+
+
 @contextmanager
 def record(model: nn.Module) -> Iterator[list[Solution]]:
     """Collect the solutions of every DEQ in `model` that is solved inside the block, in order.
@@ -228,6 +236,18 @@ def record(model: nn.Module) -> Iterator[list[Solution]]:
 
     A Solution references its inputs and its equilibrium; delete the list to free them.
     """
+    global _open
+    _open += 1
+    try:
+        with collecting(model) as solutions:
+            yield solutions
+    finally:
+        _open -= 1
+
+
+@contextmanager
+def collecting(model: nn.Module) -> Iterator[list[Solution]]:
+    """As `record`, for statistics alone: in a model that torch compiles, solutions have no gradients of the layers below."""
     solutions: list[Solution] = []
     names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
     token = recordings.set((*recordings.get(), (names, solutions)))

@@ -15,7 +15,9 @@ is faster. A compiled result is checked by the cell itself; a program that fails
 from __future__ import annotations
 
 import dataclasses
+import logging
 import operator
+import sys
 import time
 import warnings
 from collections.abc import Callable, Hashable, Sequence
@@ -47,6 +49,7 @@ SIGHTINGS = (
 PADDING = 2  # times its rows that a batch may get, so that the program of a larger one runs it
 TRIALS = 5  # of either loop, when a shape comes up first
 SLACK = 10.0  # residuals may differ by this factor: linear solvers carry theirs by recurrence
+log = logging.getLogger("equilibria.compile")
 Run = Callable[..., Sequence[Tensor]]
 Backend = Callable[[fx.GraphModule, Sequence[Tensor]], Run]
 
@@ -136,8 +139,13 @@ class Compiler:
         if self._made.get(kind, 0) >= SHAPES:
             return None
         self._made[kind] = self._made.get(kind, 0) + 1
+        what = f"the {'adjoint' if call.equation.linear else 'forward'} solve for a batch of {call.rows}"
+        _tell(f"compiling {what}; this may take a minute and happens once per shape ...")
+        begun = time.perf_counter()
         program = Program(self.backend, call)
         self._programs[key] = chosen = self._faster(program, call, plain)
+        used = "the plain loop is as fast and is used" if chosen is None else "the compiled loop is used"
+        _tell(f"compiled {what} in {time.perf_counter() - begun:.0f} s: {used}.")
         self._families.setdefault(family, []).extend([] if chosen is None else [chosen])
         return chosen
 
@@ -164,6 +172,13 @@ class Compiler:
             "trace: an nn.Module with its tensors as parameters, buffers or inputs, and no control flow on values.",
             stacklevel=2,
         )
+
+
+def _tell(text: str) -> None:
+    """Log a message, and show it where a person waits: on a terminal or in a notebook."""
+    log.info(text)
+    if sys.stderr is not None and (sys.stderr.isatty() or "ipykernel" in sys.modules):
+        print(f"equilibria: {text}", file=sys.stderr, flush=True)
 
 
 class Program:

@@ -246,7 +246,15 @@ def test_torch_compile_does_not_trace_a_solve() -> None:
 
     expected = net(x)
     torch.testing.assert_close(torch.compile(net, backend=seen)(x), expected)
-    assert len(seen.graphs) == 2
+    assert sum("tanh" in str(node.target) for graph in seen.graphs for node in graph.graph.nodes) == 2
+
+
+def test_compiling_is_announced(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="equilibria.compile")
+    gradients(compiled(TanhCell(6), stop=LOOSE), inputs(5, 6))
+    texts = [record.message for record in caplog.records]
+    assert texts[0].startswith("compiling the forward solve for a batch of 5") and "is used" in texts[1]
+    assert texts[2].startswith("compiling the adjoint solve for a batch of 5") and len(texts) == 4
 
 
 class Gained(nn.Module):
