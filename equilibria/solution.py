@@ -220,7 +220,7 @@ recordings: ContextVar[tuple[tuple[dict[int, str], list[Solution]], ...]] = Cont
 _open = 0  # `record` blocks that are open
 
 
-def recordings() -> int:
+def open_recordings() -> int:
     """The number of open `record` blocks, in all threads."""
     return _open
 

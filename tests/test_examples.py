@@ -51,6 +51,7 @@ def test_example(
     ("name", "printed"),
     [
         ("drop_in_layer.py", "accuracy 9"),
+        ("own_experiment.py", "test accuracy"),
         ("multi_tensor_state.py", "3 samples: 3 converged"),
         ("skip_deq.py", "steps of the solver on average"),
         ("phantom_gradient.py", "implicit: cosine 1.0000"),

@@ -59,7 +59,7 @@ def applies(layer: Any, inputs: tuple[Any, ...], init: Any) -> bool:
         and not torch.compiler.is_exporting()
         and torch._C._functorch.maybe_current_level() is None  # the operator has no rules for torch.func
         and forward_ad._current_level < 0
-        and solution.recordings() == 0  # a recorded solution is connected to the graph around it
+        and solution.open_recordings() == 0  # a recorded solution is connected to the graph around it
         and isinstance(layer.cell, nn.Module)
         and init is None
         and (layer.init is None or isinstance(layer.init, Zeros))

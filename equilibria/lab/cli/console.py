@@ -46,7 +46,7 @@ def explained() -> Iterator[None]:
         yield
     except (SettingError, UnknownName) as error:
         raise typer.BadParameter(str(error)) from error
-    except (DataError, TrainingError, CorruptCheckpointError, OSError, ValueError) as error:
+    except (DataError, TrainingError, CorruptCheckpointError, ModuleNotFoundError, OSError, ValueError) as error:
         typer.echo(f"Error: {_words(error)}", err=True)
         raise typer.Exit(1) from error
     except KeyboardInterrupt as error:
@@ -60,6 +60,11 @@ def _words(error: Exception) -> str:
         return str(error)
     where = "" if error.filename is None else f"{error.filename}: "
     return f"{where}{error.strerror}."
+
+
+def counted(count: int, noun: str) -> str:
+    """A number with its noun, "1 run" or "2 runs"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def show_json(value: Any) -> None:

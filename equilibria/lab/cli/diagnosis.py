@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from torch import nn
 
 from equilibria._core.names import nearest
 from equilibria.analysis.diagnosis.doctor import diagnose as run_diagnosis
 from equilibria.analysis.diagnosis.illnesses import EXAMPLES
 from equilibria.lab.cli.console import AsJson, DataRoot, explained
 from equilibria.lab.experiments.evaluation import model_and_batch
+from equilibria.lab.experiments.own import find
 from equilibria.lab.training.folder import Run
 
 
@@ -43,7 +42,8 @@ def diagnose(
         with explained():
             model, batch = model_and_batch(Run.open(Path(str(target))), root=data)
     else:
-        model, batch = _built(target)
+        with explained():
+            model, batch = _built(target)
     model.train(not evaluating)
     with explained():
         found = run_diagnosis(model, batch)
@@ -66,33 +66,12 @@ def _built(target: str | None) -> tuple[Any, Any]:
         raise typer.BadParameter(
             "name the folder of a run or a function that returns (model, batch), as in train.py:build, or take --example."
         )
-    place, separator, name = target.rpartition(":")
-    if not separator or not name:
+    function = find(target)
+    if not callable(function) or isinstance(function, nn.Module):
         raise typer.BadParameter(
-            f"expected the folder of a run, file.py:function or package.module:function, got {target!r}."
+            f"{target} must be a function that returns a pair (model, batch), got {type(function).__name__}."
         )
-    function = getattr(_module(place), name, None)
-    if not callable(function):
-        raise typer.BadParameter(f"{place} has no function {name!r}.")
     built = function()
-    if not isinstance(built, tuple) or len(built) != 2:
+    if not isinstance(built, tuple) or len(built) != 2 or not isinstance(built[0], nn.Module):
         raise typer.BadParameter(f"{target} must return a pair (model, batch), got {type(built).__name__}.")
     return built
-
-
-def _module(place: str) -> Any:
-    if not place.endswith(".py"):
-        sys.path.insert(0, "")  # what lies in the current folder, as `python -m` finds it
-        try:
-            return importlib.import_module(place)
-        except ModuleNotFoundError as error:
-            raise typer.BadParameter(f"cannot import {place!r}: {error}.") from error
-    path = Path(place)
-    if not path.is_file():
-        raise typer.BadParameter(f"there is no file {path}.")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent))  # its neighbours, as `python file.py` finds them
-    spec.loader.exec_module(module)
-    return module

@@ -18,7 +18,7 @@ from equilibria.lab.training.stepping import TrainingError
 def run_jobs(jobs: Sequence[Job], place: Resources = THIS_PROCESS, at_once: int = 0) -> list[Failure]:
     """Run jobs one after the other in this process, or `at_once` of them as separate processes."""
     if at_once:
-        return run_apart(jobs, at_once=at_once, place=place, watch=_RunWatch(len(jobs)))
+        return run_apart(jobs, at_once=at_once, place=place, watch=RunWatch(len(jobs)))
     failures = []
     for job in jobs:
         try:
@@ -49,7 +49,7 @@ def say(text: str) -> None:
     progress_console().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-class _RunWatch:
+class RunWatch:
     """Print a line when a process starts, finishes an epoch or ends."""
 
     def __init__(self, total: int) -> None:

@@ -1,20 +1,24 @@
-"""train and evaluate."""
+"""train, extend and evaluate."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
-from equilibria.lab.cli.console import AsJson, DataRoot, explained, is_first_process, show_json, show_table
+from equilibria.lab.cli.console import AsJson, DataRoot, counted, explained, is_first_process, show_json, show_table
 from equilibria.lab.cli.progress import summary_line
-from equilibria.lab.cli.running import run_jobs, say_if_toy, tell_failures
+from equilibria.lab.cli.running import run_jobs, say, say_if_toy, tell_failures
 from equilibria.lab.experiments.catalogue import experiment as find_experiment
 from equilibria.lab.experiments.definitions import Scale
 from equilibria.lab.experiments.evaluation import evaluate as evaluate_run
+from equilibria.lab.experiments.evaluation import experiment_of
 from equilibria.lab.experiments.runner import Job, Resources, seed_number
-from equilibria.lab.training.folder import Run
+from equilibria.lab.experiments.settings_files import read_settings
+from equilibria.lab.training.folder import Run, extend_run
 from equilibria.lab.training.processes import Strategy
 
 Assignments = Annotated[
@@ -22,6 +26,13 @@ Assignments = Annotated[
     typer.Option(
         "--set", metavar="KEY=VALUE", help="Change a setting by its dotted name, as training.epochs=1; repeatable."
     ),
+]
+ExperimentName = Annotated[
+    str, typer.Argument(help="Its name, which `equilibria list` has, or FILE.py:NAME for an experiment of your own.")
+]
+SettingsFile = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="Settings from a YAML, TOML or JSON file; --set goes over them."),
 ]
 ScaleOption = Annotated[
     Scale, typer.Option(help="debug: seconds; reduced: the same on a small budget; full: the protocol of the paper.")
@@ -32,8 +43,9 @@ Devices = Annotated[int, typer.Option(min=1, help="Devices of this machine to tr
 
 
 def train(
-    experiment: Annotated[str, typer.Argument(help="Its name; `equilibria list` has them.")],
+    experiment: ExperimentName,
     assignments: Assignments = None,
+    config: SettingsFile = None,
     seeds: Annotated[int, typer.Option(min=1, help="How many of the experiment's seeds to run, one after the other.")] = 1,
     seed: Annotated[int | None, typer.Option(help="One seed of your own instead.")] = None,
     scale: ScaleOption = "full",
@@ -51,17 +63,44 @@ def train(
     """Train an experiment, or go on with it where it was interrupted."""
     say_if_toy(scale)
     with explained():
-        jobs = _jobs(experiment, scale, assignments or [], seeds, seed, out, folder)
+        jobs = _jobs(experiment, scale, all_assignments(config, assignments), seeds, seed, out, folder)
         failures = run_jobs(jobs, Resources(data, devices, strategy), at_once=1 if devices > 1 and len(jobs) > 1 else 0)
     tell_failures(failures)
-    if not is_first_process():
-        return
+    if is_first_process():
+        _show_runs(jobs, as_json)
+        say_if_toy(scale)
+
+
+def extend(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.")],
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs in all, those that are done included.")],
+    data: DataRoot = None,
+    devices: Devices = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Train a finished run for more epochs, from its last checkpoint."""
+    with explained():
+        found = experiment_of(Run.open(run))
+        before = found.training
+        longer = dataclasses.replace(found, training=dataclasses.replace(before, epochs=epochs))
+        extend_run(run, epochs)
+        if before.schedule.name != "constant":
+            say(
+                f"The schedule {before.schedule.name!r} now extends over {epochs} epochs, so that the learning rate changes "
+                f"at this point. The result is not that of {epochs} epochs from the start."
+            )
+        failures = run_jobs([Job(found.name, longer, run)], Resources(data, devices))
+    tell_failures(failures)
+    if is_first_process():
+        _show_runs([Job(found.name, longer, run)], as_json)
+
+
+def _show_runs(jobs: Sequence[Job], as_json: bool) -> None:
     summaries = {str(job.folder): Run.open(job.folder).summary or {} for job in jobs}
     if as_json:
         return show_json(summaries)
     for path, summary in summaries.items():
-        typer.echo(f"{path}: {summary_line(summary['final'])} (last of {summary['epochs']} epochs)")
-    say_if_toy(scale)
+        typer.echo(f"{path}: {summary_line(summary['final'])} (last of {counted(summary['epochs'], 'epoch')})")
 
 
 def evaluate(
@@ -78,6 +117,11 @@ def evaluate(
     show_table(f"{run}, {which} weights", ("metric", "value"), [(name, f"{value:.6g}") for name, value in metrics.items()])
 
 
+def all_assignments(config: Path | None, assignments: Sequence[str] | None) -> list[str]:
+    """The settings of a file, then those of --set, which therefore win."""
+    return [*(read_settings(config) if config is not None else ()), *(assignments or ())]
+
+
 def _jobs(
     name: str, scale: Scale, assignments: list[str], seeds: int, seed: int | None, out: Path, folder: Path | None
 ) -> list[Job]:
@@ -88,5 +132,7 @@ def _jobs(
     numbers = [seed] if seed is not None else [found.training.seed] if own else [seed_number(found, i) for i in range(seeds)]
     if own and seeds > 1:
         raise typer.BadParameter("--set training.seed=... is one seed; leave it out for several --seeds.")
-    base = out / name / scale
-    return [Job(name, found.seeded(number), folder or base / f"seed-{number}", tuple(assignments)) for number in numbers]
+    base = out / found.name / scale
+    return [
+        Job(found.name, found.seeded(number), folder or base / f"seed-{number}", tuple(assignments)) for number in numbers
+    ]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from equilibria.lab.cli.console import AsJson, DataRoot, explained, show_json, show_table
+from equilibria.lab.cli.console import AsJson, DataRoot, counted, explained, show_json, show_table
 from equilibria.lab.cli.running import run_jobs, say, say_if_toy, tell_failures
 from equilibria.lab.cli.runs import Assignments, Devices, Out, ScaleOption
 from equilibria.lab.experiments.catalogue import table as find_table
@@ -52,7 +52,7 @@ def reproduce(
             for job in planned:
                 job.check_settings()
             todo = [job for job in planned if not job.finished]
-            say(f"{found.name}, {scale}: {len(planned)} runs, {len(planned) - len(todo)} of them finished.")
+            say(f"{found.name}, {scale}: {counted(len(planned), 'run')}, {len(planned) - len(todo)} of them finished.")
             here = jobs is None and scale == "debug" and devices == 1
             failures += run_jobs(todo, Resources(data, devices), at_once=0 if here else jobs or 1)
             folder = report_folder(found, scale, out, report, everything=everything)
@@ -83,7 +83,7 @@ def report(
         found = [name for name, table in tables().items() if rewrite_report(table, folder / name) is not None]
         if not found:
             raise typer.BadParameter(f"{folder} has no report of a table: expected DIR/TABLE/{NUMBERS}.")
-        typer.echo(f"{len(found)} reports; overview: {write_overview(folder, tables())}")
+        typer.echo(f"{counted(len(found), 'report')}; overview: {write_overview(folder, tables())}")
 
 
 def _chosen(

@@ -25,6 +25,7 @@ from equilibria.lab.experiments.lion.table import tables as prompt_tables
 from equilibria.lab.experiments.mdeq.memory_table import tables as memory_tables
 from equilibria.lab.experiments.mdeq.segmentation_table import tables as segmentation_tables
 from equilibria.lab.experiments.monotone.table import tables as monotone_tables
+from equilibria.lab.experiments.own import installed_experiments, load_experiment
 from equilibria.lab.experiments.phantom.language_table import tables as language_phantom_tables
 from equilibria.lab.experiments.phantom.table import tables as phantom_tables
 from equilibria.lab.experiments.reasoning.attractor_table import tables as attractor_tables
@@ -92,12 +93,19 @@ def experiments() -> dict[str, Callable[[Scale], Experiment[Any]]]:
 
 
 def experiment(name: str, scale: Scale = "full") -> Experiment[Any]:
-    """A row of a table by its name, TABLE-ROW."""
+    """A row of a table by its name, TABLE-ROW, an experiment of an installed package, or of a file, FILE.py:NAME."""
+    if ":" in name:
+        return load_experiment(name, scale)
     known, name = experiments(), current_name(name)
+    if name in (installed := installed_experiments()):
+        return load_experiment(installed[name], scale, name)
     if name in tables():
         raise UnknownName(f"{name} is a table, of several experiments: `equilibria reproduce {name}` runs them all.")
     if name not in known:
-        raise UnknownName(f"There is no experiment {name!r}. {nearest(name, known)}")
+        raise UnknownName(
+            f"There is no experiment {name!r}. {nearest(name, [*known, *installed])} An experiment of your own is given as "
+            "FILE.py:NAME."
+        )
     return known[name](scale)
 
 

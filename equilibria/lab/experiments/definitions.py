@@ -30,6 +30,7 @@ class Experiment(Generic[S]):
     training  of optimiser, epochs, seed
     make      settings -> the task to train
     seeds     that the paper, or we, repeat it with
+    origin    what the command line finds an experiment of the user's by, FILE.py:NAME; None: its name
     """
 
     name: str
@@ -39,13 +40,19 @@ class Experiment(Generic[S]):
     make: Callable[[S], Task[Any]]
     scale: Scale = "full"
     seeds: tuple[int, ...] = (0, 1, 2)
+    origin: str | None = None
+
+    @property
+    def reference(self) -> str:
+        """What `equilibria train` takes to run it."""
+        return self.origin or self.name
 
     def task(self) -> Task[Any]:
         return self.make(self.settings)
 
     def config(self) -> dict[str, Any]:
         """The experiment's part of config.json."""
-        return {"experiment": self.name, "scale": self.scale, "settings": to_plain(self.settings)}
+        return {"experiment": self.reference, "scale": self.scale, "settings": to_plain(self.settings)}
 
     def changed(self, assignments: Iterable[str]) -> Experiment[S]:
         """A copy with settings changed by name, such as `variant=skip` or `training.epochs=1`."""

@@ -164,7 +164,7 @@ def run_apart(
 def command(job: Job, place: Resources) -> list[str]:
     """The command line that runs a job."""
     e = job.experiment
-    words = [sys.executable, "-m", "equilibria", "train", e.name, "--scale", e.scale, "--seed", str(job.seed)]
+    words = [sys.executable, "-m", "equilibria", "train", e.reference, "--scale", e.scale, "--seed", str(job.seed)]
     words += ["--folder", str(job.folder), "--devices", str(place.devices), "--strategy", place.strategy]
     words += ["--data", str(place.root)] if place.root is not None else []
     return words + [word for text in job.assignments for word in ("--set", text)]

@@ -27,7 +27,7 @@ from equilibria.models.states import take_dtypes
 
 CONFIG, METRICS, SUMMARY, LOCK = "config.json", "metrics.jsonl", "summary.json", ".lock"
 RESTORE = "Restore the file from a copy, or start the run anew in another folder."
-FREE = {"training.checkpoint_minutes"}  # may differ when a run is resumed: the results do not depend on it
+FREE = {"training.checkpoint_minutes", "extended"}  # may differ when a run is resumed: the results do not depend on it
 
 
 @dataclass(frozen=True)
@@ -196,6 +196,21 @@ def check_settings(folder: Path, config: Mapping[str, Any]) -> list[str]:
             "settings it has, or take another folder."
         )
     return [line for key, line in changed.items() if key.startswith("versions.")]
+
+
+def extend_run(folder: Path, epochs: int) -> None:
+    """Make a finished run one that is to train up to `epochs` epochs; its config says after how many it was extended."""
+    run = Run.open(folder)
+    if run.summary is None:
+        raise ValueError(f"The run in {folder} is not finished: `equilibria train` goes on with it.")
+    if epochs <= run.summary["epochs"]:
+        raise ValueError(f"The run in {folder} has {run.summary['epochs']} epochs already, got {epochs}.")
+    run.checkpoint("checkpoints", ())  # raises where there is none to go on from
+    before = [*run.config.get("extended", []), run.summary["epochs"]]
+    config = run.config | {"training": run.config["training"] | {"epochs": epochs}, "extended": before}
+    with Folder(folder).held():
+        (folder / SUMMARY).unlink()  # first: a run without it is one that is finished anew, in no time
+        replace_file(folder / CONFIG, as_json(config))
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -56,6 +56,8 @@ def parsed(*arguments: str) -> Any:
         ["demo"],
         ["list"],
         ["train"],
+        ["sweep"],
+        ["extend"],
         ["evaluate"],
         ["reproduce"],
         ["report"],

@@ -1,0 +1,107 @@
+"""sweep: train an experiment over a grid of settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from equilibria.lab.cli.console import AsJson, DataRoot, counted, explained, show_json, show_table
+from equilibria.lab.cli.progress import metric_text
+from equilibria.lab.cli.running import RunWatch, run_jobs, say, say_if_toy, tell_failures
+from equilibria.lab.cli.runs import Assignments, Devices, ExperimentName, Out, ScaleOption, SettingsFile, all_assignments
+from equilibria.lab.experiments.catalogue import experiment as find_experiment
+from equilibria.lab.experiments.cluster import Cluster, run_on_cluster
+from equilibria.lab.experiments.runner import Job, Resources
+from equilibria.lab.experiments.sweep import PointResult, default_metric, parse_grid, points, results, write_results
+
+
+def sweep(
+    experiment: ExperimentName,
+    grid: Annotated[
+        list[str],
+        typer.Option("--grid", metavar="KEY=A,B,...", help="Values of a setting, with | between them if they have commas."),
+    ],
+    assignments: Assignments = None,
+    config: SettingsFile = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of every point.")] = 1,
+    scale: ScaleOption = "full",
+    metric: Annotated[
+        str | None, typer.Option(metavar="SPLIT.NAME", help="For the table; default: the one that selects the best epoch.")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="Runs at once, each a process of its own; default: one, in this process.")
+    ] = None,
+    cluster: Annotated[
+        Cluster | None, typer.Option(help="Submit the runs by submitit instead (extra `cluster`); local: processes here.")
+    ] = None,
+    cluster_options: Annotated[
+        list[str] | None,
+        typer.Option("--cluster-set", metavar="KEY=VALUE", help="Of submitit, as slurm_partition=gpu or timeout_min=60."),
+    ] = None,
+    devices: Devices = 1,
+    out: Out = Path("runs"),
+    data: DataRoot = None,
+    as_json: AsJson = False,
+) -> None:
+    """Train an experiment over a grid of settings and compare the runs in a table; finished runs are not run again."""
+    with explained():
+        say_if_toy(scale)
+        found = find_experiment(experiment, scale)
+        folder = out / found.name / scale / "sweep"
+        changes = all_assignments(config, assignments)
+        all_points = points(found, parse_grid(grid), folder, changes, seeds)
+        planned = [job for point in all_points for job in point.jobs]
+        for job in planned:
+            job.check_settings()
+        todo = [job for job in planned if not job.finished]
+        runs = counted(len(planned), "run")
+        say(f"{found.name}: {counted(len(all_points), 'point')}, {runs}, {len(planned) - len(todo)} of them finished.")
+        place = Resources(data, devices)
+        if cluster is None:
+            failures = run_jobs(todo, place, at_once=jobs or 0)
+        else:
+            options = _options(cluster_options or [])
+            failures = run_on_cluster(todo, cluster, options, folder / "submitit", place, RunWatch(len(todo)))
+        done = [job for job in planned if job.finished]
+        if done:
+            name, way = _metric(done, metric)
+            measured = results(all_points, name)
+            _show(measured, name, way, write_results(folder, name, measured), as_json)
+    say_if_toy(scale)
+    tell_failures(failures)
+
+
+def _metric(done: Sequence[Job], metric: str | None) -> tuple[str, str]:
+    name, way = default_metric(done[0])
+    return (name, way) if metric is None else (metric, "max" if "accuracy" in metric or "iou" in metric else "min")
+
+
+def _options(texts: Sequence[str]) -> dict[str, Any]:
+    pairs = [text.partition("=") for text in texts]
+    return {name.strip(): int(value) if value.strip().isdigit() else value.strip() for name, _, value in pairs}
+
+
+def _show(found: Sequence[PointResult], metric: str, way: str, file: Path, as_json: bool) -> None:
+    """The table, best point first."""
+    if as_json:
+        return show_json({"metric": metric, "file": str(file), "points": [asdict(each) for each in found]})
+    known = sorted((each for each in found if each.mean is not None), key=lambda r: r.mean or 0.0, reverse=way == "max")
+    names = list(found[0].values)
+    heads = [*names, f"{metric}, last epoch", "failed solves", "seconds", "runs"]
+    rows = [[*each.values.values(), *_cells(each, metric.partition(".")[2])] for each in known]
+    show_table(f"Sweep over {', '.join(names)}, best first", heads, rows)
+    typer.echo(f"\nnumbers: {file}")
+
+
+def _cells(each: PointResult, name: str) -> list[str]:
+    spread = "" if each.deviation is None else f" ± {metric_text(name, each.deviation)}"
+    return [
+        f"{metric_text(name, each.mean)}{spread}",
+        metric_text("failed", each.failed),
+        "-" if each.seconds is None else f"{each.seconds:.1f}",
+        str(each.runs),
+    ]

@@ -1,0 +1,134 @@
+"""A grid of settings: the runs of its points, and a table of what they gave."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from equilibria._core.files import replace_file
+from equilibria.lab.experiments.assignments import SettingError
+from equilibria.lab.experiments.definitions import Experiment
+from equilibria.lab.experiments.runner import Job, seed_number
+from equilibria.lab.training.folder import Run
+
+NUMBERS = "sweep.json"
+MOST = 1000  # runs of one sweep; more are taken for a mistake
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point of the grid: its values by setting, and one run per seed."""
+
+    values: dict[str, str]
+    jobs: tuple[Job, ...]
+
+
+@dataclass(frozen=True)
+class PointResult:
+    """What a point gave.
+
+    mean, deviation    of `metric` in the last epoch, over the finished runs; None without a run, or with one only
+    failed             share of failed solves in the last epoch, the mean over runs
+    seconds            of training, the mean over runs
+    runs               how many are finished
+    """
+
+    values: dict[str, str]
+    mean: float | None
+    deviation: float | None
+    failed: float | None
+    seconds: float | None
+    runs: int
+
+
+def parse_grid(texts: Sequence[str]) -> dict[str, list[str]]:
+    """`name=a,b,c` by name. Values that contain commas themselves are separated by "|"."""
+    grid: dict[str, list[str]] = {}
+    for text in texts:
+        name, separator, values = (part.strip() for part in text.partition("="))
+        found = [value.strip() for value in values.split("|" if "|" in values else ",") if value.strip()]
+        if not separator or not name or not found:
+            raise SettingError(f"Expected --grid key=value,value,..., got {text!r}.")
+        if name in grid:
+            raise SettingError(f"--grid {name} is given twice; name all its values at once.")
+        if len(set(found)) < len(found):
+            raise SettingError(f"--grid {name} has a value twice: {', '.join(found)}.")
+        grid[name] = found
+    if not grid:
+        raise SettingError("A sweep needs at least one --grid key=value,value,...")
+    return grid
+
+
+def points(
+    experiment: Experiment[Any], grid: dict[str, list[str]], folder: Path, assignments: Sequence[str] = (), seeds: int = 1
+) -> list[Point]:
+    """The points of the grid with their runs; every combination of values is checked before anything runs."""
+    found = []
+    for values in itertools.product(*grid.values()):
+        own = dict(zip(grid, values, strict=True))
+        changes = [*assignments, *(f"{name}={value}" for name, value in own.items())]
+        changed = experiment.changed(changes)
+        label = ", ".join(f"{name}={value}" for name, value in own.items())
+        jobs = []
+        for place in range(seeds):
+            number = changed.training.seed if "training.seed" in own else seed_number(changed, place)
+            jobs.append(Job(label, changed.seeded(number), folder / _folder_name(own) / f"seed-{number}", tuple(changes)))
+        found.append(Point(own, tuple(jobs)))
+    if (count := len(found) * seeds) > MOST:
+        raise SettingError(f"This grid has {count} runs, at most {MOST} are allowed. Name fewer values or seeds.")
+    if "training.seed" in grid and seeds > 1:
+        raise SettingError("--grid training.seed=... names the seeds; leave --seeds out.")
+    return found
+
+
+def results(found: Sequence[Point], metric: str) -> list[PointResult]:
+    """The results of the points, in the order of the grid. `metric` is SPLIT.NAME, such as test.accuracy."""
+    return [_result(point, metric) for point in found]
+
+
+def default_metric(job: Job) -> tuple[str, str]:
+    """The metric that selects the best epoch of a run, as SPLIT.NAME, and which way is better."""
+    name, way = job.experiment.task().better
+    summary = Run.open(job.folder).summary
+    assert summary is not None
+    split = next(split for split in ("valid", "test", "train") if split in summary["final"]["split"])
+    return f"{split}.{name}", way
+
+
+def write_results(folder: Path, metric: str, found: Sequence[PointResult]) -> Path:
+    """Write the results as JSON; returns the file."""
+    path = folder / NUMBERS
+    replace_file(
+        path, (json.dumps({"metric": metric, "points": [asdict(each) for each in found]}, indent=1) + "\n").encode()
+    )
+    return path
+
+
+def _result(point: Point, metric: str) -> PointResult:
+    split, _, name = metric.partition(".")
+    summaries = [Run.open(job.folder).summary for job in point.jobs if job.finished]
+    finals = [summary["final"] for summary in summaries if summary is not None]
+    for final in finals:
+        if name not in final["split"].get(split, {}):
+            known = [f"{part}.{key}" for part, values in final["split"].items() for key in values]
+            raise SettingError(f"There is no metric {metric!r} in these runs: {', '.join(known)}.")
+    values = [final["split"][split][name] for final in finals]
+    return PointResult(
+        point.values,
+        statistics.fmean(values) if values else None,
+        statistics.stdev(values) if len(values) > 1 else None,
+        statistics.fmean(final["failed_share"] for final in finals) if finals else None,
+        statistics.fmean(summary["seconds_train"] for summary in summaries if summary is not None) if finals else None,
+        len(finals),
+    )
+
+
+def _folder_name(values: dict[str, str]) -> str:
+    """The values as the name of a folder."""
+    return re.sub(r"[^\w.=,+-]", "_", ",".join(f"{name}={value}" for name, value in values.items()))
