@@ -57,3 +57,10 @@ def optional(module: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ImportError(f"This needs {module} ({error}). Install it with: pip install 'equilibria[{extra}]'") from error
+
+
+def missing(error: ModuleNotFoundError, extra: str) -> ImportError:
+    """The error for a module that cannot be imported: it names the extra, unless a module of this package is missing."""
+    if (error.name or "").partition(".")[0] == "equilibria":
+        return error
+    return ImportError(f"This needs {error.name} ({error}). Install it with: pip install 'equilibria[{extra}]'")

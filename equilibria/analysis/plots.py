@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from equilibria._core.files import optional
 from equilibria.solution import Solution, Stats
 
 if TYPE_CHECKING:
@@ -62,12 +63,10 @@ def histogram(axes: Axes, converged: Sequence[int], failed: Sequence[int]) -> Ax
 
 def new_axes(width: float = 5.2, height: float = 3.4) -> Axes:
     """Return the axes of a new figure that is drawn without a display."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure.add_subplot()
+    figure = optional("matplotlib.figure", "train").Figure(figsize=(width, height), layout="constrained")
+    optional("matplotlib.backends.backend_agg", "train").FigureCanvasAgg(figure)
+    axes: Axes = figure.add_subplot()
+    return axes
 
 
 def finish(axes: Axes, x: str, y: str, *, log: bool = False, legend: bool = False) -> Axes:

@@ -78,11 +78,11 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> Path:
     Changes made to the model after its creation, such as `model.layer.solver`, are not saved. Missing folders are created;
     an existing file is replaced atomically.
     """
-    path, model = Path(path), bare(model)
+    path, model, safetensors = Path(path), bare(model), optional("safetensors.torch", "train")
     tensors, notes = _described(model)
     notes["sha256"] = _digest(tensors, notes)
     metadata = {KEY: json.dumps(notes, allow_nan=False)}
-    data = optional("safetensors.torch", "train").save(tensors, metadata)
+    data = safetensors.save(tensors, metadata)
     replace_file(path, data)
     return path
 

@@ -13,11 +13,17 @@ from importlib import resources
 from typing import Any
 
 import torch
-import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
-from starlette.routing import Route
+
+from equilibria._core.files import missing
+
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+    from starlette.routing import Route
+except ModuleNotFoundError as error:
+    raise missing(error, "serve") from error
 
 from equilibria.serving import codec
 from equilibria.serving.engine import Engine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,10 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not methods:
         parser.error(f"no method has any of {', '.join(options.only)} in its name.")
     for path in (options.json, options.plot):
-        if path is not None and not path.resolve().parent.is_dir():
-            parser.error(f"there is no folder {path.parent} to write {path.name} into.")
-        if path is not None and not os.access(path.resolve().parent, os.W_OK):
-            parser.error(f"the folder {path.resolve().parent} cannot be written to: choose another place for {path.name}.")
+        if path is not None and (problem := _unwritable(path)) is not None:
+            parser.error(f"{path} cannot be written: {problem}. Choose another place.")
     if options.budget is not None and options.budget < 0:
         parser.error(f"--budget must not be negative, got {options.budget}.")
     torch.set_num_threads(1)  # kernels this small vary far more with threads than methods differ
@@ -45,6 +42,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\nTorchDEQ is not installed, so there is nothing to compare with: pip install torchdeq")
     _write(results, options.json, options.plot)
     return 0
+
+
+def _unwritable(path: Path) -> str | None:
+    """Why a file cannot be written, tried by opening it; None if it can."""
+    is_new = not path.exists()
+    try:
+        with open(path, "ab"):
+            pass
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
 
 
 def _write(results: BenchResults, numbers: Path | None, picture: Path | None) -> None:

@@ -46,7 +46,7 @@ def explained() -> Iterator[None]:
         yield
     except (SettingError, UnknownName) as error:
         raise typer.BadParameter(str(error)) from error
-    except (DataError, TrainingError, CorruptCheckpointError, ModuleNotFoundError, OSError, ValueError) as error:
+    except (DataError, TrainingError, CorruptCheckpointError, ImportError, OSError, ValueError) as error:
         typer.echo(f"Error: {_words(error)}", err=True)
         raise typer.Exit(1) from error
     except KeyboardInterrupt as error:

@@ -115,11 +115,13 @@ def _show_sets(sets: list[dict[str, Any]]) -> None:
     def there(s: dict[str, Any]) -> str:
         return "made on the spot" if not s["files"] else "yes" if s["present"] else "no"
 
+    def size(s: dict[str, Any]) -> str:
+        return f"{s['megabytes']:g}" if s["megabytes"] else "-"
+
     rows = [
-        (s["name"], s["summary"], f"{s['train']:,}", f"{s['valid']:,}", f"{s['test']:,}", f"{s['megabytes']:g}", there(s))
-        for s in sets
+        (s["name"], s["summary"], f"{s['train']:,}", f"{s['valid']:,}", f"{s['test']:,}", size(s), there(s)) for s in sets
     ]
-    show_table("Data", ("dataset", "what", "train", "valid", "test", "MB", "there"), rows)
+    show_table("Data", ("dataset", "what", "train", "valid", "test", "download, MB", "there"), rows)
 
 
 def _epochs(table: Table, row: TableRow) -> str:

@@ -79,6 +79,8 @@ def load(name: str) -> Any:
         if (error.name or "").partition(".")[0] == "equilibria":
             raise
         raise SystemExit(f"The command line needs the extra `train`: pip install 'equilibria[train]'. ({error})") from error
+    except ImportError as error:
+        raise SystemExit(f"Error: {error}") from error
     group = typer.Typer(add_completion=False)
     if isinstance(found, typer.Typer):
         group.add_typer(found, name=name)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from equilibria._core.files import optional
 from equilibria.lab.experiments.runner import Failure, Job, Resources, command
 
 Cluster = Literal["slurm", "local"]
@@ -70,12 +71,7 @@ def _run(words: Command) -> int:
 
 
 def _executor(cluster: Cluster, options: Mapping[str, Any], logs: Path) -> Any:
-    try:
-        import submitit
-    except ModuleNotFoundError as error:
-        message = "--cluster needs the extra `cluster`: pip install 'equilibria[cluster]'."
-        raise ModuleNotFoundError(message, name="submitit") from error
-    executor = submitit.AutoExecutor(folder=logs.resolve(), cluster=cluster)
+    executor = optional("submitit", "cluster").AutoExecutor(folder=logs.resolve(), cluster=cluster)
     try:
         executor.update_parameters(**options)
     except (NameError, TypeError) as error:

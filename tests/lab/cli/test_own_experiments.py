@@ -168,3 +168,10 @@ def test_a_sweep_runs_by_submitit(tmp_path: Path) -> None:
     options = ["--cluster", "local", "--cluster-set", "timeout_min=10"]
     shown = run("sweep", MINE, "--grid", "width=4,8", *SMALL[:4], *options)
     assert "best first" in shown and Run.open(tmp_path / "runs/my-digits/full/sweep/width=4/seed-0").summary is not None
+
+
+def test_diagnose_names_what_it_expects(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import torch\nmodel = torch.nn.Linear(2, 2)\ndef build():\n    return model\n")
+    assert "must be a function that returns a pair (model, batch), got Linear" in run("diagnose", "mine.py:model", code=2)
+    assert "must return a pair (model, batch), got Linear" in run("diagnose", "mine.py:build", code=2)
+    assert "has no 'other'" in run("diagnose", "mine.py:other", code=2)
