@@ -110,6 +110,7 @@ def test_the_core_needs_torch_alone() -> None:
         "lab.cli.listing": {"typer"},
         "lab.cli.tables": {"typer"},
         "lab.cli.runs": {"typer"},
+        "lab.cli.sweeping": {"typer"},
         "lab.cli.diagnosis": {"typer"},
         "lab.cli.generating": {"typer"},
         "lab.cli.serving": {"typer"},

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from equilibria._core.files import optional
 from equilibria.lab.experiments.assignments import SettingError
 
 READERS = {".yaml": "YAML", ".yml": "YAML", ".toml": "TOML", ".json": "JSON"}
@@ -32,8 +33,7 @@ def _parsed(path: Path) -> Any:
         return tomllib.loads(text)
     if path.suffix == ".json":
         return json.loads(text)
-    import yaml
-
+    yaml = optional("yaml", "train")
     try:
         return yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
