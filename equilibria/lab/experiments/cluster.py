@@ -27,9 +27,7 @@ class Command:
         return 0
 
     def checkpoint(self) -> Any:
-        from submitit.helpers import DelayedSubmission
-
-        return DelayedSubmission(self)
+        return optional("submitit.helpers", "cluster").DelayedSubmission(self)
 
 
 def run_on_cluster(
