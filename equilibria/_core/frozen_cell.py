@@ -124,10 +124,8 @@ class FrozenCell:
     def snapshot(self) -> Snapshot:
         """A snapshot of the module with its held weights and masks, taken on the first call."""
         assert self.module is not None
-        if self._snapshot is None and not self.holds:
-            self._snapshot = Snapshot(self.module)
-        elif self._snapshot is None:
-            with self.in_place():
+        if self._snapshot is None:
+            with self.in_place() if self.holds else nullcontext():
                 self._snapshot = Snapshot(self.module)
         return self._snapshot
 
@@ -251,9 +249,8 @@ class Snapshot:
             (i, name, value)
             for i, attributes in enumerate(self._attributes)
             for name, value in attributes.items()
-            if not (
-                isinstance(value, _PLAIN) or name in REGISTERED or (isinstance(value, (dict, set)) and not value)
-            )  # no hooks
+            # containers that are empty refer to nothing; most are hooks that nobody registered
+            if not (isinstance(value, _PLAIN) or name in REGISTERED or (type(value) in _CONTAINERS and not value))
         ]
         self._referring = [(i, name) for i, name, value in others if self._refers(value)]
         self.copyable = not any(
