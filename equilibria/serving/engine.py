@@ -325,6 +325,11 @@ class Engine:
     # state
 
     @property
+    def alive(self) -> bool:
+        """True while the thread of `start` runs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
     def queued(self) -> int:
         """Number of requests that wait for a row."""
         return self._queued + sum(len(pool.staging.tickets) for pool in list(self.pools.values()))

@@ -90,17 +90,21 @@ class Server:
         self.monitor = ServerMonitor(engine)
         self.draining = False
 
+    def handlers(self) -> dict[str, tuple[str, Callable[[Request], Awaitable[Response]]]]:
+        """Return the method and the handler of every path."""
+        return {
+            "/predict": ("POST", self._answering(self.predict)),
+            "/health": ("GET", self.health),
+            "/metrics": ("GET", self._answering(self.metrics)),
+            "/status": ("GET", self._answering(self.status)),
+            "/openapi.json": ("GET", self.openapi),
+            "/docs": ("GET", self.docs),
+            "/": ("GET", self.watch),
+        }
+
     def application(self) -> Starlette:
         """Return the ASGI application; the engine starts and stops with it."""
-        routes = [
-            Route("/predict", self._answering(self.predict), methods=["POST"]),
-            Route("/health", self.health),
-            Route("/metrics", self._answering(self.metrics)),
-            Route("/status", self._answering(self.status)),
-            Route("/openapi.json", self.openapi),
-            Route("/docs", self.docs),
-            Route("/", self.watch),
-        ]
+        routes = [Route(path, handler, methods=[method]) for path, (method, handler) in self.handlers().items()]
         return Starlette(routes=routes, lifespan=self._lifespan)
 
     @asynccontextmanager

@@ -183,6 +183,26 @@ def test_a_bad_request_does_not_change_the_other_answers(kind: str) -> None:
         assert (ours.status, ours.steps, ours.residual) == (theirs.status, theirs.steps, theirs.residual)
 
 
+class Elementwise(nn.Module):
+    """tanh(0.9 z + x): no kernel whose rounding depends on the number of rows."""
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(0.9 * z + x)
+
+
+@pytest.mark.parametrize("solver", [eq.Picard(), eq.Anderson(), eq.Broyden()], ids=name)
+def test_native_steps_of_a_row_do_not_depend_on_other_requests(solver: Any) -> None:
+    if not native.available():
+        pytest.skip(native.reason())
+    model = eq.DEQ(Elementwise(), solver=solver, stop=STOP)
+    inputs = requests(9)
+    together = run(Engine(model, rows=4), inputs, [0, 0, 1, 2, 0, 3, 0, 1, 1])
+    for answer, x in zip(together, inputs, strict=True):
+        (single,) = run(Engine(model, rows=4), [x], [0])
+        assert torch.equal(answer.output, single.output)
+        assert (answer.status, answer.steps, answer.residual) == (single.status, single.steps, single.residual)
+
+
 def test_a_passed_deadline_returns_the_best_iterate_flagged_late(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     model = Net(eq.Picard(), stop=eq.Stop(max_steps=10**9, on_failure="ignore"))
