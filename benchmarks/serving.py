@@ -8,9 +8,9 @@ Two baselines, each with rows that drop out of the solve when they are done:
 "Full" is the engine with full=True, which evaluates all rows at every step.
 
 Time is that of the processor, so that a machine that does other things as well changes it little. Saturation: all requests
-wait from the beginning; the three take turns, and the figures are medians over the rounds. Load: Poisson arrivals on a clock
-that runs with the processor time of the server and jumps over its idle time; latencies are from arrival to answer. A batch
-is then whatever waits when the server becomes free, up to its rows.
+wait from the beginning; the servers take turns, and ratios are medians over the rounds of ratios within a round. Load:
+Poisson arrivals on a clock that runs with the processor time of the server and jumps over its idle time; latencies are from
+arrival to answer. A batch is then whatever waits when the server becomes free, up to its rows.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import argparse
 import gc
 import json
 import math
+import os
 import random
 import statistics
 import time
@@ -215,9 +216,9 @@ def measure(case: Case, rounds: int, curve: bool) -> dict[str, Any]:
         "steps": {"least": steps[0], "median": steps[len(steps) // 2], "most": steps[-1]},
         "per_second": {kind: 1 / value for kind, value in each.items()},
         "spread": {kind: (max(values) - min(values)) / each[kind] for kind, values in taken.items()},
-        "throughput_over_static": each["static"] / each["engine"],
-        "throughput_over_grouped": each["grouped"] / each["engine"],
-        "throughput_of_full_over_engine": each["engine"] / each["full"],
+        "throughput_over_static": paired(taken, "static", "engine"),
+        "throughput_over_grouped": paired(taken, "grouped", "engine"),
+        "throughput_of_full_over_engine": paired(taken, "engine", "full"),
     }
     report["easy_behind_hard_ms"] = {kind: 1e3 * behind_hard(servers[kind], case.requests, tickets) for kind in kinds}
     loads = LOADS if curve else (0.8,)
@@ -226,6 +227,11 @@ def measure(case: Case, rounds: int, curve: bool) -> dict[str, Any]:
     report["p99_over_static"] = at80["engine"]["p99_ms"] / at80["static"]["p99_ms"]
     report["p99_over_grouped"] = at80["engine"]["p99_ms"] / at80["grouped"]["p99_ms"]
     return report
+
+
+def paired(taken: dict[str, list[float]], one: str, other: str) -> float:
+    """Median over the rounds of the ratio of two times that were measured one after the other."""
+    return statistics.median(a / b for a, b in zip(taken[one], taken[other], strict=True))
 
 
 def at_load(servers: dict[str, Any], case: Case, rate: float) -> dict[str, dict[str, float | None]]:
@@ -275,8 +281,9 @@ def main() -> None:
     found = cases(options.cases, options.requests)
     gc.freeze()  # as `equilibria serve` does: collections then look at what requests leave, not at the libraries
     report: dict[str, Any] = {
-        "command": "python benchmarks/serving.py",
+        "command": f"python benchmarks/serving.py --rounds {options.rounds} --requests {options.requests}",
         "torch": torch.__version__,
+        "load_of_the_machine": os.getloadavg()[1],
         "rows": ROWS,
         "rounds": options.rounds,
         "cases": {},

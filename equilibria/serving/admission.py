@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
@@ -13,6 +12,7 @@ from equilibria.serving.pacing import Pacing
 Admission = Literal["auto", "continuous", "grouped"]
 
 BLOCKS = 9  # pools whose largest numbers of steps are kept
+CLEARLY = 1.25
 
 
 class Admitting:
@@ -21,11 +21,10 @@ class Admitting:
     continuous  requests enter whenever rows are free, beside rows that are further advanced
     grouped     requests enter when the pool is empty, and finished rows are dropped: static batching
 
-    A step of r rows costs c(r) = c + b r. A group takes as many steps as its slowest row, so that it pays c for `longest`
-    steps, where a pool whose rows are always in use pays it for `mean` steps. In return the continuous mode has rows enter
-    and leave every T steps at a cost a, and leaves rows idle in between, which costs sqrt(2 a mean c(rows)) per pool at the
-    best T (see `Pacing`), where a group pays a once. A pool that is not saturated is always continuous, which keeps latency
-    low.
+    A group takes as many steps as its slowest row, the last ones with few rows. In return its rows enter and are answered
+    once, where the continuous mode does so every few steps (see `Pacing`). The mode whose extra cost is smaller is used; the
+    continuous one only if it is clearly smaller, because costs are measured on a machine that does other things too. A pool
+    that is not saturated is always continuous, which keeps latency low.
     """
 
     def __init__(self, mode: Admission, capacity: int, *, full: bool = False) -> None:
@@ -41,12 +40,5 @@ class Admitting:
             self._longest.append(self._most)
             self._most = self._rows = 0
             if self.mode == "auto":
-                self.grouped = self._is_grouped_faster(pacing)
-
-    def _is_grouped_faster(self, pacing: Pacing) -> bool:
-        """Compare the costs of both modes for one pool of requests."""
-        enter = pacing.exchange
-        whole = pacing.step_of(self.capacity)
-        fixed = whole if self.full else pacing.step_of(0)
-        saved = fixed * (median(self._longest) - pacing.steps) + enter
-        return saved < math.sqrt(2 * enter * max(pacing.steps, 1.0) * whole)
+                extra = pacing.extra_of_groups(median(self._longest), full=self.full)
+                self.grouped = extra < CLEARLY * pacing.extra_of_continuous()

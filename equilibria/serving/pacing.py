@@ -10,7 +10,7 @@ from statistics import median
 KEPT = 15  # measurements; their median is robust against an occasional slow one
 FIRST = 3  # steps between two exchanges before anything is measured
 FORGET = 0.99  # weight of earlier rows in the running mean of steps per row
-NARROW = 4  # steps of less than 1 / NARROW of all rows are kept apart, to find the cost that does not depend on the rows
+NARROW = 4  # steps of less than 1 / NARROW of all rows are kept apart
 
 
 class Cost:
@@ -35,9 +35,9 @@ class Cost:
         whole = median(seconds for _, seconds in found)
         return max(median(seconds - slope * rows for rows, seconds in found), 0.25 * whole)
 
-    def middle(self) -> tuple[float, float]:
-        """Return the medians of the rows and of the seconds."""
-        return median(rows for rows, _ in self.found), median(seconds for _, seconds in self.found)
+    def middle(self) -> float:
+        """Return the median of the seconds."""
+        return median(seconds for _, seconds in self.found)
 
 
 class Pacing:
@@ -60,20 +60,26 @@ class Pacing:
     def step(self) -> float:
         """Seconds of a step, with as many rows as lately."""
         last = self._wide if self._wide.found else self._narrow
-        return last.middle()[1] if last.found else 0.0
+        return last.middle() if last.found else 0.0
 
     @property
-    def exchange(self) -> float:
-        """Seconds of letting rows enter and of answering rows, without what depends on the number of rows."""
-        return self._enter.fixed + self._answer.fixed
+    def narrow_step(self) -> float:
+        """Seconds of a step of few rows."""
+        return self._narrow.middle() if self._narrow.found else self.step
 
-    def step_of(self, rows: int) -> float:
-        """Return the seconds of a step of `rows` rows, on the line through the steps of few and of many rows."""
-        if not (self._narrow.found and self._wide.found):
-            return self.step
-        (few, short), (many, long) = self._narrow.middle(), self._wide.middle()
-        slope = max(long - short, 0.0) / max(many - few, 1.0)
-        return max(short - slope * (few - rows), 0.0)
+    def extra_of_groups(self, longest: float, *, full: bool) -> float:
+        """Return the seconds that a pool of requests takes beyond those of its rows' steps if it enters as a group.
+
+        longest  steps of the slowest row, which the others do not take
+        full     steps of few rows cost as much as those of many
+        """
+        step = self.step if full else self.narrow_step
+        return self._enter.fixed + self._answer.fixed + step * (longest - self.steps)
+
+    def extra_of_continuous(self) -> float:
+        """Return the same if rows enter and leave at any time: sqrt(2 a m step) for entering, at the best period."""
+        steps = max(self.steps, 1.0)
+        return math.sqrt(2 * self._enter.fixed * steps * self.step) + self._answer.fixed * steps / self.answer_period
 
     def stepped(self, rows: int, seconds: float) -> None:
         """Record a step of `rows` rows."""
