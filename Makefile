@@ -21,7 +21,7 @@ test-all: lint ## The same with the slow tests
 
 test-ray: .venv/installed-dev ## Replicas of a served model on a local Ray instance; installs the extra `ray`, 300 MB
 	$(BIN)/pip install -qq --disable-pip-version-check -c constraints.txt -e ".[ray]"
-	OMP_NUM_THREADS=1 RAY_raylet_start_wait_time_s=300 $(BIN)/pytest -q -m slow tests/serving/test_ray.py
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -m slow tests/serving/test_ray.py
 
 test-plain: .venv/installed-dev ## Solvers, core and gradients with steps in torch, without the compiled kernels
 	EQUILIBRIA_NATIVE=0 OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 tests/solvers tests/core tests/gradients tests/native

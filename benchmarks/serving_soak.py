@@ -37,7 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--load", type=float, default=0.8, help="share of the measured saturation")
-    parser.add_argument("--json", type=Path, default=Path("docs/serving/soak.json"))
+    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/serving_soak.json"))
     options = parser.parse_args()
     torch.manual_seed(0)
     model = eq.models.create("skip-mlp-v2", inputs=INPUTS, width=WIDTH).eval()

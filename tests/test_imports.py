@@ -120,6 +120,7 @@ def test_the_core_needs_torch_alone() -> None:
         "integrations.accelerate": {"accelerate"},
         "integrations.huggingface": {"transformers"},
         "integrations.lightning": {"lightning"},
+        "serving.ray": {"ray", "starlette"},
         "serving.server": {"starlette", "uvicorn"},
         "lab.cli.publishing": {"typer"},
         "lab.cli.running": {"typer"},

@@ -47,7 +47,14 @@ def handle(model: Path) -> Iterator[Any]:
 
     from equilibria.serving.ray import application
 
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
+    for attempt in range(3):  # Ray gives a node 30 seconds to start, which a busy machine may exceed
+        try:
+            ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
+            break
+        except Exception:
+            ray.shutdown()
+            if attempt == 2:
+                raise
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": 18765})
         yield serve.run(application(model, rows=8, replicas=2), name="equilibria")
