@@ -32,6 +32,10 @@ def run(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
         ("memory.py", ["--width", "16", "--batch", "32"], "last/first"),
         ("stability.py", ["--epochs", "1"], "spectral norm"),
         ("jacobian_regularization.py", ["--epochs", "1", "--runs", "1"], "steps to 1e-3"),
+        ("parallel_sampling.py", ["--training", "20", "--steps", "10", "--iterations", "2"], "sequential chain: 10 rounds"),
+        ("fit_image.py", ["--steps", "5", "--size", "16"], "equilibrium, 1,921 weights"),
+        ("deblurring.py", ["--steps", "2"], "equilibrium: PSNR in dB after 1"),
+        ("bratu.py", [], "true 2.000"),
     ],
 )
 def test_example(
@@ -45,6 +49,33 @@ def test_example(
     run(name, [*arguments, "--plot", str(tmp_path / "plot.png")], monkeypatch)
     assert (tmp_path / "plot.png").stat().st_size > 10_000
     assert printed in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["parallel_sampling.py", "fit_image.py", "deblurring.py", "bratu.py"])
+def test_examples_of_applications_are_short(name: str) -> None:
+    assert len((EXAMPLES / name).read_text().splitlines()) < 100
+
+
+def test_the_bratu_problem_and_its_derivatives_are_those_of_scipy() -> None:
+    """Solution, gradient and Hessian of the misfit against scipy's solver and its central differences."""
+    pytest.importorskip("scipy")
+    pytest.importorskip("matplotlib")
+    found = runpy.run_path(str(EXAMPLES / "bratu.py"))
+    theta = torch.tensor([2.5, 1.0], dtype=torch.float64)
+    torch.testing.assert_close(found["temperature"](theta), found["reference"](theta), rtol=0, atol=1e-9)
+    data, scale = found["reference"](found["TRUTH"]), 2 * found["NOISE"] ** 2
+
+    def misfit(theta: Tensor) -> float:
+        return float((found["reference"](theta) - data).square().sum() / scale)
+
+    step = torch.eye(2, dtype=torch.float64) * 1e-3
+    slope = [(misfit(theta + e) - misfit(theta - e)) / 2e-3 for e in step]
+    torch.testing.assert_close(
+        torch.func.grad(found["misfit"])(theta, data), torch.tensor(slope).double(), rtol=1e-4, atol=0
+    )
+    gradients = [torch.func.grad(found["misfit"])(theta + e, data) for e in (*step, *-step)]
+    curvature = torch.stack([(gradients[i] - gradients[i + 2]) / 2e-3 for i in range(2)])
+    torch.testing.assert_close(torch.func.hessian(found["misfit"])(theta, data), curvature, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize(
