@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -91,6 +93,14 @@ FOUND = [
 @pytest.mark.parametrize("case", FOUND, ids=str)
 def test_what_was_found_once_stays_mended(case: Case) -> None:
     assert not judge(case).findings
+
+
+def test_the_stored_run_found_nothing_and_the_page_has_its_figures() -> None:
+    root = Path(__file__).parent.parent.parent
+    run = json.loads((root / "tests" / "fuzz" / "figures.json").read_text())
+    assert run["samples"] >= 100_000 and run["lies"] == run["unclear"] == 0
+    shown = f"seed {run['seed']}: {run['samples']:,} samples, {run['gradients']:,} gradients compared, 0 findings"
+    assert shown in (root / "docs" / "evidence.md").read_text()
 
 
 def solved() -> Run:
