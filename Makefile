@@ -69,6 +69,7 @@ notebooks: .venv/installed-dev ## Run the notebooks and write their outputs
 	OMP_NUM_THREADS=1 $(BIN)/python notebooks/execute.py
 
 docs: .venv/installed-docs ## Build the documentation into site/
+	$(BIN)/python docs/site_pages.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 dist: .venv/installed-dev ## Build the archive and the wheel of a release into dist/

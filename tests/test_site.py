@@ -61,15 +61,28 @@ def _broken(site: Path) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     site = tmp_path_factory.mktemp("docs").resolve() / "site"
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
-    build = subprocess.run(command, cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True)
-    assert build.returncode == 0, build.stdout + build.stderr
+    _run("docs/site_pages.py")
+    _run("-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site))
     return site
+
+
+def _run(*words: str) -> None:
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_links_lead_somewhere(site: Path) -> None:
     assert sum(1 for _ in site.rglob("*.html")) > 15
     assert list(_broken(site)) == []
+
+
+def test_pages_have_captions_reports_and_the_api_by_room(site: Path) -> None:
+    report = (site / "results" / "digits" / "report" / "index.html").read_text()
+    assert "<figcaption>" in report
+    assert "<figcaption>" in (site / "index.html").read_text() and "Version " in (site / "index.html").read_text()
+    assert 'id="equilibria.Anderson"' in (site / "api" / "solvers" / "index.html").read_text()
+    assert "styles/site.css" in report and (site / "styles" / "site.css").exists()
 
 
 LOOK = """<script>
