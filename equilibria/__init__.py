@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from equilibria import serving as serving
     from equilibria.analysis import diagnose, gradient_agreement, spectral_radius, tune
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "DEQ",
