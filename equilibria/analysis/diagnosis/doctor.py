@@ -47,10 +47,11 @@ class Diagnosis:
         """Return all numbers and findings as JSON; numbers that are not finite are strings."""
         return json.dumps(to_plain(self, _named), indent=1, allow_nan=False)
 
-    def save(self, folder: str | Path) -> Path:
+    def save(self, folder: str | Path, command: str | None = None) -> Path:
         """Write numbers (JSON), plots (PNG) and one self-contained page (HTML) to `folder`; returns the path of the page.
 
-        Needs matplotlib, which comes with the extra `train`. Every file is written atomically.
+        Needs matplotlib, which comes with the extra `train`. Every file is written atomically. The page shows the date, the
+        versions and, if given, the `command` that wrote it.
         """
         from equilibria.analysis.diagnosis.page import page, pictures
 
@@ -60,7 +61,7 @@ class Diagnosis:
         for name, content in drawn.items():
             replace_file(folder / f"{name}.png", content)
         replace_file(folder / NUMBERS, self.to_json().encode())
-        replace_file(folder / PAGE, page(self.layers, drawn).encode())
+        replace_file(folder / PAGE, page(self.layers, drawn, command).encode())
         return folder / PAGE
 
     def __str__(self) -> str:

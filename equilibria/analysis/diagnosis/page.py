@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import platform
 import re
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from html import escape
 from typing import TYPE_CHECKING
 
+import torch
+
+import equilibria
 from equilibria.analysis.diagnosis.examine import Examination
 from equilibria.analysis.diagnosis.findings import Severity
 from equilibria.analysis.diagnosis.layers import LayerDiagnosis, rows
@@ -23,6 +28,7 @@ TITLES = {
     "solvers": "Other solvers to the same tolerance: worst sample",
     "gradients": "Gradients next to the exact one",
 }
+LABEL = 40  # characters of a label in a plot
 WORDS = {Severity.ILL: "Ill", Severity.RISK: "At risk", Severity.HINT: "Hint"}
 
 
@@ -37,13 +43,20 @@ def pictures(layers: Sequence[LayerDiagnosis]) -> dict[str, bytes]:
     return found
 
 
-def page(layers: Sequence[LayerDiagnosis], drawn: dict[str, bytes]) -> str:
-    """Return one HTML document with pictures and style inlined."""
+def page(layers: Sequence[LayerDiagnosis], drawn: dict[str, bytes], command: str | None = None) -> str:
+    """Return one HTML document with pictures and style inlined; `command` is shown as what wrote it."""
     sections = "\n".join(_section(layer, drawn) for layer in layers)
     verdict = "healthy" if all(layer.healthy for layer in layers) else "needs attention"
     count = len(layers)
     heading = f"<h1>Diagnosis of {count} equilibrium layer{'s' if count > 1 else ''}</h1>"
-    return document(f"Diagnosis: {verdict}", f"{heading}\n{sections}")
+    return document(f"Diagnosis: {verdict}", f"{heading}\n{_origin(command)}\n{sections}")
+
+
+def _origin(command: str | None) -> str:
+    """Return when, with which versions and by which command the page was written."""
+    versions = f"equilibria {equilibria.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    by = f" Command: <code>{escape(command)}</code>." if command else ""
+    return f"<p>Written {datetime.now():%Y-%m-%d %H:%M} with {versions}.{by}</p>"
 
 
 def _section(layer: LayerDiagnosis, drawn: dict[str, bytes]) -> str:
@@ -64,7 +77,7 @@ def _section(layer: LayerDiagnosis, drawn: dict[str, bytes]) -> str:
         about += f". Stopped because they took too long: {', '.join(e.out_of_time)}"
     return (
         f"<section><h2>{escape(layer.name)}</h2><p>{escape(about)}</p><ul>{found}</ul><table>{table}</table>"
-        f"{plots(shown)}{_solver_table(e)}</section>"
+        f"{plots(shown)}{_solver_table(e)}{_gradient_table(e)}</section>"
     )
 
 
@@ -81,6 +94,30 @@ def _solver_table(e: Examination) -> str:
         for r in e.solvers
     )
     return f"<table><tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>{body}</table>"
+
+
+def _gradient_table(e: Examination) -> str:
+    """Return the comparison of gradients as an HTML table; empty if none was compared."""
+    if not e.agreements:
+        return ""
+    heads = ("gradient", "cosine with the exact one", "length relative to it")
+    body = "".join(
+        f"<tr><td>{escape(a.name)}</td>"
+        + (
+            f"<td colspan='2'>{escape(str(a.error))}</td></tr>"
+            if a.error is not None
+            else f"<td>{a.cosine:.4f}</td><td>{a.norm_ratio:.3f}</td></tr>"
+        )
+        for a in e.agreements
+    )
+    return f"<table><tr>{''.join(f'<th>{head}</th>' for head in heads)}</tr>{body}</table>"
+
+
+def _labels(names: Sequence[str]) -> list[str]:
+    """Return class names for a plot, with their settings where two would be the same."""
+    short = [name.split("(")[0] for name in names]
+    long = [own if short.count(own) == 1 else name[:LABEL] for own, name in zip(short, names, strict=True)]
+    return [name if long.count(name) == 1 else f"{name} {i}" for i, name in enumerate(long, start=1)]
 
 
 def _convergence(e: Examination, axes: Axes) -> bool:
@@ -116,9 +153,9 @@ def _radius(e: Examination, axes: Axes) -> bool:
 
 def _solvers(e: Examination, axes: Axes) -> bool:
     """Plot the worst residual over the steps for every solver."""
-    for colour, result in zip(COLOURS, e.solvers, strict=False):
+    names = _labels([result.solver for result in e.solvers])
+    for colour, result, name in zip(COLOURS, e.solvers, names, strict=False):
         worst = [row[-1] for row in _finite(result.solve.curve)]
-        name = result.solver.split("(")[0]
         axes.plot(
             worst, color=colour, lw=2 if result.present else 1.3, label=f"{name}, {result.solve.evaluations} evaluations"
         )
@@ -130,7 +167,7 @@ def _solvers(e: Examination, axes: Axes) -> bool:
 def _gradients(e: Examination, axes: Axes) -> bool:
     """Plot the cosine of every gradient with the exact one."""
     shown = [a for a in e.agreements if a.error is None]
-    names = [a.name.split("(")[0] for a in shown]
+    names = _labels([a.name for a in shown])
     axes.barh(names[::-1], [a.cosine for a in shown][::-1], color=COLOURS[0], height=0.55)
     for position, agreement in enumerate(shown[::-1]):
         place = max(agreement.cosine, 0) + 0.01

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,7 +49,8 @@ def diagnose(
     model.train(not evaluating)
     with explained():
         found = run_diagnosis(model, batch)
-        page = found.save(output or (Path(str(target)) / "diagnosis" if is_run else Path("diagnosis")))
+        folder = output or (Path(str(target)) / "diagnosis" if is_run else Path("diagnosis"))
+        page = found.save(folder, "equilibria " + shlex.join(sys.argv[1:]))
     if as_json:
         return typer.echo(json.dumps(json.loads(found.to_json()) | {"page": str(page)}, indent=1))
     typer.echo(str(found))

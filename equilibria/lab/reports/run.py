@@ -15,13 +15,35 @@ from equilibria.lab.training.folder import Run
 from equilibria.lab.training.gallery import read_gallery
 
 PAGE = "report.html"
+# metric: its words, its unit
+WORDS = {
+    "loss": ("loss", ""),
+    "accuracy": ("accuracy", "share of samples"),
+    "evaluations": ("evaluations of the cell per solve", ""),
+    "nfe": ("evaluations of the cell per sample (NFE)", ""),
+    "depth": ("steps to convergence", "mean over samples"),
+    "failed": ("failed solves", "share of samples"),
+    "failed_share": ("failed solves in training", "share of samples"),
+    "residual": ("relative residual", "mean over samples"),
+    "residual_max": ("relative residual", "largest"),
+    "adjoint_evaluations": ("evaluations of the adjoint per solve", ""),
+    "adjoint_failed": ("failed adjoint solves", "share of samples"),
+    "adjoint_residual": ("relative residual of the adjoint", "mean over samples"),
+    "spectral_radius": ("spectral radius of the Jacobian", ""),
+    "lr": ("learning rate", ""),
+    "seconds_train": ("time of the epoch", "s"),
+    "seconds_step": ("time of a training step, median", "s"),
+    "seconds_backward": ("time of its backward pass, median", "s"),
+    "peak_bytes": ("peak memory", "bytes"),
+    "bad_steps": ("skipped steps", ""),
+}
 LOGARITHMIC = ("loss", "residual", "residual_max", "lr")
 
 
 def write_run_report(folder: Path) -> Path:
     """Read the run, write its plots and page, and return the path of the page."""
     run = Run.open(folder)
-    drawn = {name: (name.replace("_", " "), content) for name, content in _pictures(run).items()}
+    drawn = {name: (words(name), content) for name, content in _pictures(run).items()}
     for name, (_, content) in drawn.items():
         (folder / "plots").mkdir(exist_ok=True)
         replace_file(folder / "plots" / f"{name}.png", content)
@@ -44,12 +66,12 @@ def _table(record: Mapping[str, Any]) -> str:
     splits = record["split"]
     names = list(dict.fromkeys(name for metrics in splits.values() for name in metrics))
     head = "".join(f"<th>{escape(split)}</th>" for split in splits)
-    lines = [
-        f"<tr><td>{escape(name)}</td>{''.join(f'<td>{_number(metrics.get(name))}</td>' for metrics in splits.values())}</tr>"
-        for name in names
-    ]
+    lines = []
+    for name in names:
+        cells = "".join(f"<td>{_number(metrics.get(name))}</td>" for metrics in splits.values())
+        lines.append(f"<tr><td>{escape(words(name))}</td>{cells}</tr>")
     others = [
-        f"<tr><td>{escape(name)}</td><td colspan='{len(splits)}'>{_number(value)}</td></tr>"
+        f"<tr><td>{escape(words(name))}</td><td colspan='{len(splits)}'>{_number(value)}</td></tr>"
         for name, value in _scalars(record)
     ]
     return f"<table class='report'><tr><th></th>{head}</tr>{''.join(lines + others)}</table>"
@@ -76,7 +98,18 @@ def _pictures(run: Run) -> dict[str, bytes]:
         for split, name, value in found:
             if isinstance(value, (int, float)) and (value > 0 or name not in LOGARITHMIC):
                 lines.setdefault(name, {}).setdefault(split, []).append((record["epoch"], value))
-    return {name: _drawn(name, splits) for name, splits in lines.items()}
+    return {name: _drawn(name, splits) for name, splits in lines.items() if not _is_zero(splits)}
+
+
+def words(name: str) -> str:
+    """A metric in words, with its unit."""
+    own, unit = WORDS.get(name, (name.replace("_", " "), ""))
+    return f"{own}, {unit}" if unit else own
+
+
+def _is_zero(splits: Mapping[str, list[tuple[float, float]]]) -> bool:
+    """True for a metric that was zero throughout: its plot would show nothing."""
+    return all(value == 0 for points in splits.values() for _, value in points)
 
 
 def _drawn(name: str, splits: Mapping[str, list[tuple[float, float]]]) -> bytes:
@@ -86,4 +119,4 @@ def _drawn(name: str, splits: Mapping[str, list[tuple[float, float]]]) -> bytes:
         axes.plot(x, y, color=COLOURS[i % len(COLOURS)], marker="." if len(x) == 1 else None, lw=1.8, label=split or None)
     if any(splits):
         axes.legend(frameon=False, fontsize=8)
-    return png(finish(axes, "epoch", name.replace("_", " "), log=name in LOGARITHMIC))
+    return png(finish(axes, "epoch", words(name), log=name in LOGARITHMIC))

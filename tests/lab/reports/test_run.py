@@ -35,9 +35,10 @@ def make_run(folder: Path, *, finished: bool, epochs: int = 2) -> Path:
 def test_every_metric_is_drawn_and_told(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", finished=True)
     page = write_run_report(folder).read_text()
-    assert sorted(path.stem for path in (folder / "plots").iterdir()) == ["failed", "loss", "lr", "seconds_train"]
-    assert page.count("data:image/png;base64,") == 4 and "http" not in page.replace("http-equiv", "")
-    assert "<td>loss</td><td>0.5</td><td>1</td>" in page and "<td>failed</td><td>0</td><td>–</td>" in page
+    assert sorted(path.stem for path in (folder / "plots").iterdir()) == ["loss", "lr", "seconds_train"]
+    assert page.count("data:image/png;base64,") == 3 and "http" not in page.replace("http-equiv", "")
+    assert "<td>loss</td><td>0.5</td><td>1</td>" in page
+    assert "<td>failed solves, share of samples</td><td>0</td><td>–</td>" in page
     assert "a &lt;b&gt;" in page and "<b>" not in page and "2 epochs</span>" in page
 
 
