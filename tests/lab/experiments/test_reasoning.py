@@ -26,7 +26,12 @@ from tests.lab.training.tasks import Noted, timeless
 
 SMALL = ReasonerConfig(tokens=5, positions=16, width=16, layers=1, multiple=8, h_cycles=2, l_cycles=1).attractor()
 SETTINGS = ReasoningSettings(
-    data=PuzzleData(train=24, test=8, repeats=2), config=SMALL, max_steps=3, depths=(1, 2), starts=(1, 2), halt_by="both"
+    data=PuzzleData(train=24, valid=8, test=8, repeats=2),
+    config=SMALL,
+    max_steps=3,
+    depths=(1, 2),
+    starts=(1, 2),
+    halt_by="both",
 )
 TRAINING = Training(epochs=2, batch_size=8, eval_batch_size=8, optimizer=Optimizer(lr=1e-2), ema=0.9, checkpoint_minutes=0.0)
 
@@ -79,12 +84,24 @@ def test_breadth_takes_the_start_that_changes_least() -> None:
     assert found.exact(2, 4) == 1.0 and found.exact(2) == 0.25
 
 
+def test_depth_and_breadth_are_chosen_on_validation_and_reported_on_test() -> None:
+    task = Reasoning(dataclasses.replace(SETTINGS, depths=(1, 2, 4), starts=(1, 2)))
+    valid = {"exact_1x1": 0.1, "exact_1x2": 0.2, "exact_2x1": 0.6, "exact_2x2": 0.5, "exact_4x1": 0.5, "exact_4x2": 0.6}
+    test = {name: 1 - value for name, value in valid.items()}
+    found = task.conclude({"valid": valid, "test": test})
+    assert found["test"]["chosen"] == test["exact_2x1"] and found["valid"]["chosen"] == 0.6  # of equal ones the cheapest
+    assert found["test"]["chosen_depth"] == 2 and found["test"]["chosen_starts"] == 1
+    assert task.conclude({"test": test}) == {"test": test}
+    fixed = {name: value for name, value in valid.items() if name.endswith("x1")}  # a model whose start is fixed
+    assert task.conclude({"valid": fixed, "test": fixed})["test"]["chosen_depth"] == 2
+
+
 @pytest.mark.parametrize("row", TITLES)
 def test_every_row_trains(row: str, tmp_path: Path) -> None:
     e = experiment("sudoku-4x4", row, "debug")
     summary = Trainer(e.task(), e.training, tmp_path, accelerator="cpu", listener=Noted()).fit()
     test = summary.final["split"]["test"]
-    assert 0 <= test["best"] <= 1 and torch.isfinite(torch.tensor(test["loss"]))
+    assert 0 <= test["chosen"] <= 1 and torch.isfinite(torch.tensor(test["loss"]))
 
 
 @pytest.mark.parametrize("puzzle", ["mazes", "prefix-sums", "sudoku-6x6"])
@@ -161,9 +178,12 @@ def test_carried_rows_train_deeper_states() -> None:
     for i, batch in enumerate(batches[:4]):
         task.loss(model, batch, i)
         assert task.carry.steps.tolist() == [i % 3 + 1] * 8
-    with eq.record(model) as solutions:
-        task.loss(model, batches[4], 4)
-    assert len(solutions) == 1
+    for weight, solves in ((0.0, 0), (0.1, 1)):  # the penalty needs a recorded solve, the published step is none
+        task = Reasoning(dataclasses.replace(SETTINGS, jacobian_weight=weight))
+        model = task.model()
+        with eq.record(model) as solutions:
+            task.loss(model, batches[4], 4)
+        assert len(solutions) == solves
 
 
 if __name__ == "__main__":

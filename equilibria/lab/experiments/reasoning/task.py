@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +23,7 @@ from equilibria.lab.data.sets import Dataset, Split
 from equilibria.lab.data.sudoku import SudokuSymmetry
 from equilibria.lab.experiments.image_task import inside
 from equilibria.lab.experiments.reasoning.losses import HALT_WEIGHT, Likelihood, answer_loss, halting_loss
-from equilibria.lab.experiments.reasoning.scaling import measure_scaling
+from equilibria.lab.experiments.reasoning.scaling import measure_scaling, plain_steps
 from equilibria.lab.training.settings import Training
 from equilibria.lab.training.task import Loaders, Outcome, Task
 from equilibria.looped.carry import Carry
@@ -48,11 +49,13 @@ class PuzzleData:
 
     low, high   range of givens of a Sudoku, or of the path lengths of a maze
     repeats     times that an epoch goes through the training puzzles, each time under other symmetries
+    valid       puzzles to choose settings, depth and breadth on; none of them is an image of one to train or test on
     """
 
     name: Literal["sudoku", "mazes", "prefix-sums"] = "sudoku"
     size: int = 4
     train: int = 400
+    valid: int = 64
     test: int = 128
     low: int = 4
     high: int = 7
@@ -60,7 +63,7 @@ class PuzzleData:
     seed: int = 0
 
     def load(self) -> Dataset[Split]:
-        options: dict[str, Any] = {"train": self.train, "test": self.test, "seed": self.seed}
+        options: dict[str, Any] = {"train": self.train, "valid": self.valid, "test": self.test, "seed": self.seed}
         match self.name:
             case "sudoku":
                 return load("sudoku", size=self.size, givens=(self.low, self.high), **options)
@@ -88,7 +91,7 @@ class ReasoningSettings:
     halt_by, rtol    when a row is replaced in training: see `Halting`
     max_steps        supervised steps of a row at most
     jacobian_weight  of the penalty on the Jacobian at the state after a step
-    depths, starts   that are measured on the test split; `depths` in supervised steps
+    depths, starts   that are measured on the validation and test splits; `depths` in supervised steps
     """
 
     data: PuzzleData = field(default_factory=PuzzleData)
@@ -128,7 +131,8 @@ class Reasoning(Task[Batch]):
         if s.kind == "exact":
             stop = recursions(s.config.h_cycles)
             gradient = Implicit(solver=GMRES(restart=EXACT_STEPS), stop=relative_stop(1e-2, EXACT_STEPS))
-        return Reasoner(s.config, stop=stop, gradient=gradient)
+        direct = s.kind == "jfb" and not s.jacobian_weight  # the penalty needs the recorded solution
+        return Reasoner(s.config, stop=stop, gradient=gradient, direct=direct)
 
     def batches(self, root: Path | None, training: Training, rank: int, world_size: int) -> Loaders[Batch]:
         data = self.settings.data
@@ -143,8 +147,13 @@ class Reasoning(Task[Batch]):
             rank=rank,
             world_size=world_size,
         )
-        test = Batches(found.test, training.eval_batch_size, shuffle=False, rank=rank, world_size=world_size)
-        return Loaders(train, None, test)
+        valid, test = (
+            None
+            if part is None
+            else Batches(part, training.eval_batch_size, shuffle=False, rank=rank, world_size=world_size)
+            for part in (found.valid, found.test)
+        )
+        return Loaders(train, valid, test)
 
     def loss(self, model: nn.Module, batch: Batch, step: int) -> Outcome:
         if self.settings.kind == "stack":
@@ -164,10 +173,24 @@ class Reasoning(Task[Batch]):
         return Outcome(loss, metrics, len(y))
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
-        with torch.no_grad():
+        """Measure in full precision whatever that of training: the changes of a converged state are small."""
+        with torch.no_grad(), torch.autocast(batch[0].device.type, enabled=False):
             if self.settings.kind == "stack":
-                return self._plain(model, batch)
+                return self._plain(inside(model, ReasonerStack), batch)
             return self._scaled(inside(model, Reasoner), *batch)
+
+    def conclude(self, splits: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+        """Add "chosen": the accuracy at the depth and breadth with the most exact answers on validation.
+
+        Of equal ones the cheapest is taken. Without a validation split there is none.
+        """
+        if "valid" not in splits or self.settings.kind == "stack":
+            return splits
+        cells = [(depth, width) for depth in self.settings.depths for width in self.settings.starts]
+        known = [cell for cell in sorted(cells, key=math.prod) if _key(*cell) in splits["valid"]]
+        depth, width = max(known, key=lambda cell: splits["valid"][_key(*cell)])
+        chosen = {"chosen_depth": float(depth), "chosen_starts": float(width)}
+        return {name: {**means, "chosen": means[_key(depth, width)], **chosen} for name, means in splits.items()}
 
     def state(self) -> Any:
         return self.carry.state_dict()
@@ -180,7 +203,7 @@ class Reasoning(Task[Batch]):
         x, y = batch
         logits = model(x)
         exact = (logits.argmax(dim=-1) == y).all(dim=-1).float().mean()
-        return Outcome(answer_loss(logits, y, self.settings.likelihood), {"exact": exact, "best": exact}, len(y))
+        return Outcome(answer_loss(logits, y, self.settings.likelihood), {"exact": exact, "chosen": exact}, len(y))
 
     def _scaled(self, model: Reasoner, x: Tensor, y: Tensor) -> Outcome:
         """Accuracy over depth and breadth; "exact" is that of the deepest and widest.
@@ -193,16 +216,20 @@ class Reasoning(Task[Batch]):
         metrics: dict[str, Tensor | float] = {}
         for depth in s.depths:
             for width in widths:
-                metrics[f"exact_{depth}x{width}"] = found.exact(depth, width)
+                metrics[_key(depth, width)] = found.exact(depth, width)
             metrics[f"change_{depth}"] = float(found.change[found.depths.index(depth)].median())
         metrics["exact"] = found.exact(max(s.depths), max(widths))
-        metrics["best"] = max(found.exact(depth, width) for depth in s.depths for width in widths)
         metrics |= {f"auc_{depth}": auc for depth in s.depths if (auc := found.auc(depth)) == auc}
         metrics |= self._halted(model, x, y)
         return Outcome(answer_loss(model.think(x).logits, y, s.likelihood), metrics, len(y))
 
     def _halted(self, model: Reasoner, x: Tensor, y: Tensor) -> dict[str, Tensor | float]:
         """Accuracy and steps where rows halt as in training, within the largest depth that is measured."""
-        found = dataclasses.replace(self.halting, max_steps=max(self.settings.depths)).run(model.think, x)
+        found = dataclasses.replace(self.halting, max_steps=max(self.settings.depths)).run(plain_steps(model), x)
         right = (found.answer.argmax(dim=-1) == y).all(dim=-1)
         return {"exact_halted": right.float().mean(), "steps_halted": found.steps.float().mean()}
+
+
+def _key(depth: int, width: int) -> str:
+    """The name of the accuracy at a depth, with the best converged of `width` starts."""
+    return f"exact_{depth}x{width}"
