@@ -22,8 +22,12 @@ COMMANDS = {
     ),
     "list": ("listing", "list_all", "Tables and their experiments, models and datasets, with their sizes."),
     "train": ("runs", "train", "Train an experiment, or go on with it where it was interrupted."),
-    "sweep": ("sweeping", "sweep", "Train an experiment over a grid of settings and compare the runs in a table."),
-    "extend": ("runs", "extend", "Train a finished run for more epochs."),
+    "sweep": (
+        "sweeping",
+        "sweep",
+        "Train an experiment over a grid of settings and compare the runs in a table; finished runs are not run again.",
+    ),
+    "extend": ("runs", "extend", "Train a finished run for more epochs, from its last checkpoint."),
     "watch": ("watching", "watch", "Show the convergence of a run in the terminal while it trains."),
     "evaluate": ("runs", "evaluate", "Evaluate the model of a run on the test data."),
     "reproduce": (

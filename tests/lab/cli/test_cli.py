@@ -71,8 +71,8 @@ def test_diagnose_a_model_of_ones_own(script: Path, tmp_path: Path) -> None:
     [
         (["nowhere.py:build"], "no file"),
         (["no.such.module:build"], "cannot import"),
-        (["build"], "file.py:function"),
-        (["{script}:missing"], "no function"),
+        (["build"], "FILE.py:NAME"),
+        (["{script}:missing"], "has no 'missing'"),
         (["{script}:wrong"], "must return a pair"),
         ([], "name the folder of a run or a function"),
         (["--example", "plague"], "not-contractive"),
