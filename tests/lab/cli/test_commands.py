@@ -223,7 +223,7 @@ def test_report_judges_stored_reports_anew(tmp_path: Path) -> None:
     page = tmp_path / "stored" / "digits" / "report.md"
     before = page.read_text()
     page.write_text("")
-    assert "1 reports" in run("report", "stored")
+    assert "1 report;" in run("report", "stored")
     assert page.read_text().partition("## Curves")[0].strip() == before.partition("## Curves")[0].strip()
     assert "undecided" in (tmp_path / "stored" / "README.md").read_text()
     assert "has no report of a table" in run("report", "nothing", code=2)
