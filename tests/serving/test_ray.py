@@ -108,7 +108,7 @@ def test_a_killed_replica_loses_no_request(handle: Any, samples: list[torch.Tens
         while not stop.is_set() or i == first:
             at = i % SAMPLES
             try:
-                answer = handle.predict.remote(samples[at], 1e-5).result(timeout_s=180)
+                answer = handle.predict.remote(samples[at]).result(timeout_s=180)
                 if not torch.allclose(answer.output, expected[at], rtol=TOLERANCE, atol=TOLERANCE):
                     wrong.append(f"request {i}: another answer")
             except Exception as error:
