@@ -48,7 +48,7 @@ class Engine:
     padding  lets requests of different lengths share a solve, see `Padding`
     output   function applied to the model's output for a batch: `lambda out: out[0]`
     admission  "continuous": requests enter whenever rows are free; "grouped": when all have left, as in static batching;
-             "auto": the faster of both by measurement under saturation, else continuous
+             "auto": the faster of both by measurement where requests wait, else continuous
     full     evaluate all rows at every step, used or not: the answer to a request then does not depend on the other
              requests, bit for bit. This costs time whenever fewer rows are in use
     """
@@ -171,8 +171,11 @@ class Engine:
             pass
 
     def _keys(self) -> list[Any]:
+        """Return the kinds of requests that wait or are under way."""
         with self._changed:
             waiting = list(self.waiting)  # without empty queues
+        if len(self.pools) == 1 and waiting == list(self.pools):
+            return waiting
         return list(dict.fromkeys([*(key for key, pool in self.pools.items() if not pool.idle), *waiting]))
 
     def _step_pool(self, key: Any) -> None:

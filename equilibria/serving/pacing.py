@@ -11,6 +11,7 @@ KEPT = 15  # measurements; their median is robust against an occasional slow one
 FIRST = 3  # steps between two exchanges before anything is measured
 FORGET = 0.99  # weight of earlier rows in the running mean of steps per row
 NARROW = 4  # steps of less than 1 / NARROW of all rows are kept apart
+RENEW = 8  # measurements between two computations of a period
 
 
 class Cost:
@@ -18,9 +19,13 @@ class Cost:
 
     def __init__(self) -> None:
         self.found: deque[tuple[int, float]] = deque(maxlen=KEPT)
+        self._added = 0
 
-    def add(self, rows: int, seconds: float) -> None:
+    def add(self, rows: int, seconds: float) -> bool:
+        """Record a measurement; True where what follows from the measurements is to be computed anew."""
         self.found.append((rows, seconds))
+        self._added += 1
+        return self._added <= RENEW or self._added % RENEW == 0
 
     @property
     def fixed(self) -> float:
@@ -67,14 +72,14 @@ class Pacing:
         """Seconds of a step of few rows."""
         return self._narrow.middle() if self._narrow.found else self.step
 
-    def extra_of_groups(self, longest: float, *, full: bool) -> float:
+    def extra_of_groups(self, steps: float, *, full: bool) -> float:
         """Return the seconds that a pool of requests takes beyond those of its rows' steps if it enters as a group.
 
-        longest  steps of the slowest row, which the others do not take
-        full     steps of few rows cost as much as those of many
+        steps  those of the slowest row beyond the mean
+        full   steps of few rows cost as much as those of many
         """
         step = self.step if full else self.narrow_step
-        return self._enter.fixed + self._answer.fixed + step * (longest - self.steps)
+        return self._enter.fixed + self._answer.fixed + step * steps
 
     def extra_of_continuous(self) -> float:
         """Return the same if rows enter and leave at any time: sqrt(2 a m step) for entering, at the best period."""
@@ -93,12 +98,13 @@ class Pacing:
 
     def entered(self, rows: int, seconds: float) -> None:
         """Record that `rows` rows entered in `seconds`, not counting the step itself."""
-        self._enter.add(rows, seconds)
-        self.enter_period = self._period(self._enter)
+        if self._enter.add(rows, seconds):
+            self.enter_period = self._period(self._enter)
 
     def answered(self, rows: int, seconds: float) -> None:
-        self._answer.add(rows, seconds)
-        self.answer_period = self._period(self._answer)
+        """Record that `rows` rows were answered in `seconds`."""
+        if self._answer.add(rows, seconds):
+            self.answer_period = self._period(self._answer)
 
     def _period(self, cost: Cost) -> int:
         """Return the period in steps that minimises the cost per step; FIRST before anything is measured."""

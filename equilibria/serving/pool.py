@@ -31,6 +31,8 @@ from equilibria.serving.tickets import Ticket, as_invalid_request
 from equilibria.serving.torch_rows import TorchRows
 
 SHRINK = 8  # empty rows are dropped when they are 1 / SHRINK of the evaluated ones, as in the loop's own compaction
+CROWD = 8  # requests may enter in groups when 1 / CROWD of a pool's rows wait
+PATIENT = 4  # answers of a saturated pool are this many times rarer
 WORTH = 4096  # numbers in empty rows from which SHRINK applies; fewer are dropped when they are half
 
 
@@ -113,9 +115,12 @@ class Pool:
         """
         begin, now = self.clock(), self.step_number
         want = waiting + len(self.staging.tickets)
-        grouped = self.admitting.grouped and want >= self.capacity and self.active > 0
-        due = now - self.answered_at >= self.pacing.answer_period and not grouped  # a group is answered when all have left
-        if (self.left or self.done) and due:
+        saturated = want >= self.capacity
+        grouped = self.admitting.grouped and want * CROWD >= self.capacity and self.active > 0
+        # A group is answered when all have left. Requests that wait in a queue longer than the pool gain little from early
+        # answers, which are fewer then.
+        period = self.pacing.answer_period * (PATIENT if saturated else 1)
+        if (self.left or self.done) and now - self.answered_at >= period and not grouped:
             begin = self.answer()
         entry = None
         due = self.active == 0 or now - self.entered_at >= self.pacing.enter_period
@@ -181,7 +186,8 @@ class Pool:
             end = now + (most if ticket.max_steps is None else ticket.max_steps)
             if ticket.length is not None and self.root != 1.0:
                 root = max(self._numbers(ticket), 1) ** 0.5
-            rows.append(Row(ticket, now, end, rtol, root, starts, at, watched or rtol < self.floor))
+            cohort = self.admitting.enter()
+            rows.append(Row(ticket, now, end, rtol, root, starts, at, cohort, watched or rtol < self.floor))
         return rows
 
     def _numbers(self, ticket: Ticket) -> int:
@@ -295,15 +301,17 @@ class Pool:
             if row is not None:
                 self.left.append(self.solve.leave(place, row, self.step_number, reason))
                 steps.append(self.step_number - row.born)
+                self.admitting.leave(row.cohort, steps[-1], self.pacing)
                 self.rows[place] = None
         self.pacing.finished(steps)
-        self.admitting.finished(steps, self.pacing)
         self.active -= len(steps)
         self._shrink()
 
     def _clear(self, i: int) -> None:
         """Drop the request of a row without an answer."""
-        if self.rows[i] is not None:
+        row = self.rows[i]
+        if row is not None:
+            self.admitting.leave(row.cohort, self.step_number - row.born, self.pacing)
             self.active -= 1
             self.rows[i] = None
             self.solve.release(i)

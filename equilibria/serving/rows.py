@@ -26,6 +26,7 @@ class Row:
     root: float  # norm of a state of ones
     starts: Tensor  # (requests, n), the starts of the requests that entered with it
     at: int  # position of its own start there
+    cohort: int = 0  # see `Admitting`
     watched: bool = False  # its progress is checked at every step
     milestone: float = INF
     waiting: int = 0

@@ -40,7 +40,8 @@ def test_requests_enter_in_groups_where_steps_hardly_vary(longest: int, grouped:
         pacing.finished(steps)
         pacing.entered(8, 50.0)
         pacing.answered(8, 50.0)
-        admitting.finished(steps, pacing)
+        for number in steps:
+            admitting.leave(admitting.enter(), number, pacing)
     assert (pacing.narrow_step, pacing.step) == (11.0, 18.0)
     assert admitting.grouped == grouped
 
@@ -49,8 +50,30 @@ def test_a_given_admission_mode_is_not_changed() -> None:
     pacing = Pacing(capacity=2)
     for mode, grouped in (("continuous", False), ("grouped", True)):
         admitting = Admitting(mode, 2)  # type: ignore[arg-type]
-        admitting.finished([5, 500], pacing)
+        for steps in (5, 500):
+            admitting.leave(admitting.enter(), steps, pacing)
         assert admitting.grouped == grouped
+
+
+def test_slow_rows_count_although_easy_ones_leave_before_them() -> None:
+    """One request in eight takes 200 steps: two hundred easy ones of later cohorts leave before the first slow one."""
+    pacing, admitting = Pacing(capacity=8), Admitting("auto", 8)
+    for rows in (1, 8):
+        pacing.stepped(rows, 10.0 + rows)
+    pacing.finished([18] * 7 + [200])
+    pacing.entered(8, 50.0)
+    pacing.answered(8, 50.0)
+    for number in [18] * 7 + [200]:
+        admitting.leave(admitting.enter(), number, pacing)
+    assert not admitting.grouped
+    cohorts = [[admitting.enter() for _ in range(8)] for _ in range(30)]
+    for cohort in cohorts:
+        for number in cohort[:7]:
+            admitting.leave(number, 18, pacing)
+    assert not admitting.grouped
+    for cohort in cohorts:
+        admitting.leave(cohort[7], 200, pacing)
+    assert not admitting.grouped and admitting.longest == 200
 
 
 def test_arrivals_are_bounded_in_count_and_time() -> None:
