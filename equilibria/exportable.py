@@ -19,8 +19,8 @@ from equilibria._core import autodiff_modes
 from equilibria._core.bookkeeping import SolveRecord
 from equilibria._core.checks import require
 from equilibria._core.compile import Parts, Program
-from equilibria._core.equation import Equation, uses_batch_statistics
-from equilibria._core.maps import Counter
+from equilibria._core.equation import uses_batch_statistics
+from equilibria._core.maps import Counter, Equation
 from equilibria._core.problem import Problem
 from equilibria._core.results import SolveResult
 from equilibria.deq import DEQ

@@ -20,7 +20,9 @@ __all__ = ["Stop", "euclidean_norm", "max_norm", "rms_norm"]
 
 OnFailure = Literal["ignore", "warn", "raise"]
 FLOOR = 8.0  # relative residuals below this many machine epsilons are rounding
-RECURRENCE = 0.1  # share of the tolerance by which a residual updated by recurrence may differ from the measured one
+# a residual updated by recurrence may differ from the measured one by this share of the tolerance, or by FLOOR epsilons,
+# whichever is less
+RECURRENCE = 0.1
 Norm = Callable[[Tensor], Tensor]
 
 
@@ -123,20 +125,6 @@ class Stop:
         if not isinstance(self.rtol, DefaultTolerance) or self.rtol >= precision:
             return self
         return dataclasses.replace(self, rtol=DefaultTolerance(precision))
-
-    def carried(self, precision: float) -> float:
-        """The amount by which a measured relative residual may exceed one that a solver carried by recurrence."""
-        return min(FLOOR * precision, RECURRENCE * self.rtol)
-
-    def holds(self, residual: Tensor, precision: float, scale: Tensor | None = None) -> Tensor:
-        """(batch,) whether measured relative residuals meet the tolerance, up to the rounding of solvers that carry theirs.
-
-        `scale` is what the residuals are relative to; with it, atol counts too.
-        """
-        wanted = self.rtol + self.carried(precision)
-        if scale is None or self.atol == 0:
-            return residual <= wanted
-        return residual <= wanted + self.atol / scale.clamp_min(torch.finfo(scale.dtype).tiny)
 
     def any_rank(self) -> Callable[[bool], bool] | None:
         """A function that is True if its argument is True on any rank of `process_group`; None without a group."""

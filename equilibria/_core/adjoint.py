@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from equilibria._core.compaction import ROUNDING
-from equilibria._core.equation import AdjointEquation, Equation
-from equilibria._core.maps import Linearisation, LinearMap
+from equilibria._core.maps import AdjointEquation, Equation, Linearisation, LinearMap
 from equilibria._core.problem import Problem
 from equilibria._core.quarantine import quarantine
+from equilibria._core.search import all_finite
 from equilibria.solution import Stats, Status, empty_stats
-from equilibria.stop import FLOOR, rms_norm
+from equilibria.stop import FLOOR, RECURRENCE, USUAL, rms_norm
 
 SEARCHES = 4  # runs of the cell per halving of the batch, at most, to find samples whose gradient is not finite
 
@@ -30,8 +30,7 @@ def backward_first_order(
 ) -> Sequence[Tensor | None]:
     """Gradients of the args without derivatives of their own: one run of the cell with a graph, then only products."""
     equation, good = problem.equation, status != Status.NONFINITE
-    some_bad, linear = problem.report.nonfinite, AdjointEquation(equation)
-    adjoint = problem.derived(linear, "adjoint")
+    some_bad, adjoint = problem.report.nonfinite, problem.derived(AdjointEquation)
     lost, whole_z = None, z
     while True:
         if some_bad:
@@ -45,7 +44,7 @@ def backward_first_order(
             problem.measure(z, at.run()[1].detach(), args)
         scale = cotangent_scale(equation, v, measured=True)
         rhs = v / scale
-        system = linear.bind_at(at, rhs)
+        system = LinearMap(at.transposed, at.product, rhs, adjoint.equation, (at.z, rhs, *at.args))
         u = cotangent(adjoint, system)
         if some_bad:  # a formula may give a sample with a zero cotangent another value
             u = torch.where(good.unsqueeze(1), u, torch.zeros_like(u))
@@ -67,7 +66,7 @@ def backward_first_order(
         if verified(adjoint, system, u, residual, pull, pull.release, couples) is None:
             equation.set_coupled(True)  # solve again, as one system with one scale
             continue
-        if not (sound and pull.runs == 1) and not pull.is_finite():
+        if not (sound and pull.runs == 1) and not all_finite(pull.grads):
             # the sum of finite gradients overflows, which no single sample causes
             lost = good if lost is None else lost | good
         if lost is not None:
@@ -92,7 +91,7 @@ def cotangent(adjoint: Problem, system: LinearMap) -> Tensor:
     if adjoint.linear.approximation is None:
         # J'0 + rhs = rhs; the residual of rows that do not depend on each other is measured by the caller
         exact = dataclasses.replace(adjoint, on_failure="ignore", known=rhs, verify=bool(adjoint.equation.identity.coupled))
-        return exact.run_map(system, torch.zeros_like(rhs), rhs).z
+        return exact.run(torch.zeros_like(rhs), f=system).z
     u = adjoint.linear.approximation(system.product, rhs)
     if adjoint.linear.when is None:
         return u
@@ -113,12 +112,12 @@ def rest(adjoint: Problem, system: LinearMap, residual: Tensor, u: Tensor) -> Te
     if before is not None:  # both solves together take at most max_steps; the caller applies the failure policy
         stop = dataclasses.replace(adjoint.stop, max_steps=steps_left(adjoint))
         adjoint = dataclasses.replace(adjoint, stop=stop, on_failure="ignore")
-        result = adjoint.run_map(remainder, torch.zeros_like(residual), system.rhs)
+        result = adjoint.run(torch.zeros_like(residual), f=remainder, rhs=system.rhs)
         adjoint.report.adjoint = _added(before, result.stats)
         return result.z
     falls_back = adjoint.on_failure == "fall_back"
     adjoint = dataclasses.replace(adjoint, on_failure="warn") if falls_back else adjoint
-    result = adjoint.run_map(remainder, torch.zeros_like(residual), system.rhs)
+    result = adjoint.run(torch.zeros_like(residual), f=remainder, rhs=system.rhs)
     if falls_back:  # u plus this is the Jacobian-free cotangent
         return torch.where(result.stats.failed.unsqueeze(1), system.rhs - u, result.z)
     return result.z
@@ -182,10 +181,12 @@ def _file_measured(adjoint: Problem, residual: Tensor, rhs: Tensor) -> tuple[Ten
         residual, rhs = residual.reshape(1, -1), rhs.reshape(1, -1)
     length = stop.norm(rhs)
     relative = stop.norm(residual) / length.clamp_min(torch.finfo(rhs.dtype).tiny)
-    # scaled and in other products than the solver's, a residual rounds differently
-    rounding = FLOOR * torch.finfo(rhs.dtype).eps
-    holds = stop.holds(relative, adjoint.equation.precision, length) | (relative <= stop.rtol + rounding)
-    short = (stats.status == Status.CONVERGED) & ~holds.expand(batch)
+    # the solver updates its residual by a recurrence, from other products, so that the measured one rounds differently
+    carried = min(FLOOR * adjoint.equation.precision, RECURRENCE * stop.rtol)
+    wanted: float | Tensor = stop.rtol + max(carried, FLOOR * torch.finfo(rhs.dtype).eps)
+    if stop.atol:
+        wanted = wanted + stop.atol / length.clamp_min(torch.finfo(length.dtype).tiny)
+    short = (stats.status == Status.CONVERGED) & ~(relative <= wanted).expand(batch)
     status = stats.status.masked_fill(short, Status.STALLED)
     adjoint.report.adjoint = stats = dataclasses.replace(stats, residual=relative.expand(batch), status=status)
     return short, stats
@@ -213,26 +214,16 @@ def cotangent_scale(equation: Equation, v: Tensor, *, measured: bool) -> Tensor:
     """
     if v.numel() == 0:
         return v.new_ones(v.shape[0], 1)
-    v = v.detach()
-    largest = _sound(v.abs().amax(dim=1, keepdim=True))
+    coupled = equation.identity.coupled
+    shared = coupled or (coupled is None and not measured)
+    rows = v.detach().reshape(1, -1) if shared else v.detach()
+    least, most = USUAL[v.dtype]
+    size = rms_norm(rows).unsqueeze(1)
     # squares of very small or very large numbers underflow or overflow, so these rows are divided first
-    size = _usual(rms_norm(v).unsqueeze(1), largest * rms_norm(v / largest).unsqueeze(1))
-    if equation.identity.coupled or (equation.identity.coupled is None and not measured):
-        most = _sound(size.amax(dim=0, keepdim=True))
-        apart = most * (size / most).square().mean(dim=0, keepdim=True).sqrt()
-        size = _usual(size.square().mean(dim=0, keepdim=True).sqrt(), apart).expand_as(size)
-    return _sound(size)
-
-
-def _usual(size: Tensor, otherwise: Tensor) -> Tensor:
-    """`size`, which was computed from squares, where they neither underflow nor overflow; `otherwise` elsewhere."""
-    least = float(torch.finfo(size.dtype).tiny ** 0.5 / torch.finfo(size.dtype).eps)
-    return torch.where((size > least) & (size < 1 / least), size, otherwise)
-
-
-def _sound(size: Tensor) -> Tensor:
-    """`size` with 1 in place of entries that are zero or not finite."""
-    return size.masked_fill(~((size > 0) & (size < float("inf"))), 1.0)  # nan is neither
+    largest = rows.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(v.dtype).tiny)
+    size = torch.where((size > least) & (size < most), size, largest * rms_norm(rows / largest).unsqueeze(1))
+    # a row that is zero or not finite is not divided; nan compares false
+    return torch.where((size > 0) & (size < float("inf")), size, 1.0).expand(len(v), 1)
 
 
 class _Pull:
@@ -256,15 +247,11 @@ class _Pull:
 
     def seems_finite(self) -> Tensor:
         """A scalar, False if any gradient is not finite, or rarely if a sum of finite numbers overflows."""
-        sums = [_sum(grad).to(self.rhs.dtype) for grad in self.grads if grad is not None]
+        real = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in self.grads if grad is not None]
+        # a sum in half precision overflows early
+        sums = [grad.sum(dtype=torch.float32 if grad.element_size() < 4 else None).to(self.rhs.dtype) for grad in real]
         sound = torch.isfinite(torch.stack(sums).sum()) if sums else torch.ones((), dtype=torch.bool)
         return sound.to(self.rhs.device)
-
-    def is_finite(self) -> bool:
-        # sums first, because torch.isfinite allocates as much memory as the gradient has
-        if bool(self.seems_finite()):
-            return True
-        return all(bool(torch.isfinite(grad).all()) for grad in self.grads if grad is not None)
 
     def release(self) -> None:
         """Free the gradients before another run of the cell."""
@@ -279,12 +266,6 @@ def _common_scale(scale: Tensor, rhs: Tensor) -> Tensor:
     return torch.where(largest > 0, torch.exp2(largest.log2().floor()), torch.ones_like(largest))
 
 
-def _sum(grad: Tensor) -> Tensor:
-    if grad.is_complex():
-        grad = torch.view_as_real(grad)
-    return grad.sum(dtype=torch.float32) if grad.dtype in (torch.float16, torch.bfloat16) else grad.sum()
-
-
 def _responsible(pull: _Pull, u: Tensor, rows: Tensor) -> Tensor:
     """(batch,) samples whose own share of the gradients is not finite; none where only sums over samples are not."""
     equation, at, found = pull.equation, pull.at, torch.zeros_like(rows)
@@ -295,7 +276,7 @@ def _responsible(pull: _Pull, u: Tensor, rows: Tensor) -> Tensor:
         needs = [i in at.needed for i in range(len(args))]
         share = _Pull(equation, Linearisation(equation, z, args, needs), pull.scale, pull.rhs)
         share(alone)
-        if share.is_finite():
+        if all_finite(share.grads):
             continue
         index = group.nonzero().squeeze(1)
         if len(index) == 1:

@@ -15,8 +15,8 @@ from torch.autograd.function import Function
 
 from equilibria._core import autodiff_modes
 from equilibria._core.adjoint import cotangent, cotangent_scale, file_lost, verified
-from equilibria._core.equation import OUT_OF_REACH, AdjointEquation
-from equilibria._core.maps import LinearMap
+from equilibria._core.equation import OUT_OF_REACH
+from equilibria._core.maps import AdjointEquation, LinearMap
 from equilibria._core.problem import Problem
 from equilibria._core.quarantine import quarantine
 from equilibria.solution import Status
@@ -61,7 +61,7 @@ class _Attach(Function):
         keep = (ctx.good & ~lost).unsqueeze(1)
         v = torch.where(keep, v, torch.zeros_like(v))
         equation = ctx.problem.equation
-        adjoint = ctx.problem.derived(AdjointEquation(equation), "adjoint")
+        adjoint = ctx.problem.derived(AdjointEquation)
         size = cotangent_scale(equation, v, measured=False)
         system = _adjoint_map(ctx, v / size)
         u = cotangent(adjoint, system)

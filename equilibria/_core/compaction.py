@@ -16,15 +16,14 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor, nn
 
-from equilibria._core.maps import FlatMap, Map
 from equilibria._core.user_warnings import warn_user
 from equilibria.stop import binary_size, rms_norm
 
 if TYPE_CHECKING:
+    from equilibria._core.maps import FlatMap
     from equilibria._core.results import LoopRun, SolveResult
     from equilibria.solvers.base import Iterate, Solver
 
-WORTH = 4096  # rows with fewer numbers in all are dropped only when they are half: small kernels take equally long
 # A difference below SHARE of a row's tolerance changes no status. One below ROUNDING machine epsilons is rounding, because
 # matrix kernels block differently for other batch sizes.
 SHARE, ROUNDING = 0.05, 4.0
@@ -50,13 +49,6 @@ class CellIdentity:
 
 _verdicts: WeakKeyDictionary[Any, dict[Hashable, bool]] = WeakKeyDictionary()
 _warned: WeakSet[Any] = WeakSet()
-
-
-def worth_dropping(f: Map, stopped: int, shape: Sequence[int]) -> bool:
-    """True if enough rows have stopped that dropping them saves more time than restricting the map and the state takes."""
-    rows, n = shape
-    share = f.drop_at if stopped * n >= WORTH else 2
-    return 0 < stopped < rows and stopped * share >= rows
 
 
 def is_known_to_couple(cell: CellIdentity) -> bool:
@@ -95,7 +87,7 @@ def is_to_compare(run: LoopRun, solver: Solver[Any], step: int, stopped: int, sh
         return False
     if run.scale is None and solver.evaluates_residual:
         return stopped > 0 or step > COMPARE_AFTER
-    return run.stop.compact and worth_dropping(run.f, stopped, shape)
+    return run.stop.compact and run.f.is_worth_restricting(stopped, shape)
 
 
 def compare_rows(run: LoopRun, solver: Solver[Any], state: Iterate, excess: Tensor, *, rejecting: bool) -> RowCheck | None:

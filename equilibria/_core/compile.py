@@ -32,9 +32,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from equilibria._core import autodiff_modes
 from equilibria._core.autodiff_modes import no_autocast
 from equilibria._core.bookkeeping import SolveRecord
-from equilibria._core.equation import Equation
 from equilibria._core.loop import finished, solve
-from equilibria._core.maps import Counter, FlatMap, Map
+from equilibria._core.maps import Counter, Equation, FlatMap, Map
 from equilibria._core.results import SolveResult, measure
 from equilibria.solution import Status
 from equilibria.solvers.base import Solver

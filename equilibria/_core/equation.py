@@ -1,18 +1,13 @@
-"""Equations: maps F(z, *args) on matrices that take every tensor they depend on as an argument.
+"""The equation of a cell on packed states, and equations under vmap.
 
-Explicit arguments make derivatives of any order possible: an autograd.Function differentiates the tensors that are
-passed to it, never those in a closure.
-
-`CellEquation` is the equation of a cell. Let J = dF/dz. The adjoint of a cotangent v is the fixed point of g -> J'g + v. The
-tangent of a perturbation b is the fixed point of t -> J t + b. Both are affine maps with explicit arguments (z, rhs, *args),
-so the primitive that differentiates F also differentiates them, which gives derivatives of every order. Under vmap, an
+`CellEquation` takes every tensor that the cell depends on as an argument: inputs, parameters, masks and buffers. It runs the
+module itself where the arguments are the module's own tensors, and a copy with other tensors elsewhere. Under vmap, an
 equation with a mapped dimension becomes a `FoldedEquation` with more rows.
 """
 
 from __future__ import annotations
 
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,57 +20,10 @@ from torch.utils import _pytree as pytree
 
 from equilibria._core import autodiff_modes
 from equilibria._core.autodiff_modes import Autocast
-from equilibria._core.compaction import CellIdentity, is_known_to_couple, remember_coupling
+from equilibria._core.compaction import CellIdentity, is_known_to_couple
 from equilibria._core.frozen_cell import FrozenCell
-from equilibria._core.maps import Linearisation, LinearMap, Map
+from equilibria._core.maps import Equation, LinearMap, Map
 from equilibria._core.packing import Layout, State
-
-
-class Equation(ABC):
-    """F(z, *args), (rows, n) -> (rows, n)."""
-
-    linear: bool = False  # True if F is affine in z and its right-hand side is one of the args
-    rowwise: tuple[bool, ...]  # True for each arg that has a row per sample
-    precision: float  # machine epsilon of the dtype F computes in
-    identity: CellIdentity  # of the cell, shared by the linear equations of its derivatives
-    restrictable: bool = False  # True if `take` works; before rows are dropped, it is verified that they give the same
-    separable: bool = False  # True if a solve ran rows without the others, and they gave the same
-
-    @abstractmethod
-    def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
-        """F(z, *args), differentiable in z and in every arg."""
-
-    def bind(self, args: Sequence[Tensor]) -> Map:
-        """The map z -> F(z, *args) for the solver loop, which does not differentiate it."""
-        return Map(lambda z: self(z, *args), self, args)
-
-    def take(self, args: Sequence[Tensor], index: Tensor) -> list[Tensor]:
-        """The args restricted to the rows at `index`; args without rows are returned unchanged."""
-        return [arg[index] if rows else arg for arg, rows in zip(args, self.rowwise, strict=True)]
-
-    def right(self, *args: Tensor) -> Tensor | None:
-        """The right-hand side of a linear equation, to which its tolerance is relative; None for other equations."""
-        return None
-
-    def product(self, z: Tensor, *args: Tensor) -> Tensor:
-        """M z for a linear equation F(z) = M z + right; TypeError for other equations."""
-        raise TypeError(f"{type(self).__name__} is not linear.")
-
-    def untraceable(self) -> str | None:
-        """The reason why F cannot be traced; None if one trace is valid for as long as `fingerprint` stays the same."""
-        return "it is not a function of tensors alone"
-
-    def fingerprint(self) -> Hashable:
-        """A key of everything F depends on besides its args."""
-        return self.identity.mode
-
-    def set_coupled(self, coupled: bool, *, warn: bool = True) -> None:
-        """Store whether rows depend on each other, for the backward pass and for later solves of the cell."""
-        known = self.identity.coupled
-        if coupled is not known and not self.identity.statistics:
-            self.identity.coupled = coupled
-            if coupled or known:
-                remember_coupling(self.identity, coupled, warn=warn)
 
 
 class CellEquation(Equation):
@@ -198,61 +146,6 @@ class CellEquation(Equation):
         leaves = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
         inputs: Sequence[Any] = pytree.tree_unflatten(leaves, self._inputs_spec)
         return inputs
-
-
-class LinearEquation(Equation):
-    """t -> M t + rhs with M = J or J' of the equation `of`; args are (equilibrium, rhs, *args of `of`)."""
-
-    def __init__(self, of: Equation) -> None:
-        self.of = of
-        self.rowwise, self.linear = (True, True, *of.rowwise), True
-        self.precision, self.identity = of.precision, of.identity
-        self.restrictable, self.separable = of.restrictable, of.separable
-
-    def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
-        return self.product(z, *args) + args[1]
-
-    @abstractmethod
-    def product(self, z: Tensor, *args: Tensor) -> Tensor:
-        """M z."""
-
-    def right(self, *args: Tensor) -> Tensor:
-        return args[1]
-
-    def untraceable(self) -> str | None:
-        return self.of.untraceable()
-
-    def fingerprint(self) -> Hashable:
-        return self.of.fingerprint()
-
-
-class AdjointEquation(LinearEquation):
-    """The adjoint equation, g -> J'g + v."""
-
-    def product(self, z: Tensor, *args: Tensor) -> Tensor:
-        equilibrium, _, *rest = args
-        return autodiff_modes.vjp(lambda y: self.of(y, *rest), equilibrium)(z)[0]
-
-    def bind(self, args: Sequence[Tensor]) -> LinearMap:
-        equilibrium, rhs, *rest = args
-        return self.bind_at(Linearisation(self.of, equilibrium, rest), rhs)
-
-    def bind_at(self, at: Linearisation, rhs: Tensor) -> LinearMap:
-        """As `bind`, on a given linearisation, so that its graph can be used for other products too."""
-        return LinearMap(at.transposed, at.product, rhs, self, (at.z, rhs, *at.args))
-
-
-class TangentEquation(LinearEquation):
-    """The tangent equation, t -> J t + b."""
-
-    def product(self, z: Tensor, *args: Tensor) -> Tensor:
-        equilibrium, _, *rest = args
-        return autodiff_modes.jvp(lambda y: self.of(y, *rest), [equilibrium], [z])
-
-    def bind(self, args: Sequence[Tensor]) -> LinearMap:
-        equilibrium, rhs, *rest = args
-        at = Linearisation(self.of, equilibrium, rest)
-        return LinearMap(at.product, at.transposed, rhs, self, args)
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,17 @@ from equilibria._core.autodiff_modes import no_autocast
 from equilibria._core.bookkeeping import SolveRecord
 from equilibria._core.chain import solve_chain
 from equilibria._core.closed_record import ClosedRecord
-from equilibria._core.compaction import ROUNDING, RowCheck, compare_answer, compare_rows, is_to_compare, worth_dropping
+from equilibria._core.compaction import ROUNDING, RowCheck, compare_answer, compare_rows, is_to_compare
 from equilibria._core.maps import Counter, FlatMap, Map
 from equilibria._core.results import VERIFICATIONS, LoopRun, SolveResult, confirm, merge, within_dtype
 from equilibria.native import solve as native_solve
+from equilibria.native.solve import Iteration, Krylov
 from equilibria.solution import Stats, Status
 from equilibria.solvers.base import Iterate, Solver
 from equilibria.solvers.fallback import AnySolver, Fallback
+from equilibria.solvers.krylov import GMRES
 from equilibria.solvers.rowwise import compact_rows, gather, map_tensors, rejected
-from equilibria.stop import USUAL, Stop, binary_size, max_norm
+from equilibria.stop import FLOOR, RECURRENCE, USUAL, Stop, binary_size, max_norm
 
 
 def solve(
@@ -122,7 +124,8 @@ def _verified(run: LoopRun, z0: Tensor, solver: AnySolver) -> SolveResult:
     result = _run(run, z0, solver)
     if not _is_to_be_measured(run, solver, result):
         return result
-    rounding = ROUNDING * run.precision if solver.evaluates_residual else run.stop.carried(run.precision)
+    carried = min(FLOOR * run.precision, RECURRENCE * run.stop.rtol)
+    rounding = ROUNDING * run.precision if solver.evaluates_residual else carried
     for round in range(VERIFICATIONS + 1):
         claimed = result.stats.converged
         result = confirm(run, result, 0.0 if result.coupled else rounding)
@@ -177,7 +180,7 @@ def _run(run: LoopRun, z0: Tensor, solver: Solver[Any]) -> SolveResult:
                 compact = compact and (rows is None or rows.harmless)
                 if rows is not None and rows.coupled:
                     break  # the caller continues with the batch as one problem
-            if compact and rows is not None and worth_dropping(f, stopped, state.z.shape):
+            if compact and rows is not None and f.is_worth_restricting(stopped, state.z.shape):
                 kept = gather(kept, state, record.index) if run.keep_state else None
                 smaller = _compact(f, state, record, over=not run.keep_state)
                 compact = smaller is not None
@@ -197,7 +200,7 @@ def _run(run: LoopRun, z0: Tensor, solver: Solver[Any]) -> SolveResult:
 def _run_native(run: LoopRun, z0: Tensor, fz: Tensor, solver: Solver[Any]) -> SolveResult:
     """As `_run`, with a native call for all that is done between two evaluations."""
     f, stop, shape = run.f, run.stop, z0.shape
-    method = native_solve.begin(run, z0, fz, solver)
+    method = Krylov(run, z0, fz, solver) if isinstance(solver, GMRES) else Iteration(run, z0, fz, solver)
     work, compact, taken = method.work, stop.compact, 0
     running = method.step(0, last=stop.max_steps == 0)
     opened_at = 0 if work.context.watchful or running < work.rows else None
@@ -218,7 +221,7 @@ def _run_native(run: LoopRun, z0: Tensor, fz: Tensor, solver: Solver[Any]) -> So
             if rows is not None and rows.coupled:
                 work.keep_running(method.z)
                 break
-        if compact and rows is not None and worth_dropping(f, stopped, (work.rows, shape[1])):
+        if compact and rows is not None and f.is_worth_restricting(stopped, (work.rows, shape[1])):
             index = work.running_rows()
             smaller = f.take(index)
             compact = smaller is not None

@@ -1,26 +1,32 @@
-"""Maps (batch, n) -> (batch, n) for solvers, with counted evaluations, cached values, row restriction and derivatives.
+"""Equations F(z, *args) on matrices (batch, n), the maps z -> F(z) that solvers iterate, and their derivatives.
 
-`Map` is what the loop passes to solvers. `LinearMap` is a map M z + rhs that is given by its products. `Linearisation`
-has the products with the derivative of any function at one point, which share one graph.
+An `Equation` takes every tensor it depends on as an argument. Derivatives of any order need that: an autograd.Function
+differentiates the tensors that are passed to it, never those in a closure. `bind` fixes the arguments and returns a `Map`,
+which counts its evaluations, reuses known values and can be restricted to rows. `LinearMap` is a map M z + rhs that is given
+by its products. `Linearisation` has the products with J = dF/dz at one point, which share one graph.
+
+The adjoint of a cotangent v is the fixed point of g -> J'g + v. The tangent of a perturbation b is the fixed point of
+t -> J t + b. Both are equations with the arguments (z, rhs, *args), so that the primitive that differentiates F also
+differentiates them, to every order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from equilibria._core import autodiff_modes
-
-if TYPE_CHECKING:
-    from equilibria._core.equation import Equation
+from equilibria._core.compaction import CellIdentity, remember_coupling
 
 FlatMap = Callable[[Tensor], Tensor]  # (batch, n) -> (batch, n)
 
 FALLEN = 0.999  # value of `Map.growth` if it is only known to be below 1
+WORTH = 4096  # rows with fewer numbers in all are dropped only when they are half: small kernels take equally long
 
 
 @dataclass
@@ -84,6 +90,12 @@ class Map:
         if smaller is not None:
             smaller.counter, smaller.any_rank = self.counter, self.any_rank
         return smaller
+
+    def is_worth_restricting(self, stopped: int, shape: Sequence[int]) -> bool:
+        """True if so many rows of a state have stopped that dropping them saves more time than `take` costs."""
+        rows, n = shape
+        share = self.drop_at if stopped * n >= WORTH else 2
+        return 0 < stopped < rows and stopped * share >= rows
 
     def divided(self, unit: Tensor) -> Map:
         """The map y -> f(unit y) / unit with the same counter; unit is (batch, 1)."""
@@ -211,3 +223,108 @@ class Linearisation:
         for i, grad in zip(self.needed, found, strict=True):
             grads[i] = grad
         return grads, torch.zeros_like(u) if product is None else product
+
+
+class Equation(ABC):
+    """F(z, *args), (rows, n) -> (rows, n)."""
+
+    linear: bool = False  # True if F is affine in z and its right-hand side is one of the args
+    rowwise: tuple[bool, ...]  # True for each arg that has a row per sample
+    precision: float  # machine epsilon of the dtype F computes in
+    identity: CellIdentity  # of the cell, shared by the linear equations of its derivatives
+    restrictable: bool = False  # True if `take` works; before rows are dropped, it is verified that they give the same
+    separable: bool = False  # True if a solve ran rows without the others, and they gave the same
+
+    @abstractmethod
+    def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
+        """F(z, *args), differentiable in z and in every arg."""
+
+    def bind(self, args: Sequence[Tensor]) -> Map:
+        """The map z -> F(z, *args) for the solver loop, which does not differentiate it."""
+        return Map(lambda z: self(z, *args), self, args)
+
+    def take(self, args: Sequence[Tensor], index: Tensor) -> list[Tensor]:
+        """The args restricted to the rows at `index`; args without rows are returned unchanged."""
+        return [arg[index] if rows else arg for arg, rows in zip(args, self.rowwise, strict=True)]
+
+    def right(self, *args: Tensor) -> Tensor | None:
+        """The right-hand side of a linear equation, to which its tolerance is relative; None for other equations."""
+        return None
+
+    def product(self, z: Tensor, *args: Tensor) -> Tensor:
+        """M z for a linear equation F(z) = M z + right; TypeError for other equations."""
+        raise TypeError(f"{type(self).__name__} is not linear.")
+
+    def untraceable(self) -> str | None:
+        """The reason why F cannot be traced; None if one trace is valid for as long as `fingerprint` stays the same."""
+        return "it is not a function of tensors alone"
+
+    def fingerprint(self) -> Hashable:
+        """A key of everything F depends on besides its args."""
+        return self.identity.mode
+
+    def set_coupled(self, coupled: bool, *, warn: bool = True) -> None:
+        """Store whether rows depend on each other, for the backward pass and for later solves of the cell."""
+        known = self.identity.coupled
+        if coupled is not known and not self.identity.statistics:
+            self.identity.coupled = coupled
+            if coupled or known:
+                remember_coupling(self.identity, coupled, warn=warn)
+
+
+class LinearEquation(Equation):
+    """t -> M t + rhs with M = J or J' of the equation `of`; args are (equilibrium, rhs, *args of `of`)."""
+
+    what: Literal["adjoint", "tangent"]
+
+    def __init__(self, of: Equation) -> None:
+        self.of = of
+        self.rowwise, self.linear = (True, True, *of.rowwise), True
+        self.precision, self.identity = of.precision, of.identity
+        self.restrictable, self.separable = of.restrictable, of.separable
+
+    def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
+        return self.product(z, *args) + args[1]
+
+    @abstractmethod
+    def product(self, z: Tensor, *args: Tensor) -> Tensor:
+        """M z."""
+
+    def right(self, *args: Tensor) -> Tensor:
+        return args[1]
+
+    def untraceable(self) -> str | None:
+        return self.of.untraceable()
+
+    def fingerprint(self) -> Hashable:
+        return self.of.fingerprint()
+
+
+class AdjointEquation(LinearEquation):
+    """The adjoint equation, g -> J'g + v."""
+
+    what = "adjoint"
+
+    def product(self, z: Tensor, *args: Tensor) -> Tensor:
+        equilibrium, _, *rest = args
+        return autodiff_modes.vjp(lambda y: self.of(y, *rest), equilibrium)(z)[0]
+
+    def bind(self, args: Sequence[Tensor]) -> LinearMap:
+        equilibrium, rhs, *rest = args
+        at = Linearisation(self.of, equilibrium, rest)
+        return LinearMap(at.transposed, at.product, rhs, self, args)
+
+
+class TangentEquation(LinearEquation):
+    """The tangent equation, t -> J t + b."""
+
+    what = "tangent"
+
+    def product(self, z: Tensor, *args: Tensor) -> Tensor:
+        equilibrium, _, *rest = args
+        return autodiff_modes.jvp(lambda y: self.of(y, *rest), [equilibrium], [z])
+
+    def bind(self, args: Sequence[Tensor]) -> LinearMap:
+        equilibrium, rhs, *rest = args
+        at = Linearisation(self.of, equilibrium, rest)
+        return LinearMap(at.product, at.transposed, rhs, self, args)

@@ -28,7 +28,8 @@ from torch.autograd.function import Function
 from equilibria._core import autodiff_modes
 from equilibria._core.adjoint import backward_first_order, cotangent_scale
 from equilibria._core.compaction import rows_mix
-from equilibria._core.equation import AdjointEquation, Equation, Fold, FoldedEquation, TangentEquation
+from equilibria._core.equation import Fold, FoldedEquation
+from equilibria._core.maps import AdjointEquation, Equation, TangentEquation
 from equilibria._core.problem import Problem
 from equilibria._core.quarantine import quarantine
 from equilibria.solution import Status
@@ -106,7 +107,7 @@ def _backward_any_order(
     z, args, v = quarantine(equation, z, args, v, good)
     _learn_coupling(equation, z, args)
     scale = cotangent_scale(equation, v, measured=False)
-    g = _solve_differentiably(problem, problem.derived(AdjointEquation(equation), "adjoint"), z, v / scale, args) * scale
+    g = _solve_differentiably(problem, problem.derived(AdjointEquation), z, v / scale, args) * scale
     chosen = [i for i, need in enumerate(needs) if need]
     pulled = iter(autodiff_modes.vjp(_in_args(equation, z, args, chosen), *[args[i] for i in chosen])(g))
     return [_zero_unless(good.any(), next(pulled)) if need else None for need in needs]
@@ -122,7 +123,7 @@ def _jvp(problem: Problem, z: Tensor, status: Tensor, args: Sequence[Tensor], ta
     b = torch.where(good.unsqueeze(1), b, torch.zeros_like(b))
     _learn_coupling(equation, z, args)
     scale = cotangent_scale(equation, b, measured=False)
-    return _solve_differentiably(problem, problem.derived(TangentEquation(equation), "tangent"), z, b / scale, args) * scale
+    return _solve_differentiably(problem, problem.derived(TangentEquation), z, b / scale, args) * scale
 
 
 def _solve_differentiably(problem: Problem, derived: Problem, z: Tensor, rhs: Tensor, args: Sequence[Tensor]) -> Tensor:

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from equilibria._core.compaction import ROUNDING, rows_mix
 from equilibria._core.compile import Compiler
-from equilibria._core.equation import Equation
 from equilibria._core.failures import report_failures
 from equilibria._core.loop import solve
-from equilibria._core.maps import FlatMap, LinearMap, Map
+from equilibria._core.maps import Equation, FlatMap, LinearEquation, LinearMap, Map
 from equilibria._core.results import VERIFICATIONS, SolveResult, measure
 from equilibria.solution import Report, Stats, Status
 from equilibria.solvers.fallback import AnySolver
@@ -81,28 +80,31 @@ class Problem:
     compiler: Compiler | None = None  # the layer's compiler; None if its solves are not compiled
     measured_later: bool = False  # True if backward evaluates the cell at the result and measures the residual there
 
-    def run(self, z0: Tensor, args: Sequence[Tensor]) -> SolveResult:
-        """Solve from z0, (batch, n), without a graph; store the statistics in `report` and report failures."""
-        with torch.no_grad():
-            f = self.equation.bind(args)
-            return self.run_map(f, z0, f.rhs if isinstance(f, LinearMap) else None)
+    def run(
+        self, z0: Tensor, args: Sequence[Tensor] = (), *, f: Map | None = None, rhs: Tensor | None = None
+    ) -> SolveResult:
+        """Solve from z0, (batch, n), without a graph; store the statistics in `report` and report failures.
 
-    def run_map(self, f: Map, z0: Tensor, rhs: Tensor | None = None) -> SolveResult:
-        """As `run`, for the bound map `f`; `rhs` is what the tolerance of a linear system is relative to."""
+        f    the map in which the args are bound already, which may record a graph; None binds `args`
+        rhs  what the tolerance of a linear system is relative to; None uses its right-hand side
+        """
         equation, report = self.equation, self.report
-        if equation.identity.coupled and z0.shape[0] > 1:
-            result = self._solve_coupled(f, z0, rhs)
-        else:
-            run = solve if self.compiler is None else self.compiler.solve
-            scale = None if rhs is None else self.stop.norm(rhs)
-            options: dict[str, Any] = {"scale": scale, "precision": equation.precision, "known": self.known}
-            options |= {"keep_state": self.keep_state, "verify": self.verify, "measured_later": self.measured_later}
-            result = run(f, z0, self.solver, self.stop, **options)
-            if result.coupled is not None:
-                equation.separable = not result.coupled
-                equation.set_coupled(result.coupled, warn=self.stop.compact)  # without compaction the cost is accepted
-            if result.coupled:
-                result = self._go_on_as_one(f, z0, result)
+        with torch.set_grad_enabled(f is not None and torch.is_grad_enabled()):
+            f = equation.bind(args) if f is None else f
+            rhs = f.rhs if rhs is None and isinstance(f, LinearMap) else rhs
+            if equation.identity.coupled and z0.shape[0] > 1:
+                result = self._solve_coupled(f, z0, rhs)
+            else:
+                run = solve if self.compiler is None else self.compiler.solve
+                scale = None if rhs is None else self.stop.norm(rhs)
+                options: dict[str, Any] = {"scale": scale, "precision": equation.precision, "known": self.known}
+                options |= {"keep_state": self.keep_state, "verify": self.verify, "measured_later": self.measured_later}
+                result = run(f, z0, self.solver, self.stop, **options)
+                if result.coupled is not None:
+                    equation.separable = not result.coupled
+                    equation.set_coupled(result.coupled, warn=self.stop.compact)  # without compaction the cost is accepted
+                if result.coupled:
+                    result = self._go_on_as_one(f, z0, result)
         if self.what == "forward":
             report.stats, report.unmeasured = result.stats, result.unmeasured
             report.nonfinite = result.failed and result.stats.count(Status.NONFINITE) > 0
@@ -134,10 +136,12 @@ class Problem:
             return result
         return solve_coupled(f, z0, self.solver, self.stop, right=rhs, precision=precision, known=self.known)
 
-    def derived(self, equation: Equation, what: Literal["adjoint", "tangent"]) -> Problem:
-        """The problem of a linear system of the derivatives, which is solved by the settings in `linear`."""
-        by = self.linear
-        return Problem(equation, by.solver, by.stop, self.report, what, by.on_failure, linear=by, compiler=self.compiler)
+    def derived(self, kind: type[LinearEquation]) -> Problem:
+        """The problem of the adjoint or tangent equation, which is solved by the settings in `linear`."""
+        by, equation = self.linear, kind(self.equation)
+        return Problem(
+            equation, by.solver, by.stop, self.report, kind.what, by.on_failure, linear=by, compiler=self.compiler
+        )
 
     def report_failures(self, stats: Stats, action: Any = None) -> None:
         """Report failed samples of this problem; None uses `stop.on_failure`."""

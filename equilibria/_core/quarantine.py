@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from equilibria._core import autodiff_modes
-from equilibria._core.equation import Equation
+from equilibria._core.maps import Equation
 
 
 def quarantine(

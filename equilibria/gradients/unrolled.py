@@ -14,8 +14,7 @@ from equilibria._core import autodiff_modes
 from equilibria._core.autodiff_modes import no_autocast
 from equilibria._core.checkpointing import Buffers, Checkpoint, Tensors, check_checkpoint, repeat
 from equilibria._core.checks import require
-from equilibria._core.equation import Equation
-from equilibria._core.maps import Map
+from equilibria._core.maps import Equation, Map
 from equilibria._core.problem import Problem
 from equilibria._core.quarantine import quarantine
 from equilibria.gradients.base import Gradient, with_zero_gradient
@@ -156,7 +155,7 @@ def _bind(problem: Problem, args: Sequence[Tensor]) -> Map:
 
 
 def _direct(problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
-    return problem.run_map(_bind(problem, args), z0, None).z
+    return problem.run(z0, f=_bind(problem, args)).z
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from equilibria._core.checks import require
 from equilibria._core.packing import State
-from equilibria.stop import Stop
+from equilibria.stop import FLOOR, RECURRENCE, Stop
 
 By = Literal["head", "convergence", "both", "either", "limit"]
 Step = Callable[[Any, State | None], tuple[Any, Tensor, State, Tensor]]
@@ -49,7 +49,8 @@ class Halting:
         halt      (batch,) the value of the halting head
         residual  (batch,) the relative residual
         """
-        sure, settled = halt > 0, self.stop.holds(residual, torch.finfo(residual.dtype).eps)
+        rtol, eps = self.stop.rtol, torch.finfo(residual.dtype).eps
+        sure, settled = halt > 0, residual <= rtol + min(FLOOR * eps, RECURRENCE * rtol)
         match self.by:
             case "head":
                 return sure

@@ -42,9 +42,9 @@ class PoolWorkspace(Workspace):
 
     def __init__(self, like: Tensor, capacity: int, n: int, solver: Any, stop: Stop, precision: float, most: int) -> None:
         whole = like.new_empty(capacity, n)
-        _, vectors, settings = needs(solver, whole)
-        settings |= {"first_limit": most, "floor": FLOOR * precision, "patience": stop.patience or 0}
-        super().__init__(native.kernels, whole, most, vectors, settings)
+        _, vectors, settings = needs(solver, whole.shape, whole.dtype)
+        own = {"first_limit": most, "floor": FLOOR * precision, "patience": stop.patience or 0}
+        super().__init__(whole, most, vectors, {**settings, **own})
         self.kind = KINDS[type(solver)]
         self.answer.zero_()  # places without a row are evaluated at their answer
         self.status.fill_(1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+from collections.abc import Mapping
 from ctypes import c_void_p
 from typing import TYPE_CHECKING, Any
 
@@ -62,26 +64,6 @@ def is_readable(x: Tensor) -> bool:
     return not (followed or torch._C._functorch.is_functorch_wrapped_tensor(x))
 
 
-def begin(run: LoopRun, z0: Tensor, fz: Tensor, solver: Any) -> Iteration | Krylov:
-    """Return the native solve from z0 with f(z0) = fz, before its first record.
-
-    Euclidean norms replace root mean squares, with `atol` and `scale` times sqrt(n).
-    """
-    info, stop, floor = torch.finfo(z0.dtype), run.stop, FLOOR * run.precision
-    root = max(z0.shape[1], 1) ** 0.5 if stop.norm is rms_norm else 1.0
-    settings = {
-        "rtol": max(stop.rtol, LEAST * info.eps),
-        "atol": max(stop.atol * root, info.tiny**0.8),
-        "scale": None if run.scale is None else (run.scale * root).contiguous(),
-        "floor": floor,
-        "natural": root,
-        "patience": stop.patience or 0,
-        "watchful": int(stop.patience is not None or stop.rtol < floor),
-    }
-    method = Krylov if isinstance(solver, krylov.GMRES) else Iteration
-    return method(native.kernels, run.f, z0, fz, solver, settings)
-
-
 class Iteration:
     """A solver with one evaluation per step: Picard, Anderson, Broyden.
 
@@ -89,12 +71,12 @@ class Iteration:
     out    the point to evaluate next, (rows, n)
     """
 
-    def __init__(self, kernels: Any, f: Map, z0: Tensor, fz: Tensor, solver: Any, settings: dict[str, Any]) -> None:
-        self.f, self.kind = f, KINDS[type(solver)]
+    def __init__(self, run: LoopRun, z0: Tensor, fz: Tensor, solver: Any) -> None:
+        self.f, self.kind = run.f, KINDS[type(solver)]
         self.z, self.fz = _rows(z0, z0), _rows(fz, z0)
         self.out = self.z
-        most, vectors, more = needs(solver, z0)
-        self.work = Workspace(kernels, self.z, most, vectors, settings | more)
+        most, vectors, settings = needs(solver, z0.shape, z0.dtype)
+        self.work = Workspace(self.z, most, vectors, settings, run)
 
     def step(self, step: int, last: bool) -> int:
         """Record an iterate, the start at step 0, and compute the next one unless it is the `last`; rows still running."""
@@ -115,19 +97,12 @@ class Iteration:
 class Krylov:
     """GMRES with one product per step; z and its residual are stored in the workspace."""
 
-    def __init__(self, kernels: Any, f: Map, z0: Tensor, fz: Tensor, solver: krylov.GMRES, settings: dict[str, Any]) -> None:
-        self.f, self.base, self.taken = f, z0, 0
+    def __init__(self, run: LoopRun, z0: Tensor, fz: Tensor, solver: krylov.GMRES) -> None:
+        self.f, self.base, self.taken = run.f, z0, 0
         self.start = _rows(z0, z0), _rows(fz, z0)
         self.out = self.start[0]
-        n = z0.shape[1]
-        most = history_size(solver.restart, solver.budget, z0, small=n, medium=20, large=20)
-        first = most if solver.restart is not None or n <= SMALL_STATE else min(krylov.FEW, most)
-        settings = settings | {
-            "first_limit": first,
-            "threshold": 10 * torch.finfo(z0.dtype).eps,
-            "slow": krylov.SLOW,
-        }
-        self.work = Workspace(kernels, self.start[0], most, ("iterate", "other", "residual"), settings)
+        most, vectors, settings = needs(solver, z0.shape, z0.dtype)
+        self.work = Workspace(self.out, most, vectors, settings, run)
 
     @property
     def z(self) -> Tensor:
@@ -172,9 +147,18 @@ class Krylov:
 KINDS: dict[type[Solver[Any]], int] = {Picard: PICARD, Anderson: ANDERSON, Broyden: BROYDEN, krylov.GMRES: GMRES}
 
 
-def needs(solver: Any, z0: Tensor) -> tuple[int, tuple[str, ...], dict[str, Any]]:
-    """Return the largest number of history slots, the names of the vectors stored per row, and the settings of a solver."""
-    n = z0.shape[1]
+@functools.lru_cache(maxsize=256)
+def needs(solver: Any, shape: torch.Size, dtype: torch.dtype) -> tuple[int, tuple[str, ...], Mapping[str, Any]]:
+    """Return the largest number of history slots, the names of the vectors stored per row, and the settings of a solver.
+
+    Cached, because a layer asks the same in every solve.
+    """
+    n, z0 = shape[1], torch.empty(shape, dtype=dtype, device="meta")
+    if isinstance(solver, krylov.GMRES):
+        most = history_size(solver.restart, solver.budget, z0, small=n, medium=20, large=20)
+        first = most if solver.restart is not None or n <= SMALL_STATE else min(krylov.FEW, most)
+        settings = {"first_limit": first, "threshold": 10 * torch.finfo(dtype).eps, "slow": krylov.SLOW}
+        return most, ("iterate", "other", "residual"), settings
     if isinstance(solver, Picard):
         return 1, (), {"first_limit": 0, "damping": solver.damping}
     if isinstance(solver, Broyden):
@@ -183,7 +167,7 @@ def needs(solver: Any, z0: Tensor) -> tuple[int, tuple[str, ...], dict[str, Any]
     assert isinstance(solver, Anderson)
     most = history_size(solver.history, solver.budget, z0, small=n, medium=4, large=3)
     settings = {"first_limit": most, "damping": solver.damping, "slow": float("inf")}
-    settings |= {"threshold": ridge(solver.ridge, z0.dtype), "patience_of_trust": anderson.PATIENCE}
+    settings |= {"threshold": ridge(solver.ridge, dtype), "patience_of_trust": anderson.PATIENCE}
     return most, ("residual", "value"), settings
 
 
@@ -205,9 +189,29 @@ class Workspace:
     rows, place                number of the rows carried, and (rows,) their places in the batch; None for all
     """
 
-    def __init__(self, kernels: Any, z0: Tensor, most: int, vectors: tuple[str, ...], settings: dict[str, Any]) -> None:
+    def __init__(
+        self, z0: Tensor, most: int, vectors: tuple[str, ...], settings: Mapping[str, Any], run: LoopRun | None = None
+    ) -> None:
+        """`run` has the tolerances of the rows; None if each row gets its own (`pool`).
+
+        Euclidean norms replace root mean squares, with `atol` and `scale` times sqrt(n).
+        """
         batch, n = z0.shape
-        self.advance_rows, self.wide = kernels.advance, int(z0.dtype == torch.float64)
+        self.scale: Tensor | None = None
+        if run is not None:
+            info, stop, floor = torch.finfo(z0.dtype), run.stop, FLOOR * run.precision
+            root = max(n, 1) ** 0.5 if stop.norm is rms_norm else 1.0
+            self.scale = None if run.scale is None else (run.scale * root).contiguous()
+            settings = {
+                "rtol": max(stop.rtol, LEAST * info.eps),
+                "atol": max(stop.atol * root, info.tiny**0.8),
+                "floor": floor,
+                "natural": root,
+                "patience": stop.patience or 0,
+                "watchful": int(stop.patience is not None or stop.rtol < floor),
+                **settings,
+            }
+        self.advance_rows, self.wide = native.kernels.advance, int(z0.dtype == torch.float64)
         self.numbers = z0.new_empty(len(NUMBERS), batch)
         self.counters = torch.empty(len(COUNTERS), batch, dtype=torch.int64)
         self.flags = torch.empty(2, batch, dtype=torch.int8)
@@ -219,7 +223,6 @@ class Workspace:
         self.first, self.second = (c_void_p * most)(), (c_void_p * most)()
         self.core: Tensor | None = None
         self.place: Tensor | None = None
-        self.scale: Tensor | None = settings.pop("scale", None)
         self.context = Context(n=n, rows=batch, batch=batch, most=most, threads=torch.get_num_threads(), **settings)
         tensors = dict(zip(vectors, self.vectors, strict=True))
         tensors |= dict(zip(NUMBERS, self.numbers.unbind(), strict=True))
