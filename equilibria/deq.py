@@ -16,7 +16,7 @@ from equilibria._core.compile import Compiler
 from equilibria._core.equation import CellEquation
 from equilibria._core.frozen_cell import FrozenCell
 from equilibria._core.loop import check_solver
-from equilibria._core.packing import Layout, State
+from equilibria._core.packing import Layout, State, zeros_like_first
 from equilibria._core.problem import Problem
 from equilibria.gradients.base import Gradient
 from equilibria.gradients.implicit import Implicit
@@ -211,13 +211,14 @@ def _solve(
     def f(z: State) -> State:
         return fixed(z, *given)
 
-    start = start_of(init, cell, lambda z: fixed(z, *sound), clean, batched=batched)
+    usual = init is None  # most layers start from zeros
+    start = zeros_like_first(clean) if usual else start_of(init, cell, lambda z: fixed(z, *sound), clean, batched=batched)
     layout = Layout.of(start, batched=batched)
+    z0 = layout.pack(start) if gradient.follows_start else layout.pack(start).detach()
     known = _draw_masks(f, start, layout) if fixed.dropouts and fixed.undrawn() else None
     equation = CellEquation(fixed, layout, given)
     if equation.opaque:
         _check_ranks_agree(stop)
-    z0 = layout.pack(start) if gradient.follows_start else layout.pack(start).detach()
     opaque = equation.opaque
     if fixed.module is None and _differentiating():
         known, opaque = equation.captures(z0)

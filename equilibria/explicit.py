@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from equilibria._core.autodiff_modes import Autocast
 from equilibria._core.checkpointing import Buffers, Checkpoint, Tensors, check_checkpoint, repeat
-from equilibria._core.frozen_cell import FrozenCell
+from equilibria._core.frozen_cell import FrozenCell, Snapshot
 from equilibria._core.packing import Layout, State
 from equilibria.starts import Init, check_cell, check_init, prepared, start_of
 from equilibria.stop import rms_norm, scaled_norm
@@ -113,15 +113,20 @@ class _CellStep:
     def __init__(self, cell: FrozenCell, inputs: Sequence[Any], layout: Layout) -> None:
         self.cell, self.inputs, self.layout = cell, inputs, layout
         self.cast = Autocast.current(layout.device).enabled
+        self.first: Snapshot | None = None  # the cell at the first step with copies of its buffers, for all later ones
 
     def buffers(self) -> dict[str, Tensor]:
-        return self.cell.tensors().buffers if self.cell.training else {}
+        """The buffers that the cell may move in training, as they are now."""
+        snapshot = self.cell.snapshot() if self.cell.training else None
+        return {} if snapshot is None else snapshot.tensors.buffers
 
     def __call__(self, z: Tensors, buffers: Buffers) -> Tensors:
         arguments = (self.state(z), *self.inputs)
         with self.cell.in_place():
-            if buffers and self.cell.module is not None:
-                out = self.cell.snapshot().call(buffers, arguments)
+            if buffers:
+                self.first = self.first or self.cell.snapshot()
+            if buffers and self.first is not None:
+                out = self.first.call(buffers, arguments)
             else:
                 out = self.cell.cell(*arguments)
         tensors = self.layout.check_output(out, self.layout.batch, cast=self.cast)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from equilibria._core.packing import State
+from equilibria._core.packing import State, zeros_like_first
 from equilibria.remember import Remember
 
 
@@ -78,7 +78,7 @@ def prepared(cell: Any, inputs: Sequence[Any]) -> tuple[Any, ...]:
 def start_of(init: Init, cell: Any, f: Callable[[State], State], inputs: Sequence[Any], *, batched: bool) -> State:
     """The starting state; differentiable if `init` is."""
     if init is None:
-        return _zeros_like_first(inputs)
+        return zeros_like_first(inputs)
     if isinstance(init, Zeros):
         return _zeros(init.shape, cell, inputs, batched)
     if isinstance(init, FirstStep):
@@ -86,21 +86,6 @@ def start_of(init: Init, cell: Any, f: Callable[[State], State], inputs: Sequenc
     if isinstance(init, Remember):
         return init.recall(start_of(init.start, cell, f, inputs, batched=batched), batched)
     return init(*inputs)
-
-
-def _zeros_like_first(inputs: Sequence[Any]) -> State:
-    if not inputs:
-        raise ValueError(
-            "init=None starts from zeros like the first input, but there is no input; use init=eq.Zeros(*shape)."
-        )
-    for leaf in pytree.tree_leaves(inputs[0]):
-        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
-            seen = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
-            raise TypeError(
-                f"init=None starts from zeros like the first input, which holds {seen}, not real numbers; "
-                "give the shape of the state with init=eq.Zeros(*shape)."
-            )
-    return pytree.tree_map(lambda leaf: torch.zeros_like(leaf, requires_grad=False), inputs[0])
 
 
 def _zeros(shape: tuple[int, ...], cell: Any, inputs: Sequence[Any], batched: bool) -> Tensor:

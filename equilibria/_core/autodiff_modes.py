@@ -253,13 +253,17 @@ class Autocast:
         return torch.autocast(self.device, dtype=self.dtype) if self.enabled else nullcontext()
 
 
-@contextmanager
-def no_autocast(device: torch.device) -> Iterator[None]:
+def no_autocast(device: torch.device) -> AbstractContextManager[None]:
     """A context without autocast, for the solver: Gram matrices and small systems need full precision."""
-    if not Autocast.current(device).enabled:
-        yield
-        return
-    with torch.autocast(device.type, enabled=False):
+    kind = device.type
+    enabled = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return _autocast_disabled(kind) if enabled else nullcontext()
+
+
+@contextmanager
+def _autocast_disabled(kind: str) -> Iterator[None]:
+    """Disable autocast for a type of device, and clear its cache at the end."""
+    with torch.autocast(kind, enabled=False):
         yield
     # casts cached under no_grad have no graph; reused in a later evaluation, they would cut the gradient
     torch.clear_autocast_cache()

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from equilibria._core import autodiff_modes
 from equilibria._core.autodiff_modes import Autocast
 from equilibria._core.compaction import CellIdentity, is_known_to_couple
-from equilibria._core.frozen_cell import FrozenCell
+from equilibria._core.frozen_cell import CellTensors, FrozenCell
 from equilibria._core.maps import Equation, LinearMap, Map
 from equilibria._core.packing import Layout, State
 
@@ -38,8 +38,8 @@ class CellEquation(Equation):
         self._leaves, self._inputs_spec = pytree.tree_flatten(tuple(inputs))
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         self.opaque = cell.sharded  # True if the cell depends on tensors that cannot be passed as arguments
-        own = cell.tensors()
-        self._snapshot = None if cell.module is None or cell.sharded else cell.snapshot()
+        self._snapshot = cell.snapshot()
+        own = CellTensors() if self._snapshot is None else self._snapshot.tensors
         self._names = (*own.parameters, *own.weights, *own.masks, *own.buffers)
         self._buffers = tuple(own.buffers)
         self._inputs = len(tensors)

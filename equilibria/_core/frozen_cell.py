@@ -32,7 +32,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -78,10 +78,10 @@ class HeldWeight(nn.Module):
 class CellTensors:
     """The tensors a cell depends on besides its arguments, by their names in the module under `FrozenCell.in_place`."""
 
-    parameters: dict[str, Tensor]
-    weights: dict[str, Tensor]  # of HeldWeight modules
-    masks: dict[str, Tensor]
-    buffers: dict[str, Tensor]
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)  # of HeldWeight modules
+    masks: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
 class FrozenCell:
@@ -110,24 +110,22 @@ class FrozenCell:
         self._masks = [dropout.mask for dropout in self.dropouts]  # set if an enclosing solve has drawn them, else None
         self.holds = bool(self._weights or self.dropouts)
         self._is_in_place = False
-        self._snapshot: Snapshot | None = None
 
     def __call__(self, z: State, *inputs: Any) -> State:
         with self.in_place():
-            buffers = self.tensors().buffers if self.training and not self.sharded else {}
-            if self.module is None or not buffers:
+            snapshot = self.snapshot() if self.training else None
+            if snapshot is None or not snapshot.tensors.buffers:
                 return self.cell(z, *inputs)
-            copies = {name: buffer.clone() for name, buffer in buffers.items()}
-            out: State = self.snapshot().call(copies, (z, *inputs))
+            copies = {name: buffer.clone() for name, buffer in snapshot.tensors.buffers.items()}
+            out: State = snapshot.call(copies, (z, *inputs))
             return out
 
-    def snapshot(self) -> Snapshot:
-        """A snapshot of the module with its held weights and masks, taken on the first call."""
-        assert self.module is not None
-        if self._snapshot is None:
-            with self.in_place() if self.holds else nullcontext():
-                self._snapshot = Snapshot(self.module)
-        return self._snapshot
+    def snapshot(self) -> Snapshot | None:
+        """The module as it is now, with its held weights and masks; None for a function and for sharded weights."""
+        if self.module is None or self.sharded:
+            return None
+        with self.in_place():
+            return Snapshot(self.module)
 
     def hand_back(self) -> None:
         """Copy the attributes and buffers that were assigned on the copy during the solve to the original module."""
@@ -172,24 +170,6 @@ class FrozenCell:
         with self.in_place():
             return any(dropout.mask is None for dropout in self.dropouts)
 
-    def tensors(self) -> CellTensors:
-        """The tensors of the module; empty if the cell is a plain function or its weights are sharded."""
-        if self.module is None or self.sharded:
-            return CellTensors({}, {}, {}, {})
-        if not self.holds and not any(isinstance(module, VariationalDropout) for module in self.modules):
-            return CellTensors(dict(self.module.named_parameters()), {}, {}, dict(self.module.named_buffers()))
-        with self.in_place():
-            buffers = dict(self.module.named_buffers())
-            weights = {name: b for name, b in buffers.items() if _owned_by(self.module, name, HeldWeight)}
-            masks = {name: b for name, b in buffers.items() if _owned_by(self.module, name, VariationalDropout)}
-            others = {name: b for name, b in buffers.items() if name not in weights and name not in masks}
-            return CellTensors(dict(self.module.named_parameters()), weights, masks, others)
-
-
-def _owned_by(module: nn.Module, name: str, kind: type[nn.Module]) -> bool:
-    """True if the tensor of this name is an attribute of a submodule of type `kind`."""
-    return isinstance(module.get_submodule(name.rpartition(".")[0]), kind)
-
 
 def _computed_weights(modules: Sequence[nn.Module]) -> list[tuple[nn.ModuleDict, str, HeldWeight]]:
     """(ModuleDict, key, computed weight) of every parametrized weight; weights held by an enclosing solve are reused."""
@@ -224,6 +204,7 @@ def is_sharded(modules: Sequence[nn.Module]) -> bool:
 class Snapshot:
     """A module at the time of construction: its submodules, their attributes and their tensors, by reference.
 
+    tensors   the parameters and buffers by name, a tied tensor once
     copyable  True if every reference to a part of the tree is registered or lies in lists, tuples, dicts, partials and
               bound methods, where it can be replaced
     """
@@ -235,12 +216,17 @@ class Snapshot:
         self._index = {id(part): i for i, part in enumerate(self.parts)}
         self._places: list[tuple[int, str, str, str]] = []  # index of the part, dict, attribute, name of the tensor
         names: dict[int, str] = {}
+        self.tensors = tensors = CellTensors()
         for i, (prefix, part) in enumerate(parts.items()):
-            for kind in ("_parameters", "_buffers"):
+            held = isinstance(part, HeldWeight), isinstance(part, VariationalDropout)
+            buffers = tensors.weights if held[0] else tensors.masks if held[1] else tensors.buffers
+            for kind, found in (("_parameters", tensors.parameters), ("_buffers", buffers)):
                 for attribute, tensor in getattr(part, kind).items():
                     if tensor is not None:
                         place = f"{prefix}.{attribute}" if prefix else attribute
-                        self._places.append((i, kind, attribute, names.setdefault(id(tensor), place)))
+                        if (name := names.setdefault(id(tensor), place)) == place:
+                            found[name] = tensor
+                        self._places.append((i, kind, attribute, name))
         self._names = names
         self._attributes = [dict(vars(part)) for part in self.parts]
         self._children = [dict(part._modules) for part in self.parts]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -178,6 +179,22 @@ class Layout:
                 f"The cell must return the dtype of its state: got {tensor.dtype} for z of {leaf.dtype}. "
                 f"Start from a state of {tensor.dtype}, or end the cell with .to(z.dtype)."
             )
+
+
+def zeros_like_first(inputs: Sequence[Any]) -> State:
+    """A state of zeros with the shapes, dtypes and device of the first input; raises if that is not made of numbers."""
+    if not inputs:
+        raise ValueError(
+            "init=None starts from zeros like the first input, but there is no input; use init=eq.Zeros(*shape)."
+        )
+    for leaf in pytree.tree_leaves(inputs[0]):
+        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
+            seen = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise TypeError(
+                f"init=None starts from zeros like the first input, which holds {seen}, not real numbers; "
+                "give the shape of the state with init=eq.Zeros(*shape)."
+            )
+    return pytree.tree_map(lambda leaf: torch.zeros_like(leaf, requires_grad=False), inputs[0])
 
 
 def _describe(structure: pytree.TreeSpec) -> str:
