@@ -76,3 +76,7 @@ def test_the_page_of_machines_shows_the_committed_runs() -> None:
     page = (ROOT / "docs" / "machines.md").read_text()
     assert found["written"](page) == page, "Run `python docs/machine_tables.py`."
     assert all(table() in page for table in found["TABLES"].values())
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().split()) <= 600

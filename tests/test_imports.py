@@ -110,6 +110,8 @@ def test_the_core_needs_torch_alone() -> None:
         "lab.cli.listing": {"typer"},
         "lab.cli.tables": {"typer"},
         "lab.cli.runs": {"typer"},
+        "lab.cli.options": {"typer"},
+        "lab.cli.view": {"rich"},
         "lab.cli.sweeping": {"typer"},
         "lab.cli.diagnosis": {"typer"},
         "lab.cli.generating": {"typer"},
@@ -167,6 +169,40 @@ def test_help_loads_no_command() -> None:
     assert not {"torch._dynamo", "sympy", "lightning_fabric", "matplotlib", "equilibria.models"} & found
     rooms = ("equilibria.lab.cli.", "equilibria.lab.experiments")
     assert [name for name in found if name.startswith(rooms)] == ["equilibria.lab.cli.main"]
+
+
+# what takes longer to load than the help takes to print; the heavy rooms load all of them
+DEAR = {
+    "equilibria.lab.experiments",
+    "equilibria.lab.reports.run",
+    "equilibria.lab.training",
+    "jax",
+    "lightning_fabric",
+    "matplotlib",
+    "pandas",
+    "safetensors",
+    "scipy",
+    "sklearn",
+    "sympy",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.utils.tensorboard",
+}
+
+
+def test_help_of_a_command_loads_neither_experiments_nor_training() -> None:
+    """One interpreter shows the help of every command; what one of them loads is found after it."""
+    from equilibria.lab.cli.main import COMMANDS
+
+    lines = [(name,) for name in (*COMMANDS, "bench")] + [("data", name) for name in ("list", "fetch", "check")]
+    program = (
+        "from equilibria.lab.cli.main import app\n"
+        "    try: app([{}, '--help'], standalone_mode=False)\n"
+        "    except SystemExit: pass"
+    )
+    found = loaded_by(*(program.format(", ".join(map(repr, line))) for line in lines))
+    assert {line: sorted(DEAR & loaded) for line, loaded in zip(lines, found, strict=True) if DEAR & loaded} == {}
+    assert "equilibria.lab.cli.runs" in found[-1]
 
 
 def test_a_misspelt_package_is_refused() -> None:

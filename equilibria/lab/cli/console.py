@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from equilibria.lab.data.files import DataError
-from equilibria.lab.experiments.assignments import SettingError
-from equilibria.lab.experiments.catalogue import UnknownName
-from equilibria.lab.training.checkpoints import CorruptCheckpointError
-from equilibria.lab.training.stepping import TrainingError
+from equilibria.lab.choices import Scale
+from equilibria.lab.errors import CorruptCheckpointError, DataError, SettingError, TrainingError, UnknownName
 
 INTERRUPTED = 130
-
-DataRoot = Annotated[
-    Path | None,
-    typer.Option("--data", metavar="DIR", envvar="EQUILIBRIA_DATA", help="Folder of the datasets; default: a user cache."),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, to stdout.")]
 
 
 def is_first_process() -> bool:
@@ -39,9 +31,20 @@ def progress_console() -> Console:
     return Console(stderr=True)
 
 
+def say(text: str) -> None:
+    """Print a message to stderr."""
+    progress_console().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def say_if_toy(scale: Scale) -> None:
+    """At debug scale, say that the figures are no results."""
+    if scale == "debug":
+        say("Debug scale: data and model are toys that check the code. The figures are not results, and no claim is judged.")
+
+
 @contextmanager
 def explained() -> Iterator[None]:
-    """Turn expected errors into a message and an exit code: 2 for wrong arguments, 1 for failures."""
+    """Turn expected errors into a message and an exit code: 2 for wrong arguments, 1 for failures. Decorates a command."""
     try:
         yield
     except (SettingError, UnknownName) as error:
@@ -54,12 +57,29 @@ def explained() -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from error
 
 
+ADVICE: dict[type[OSError], str] = {
+    FileNotFoundError: "Check the path.",
+    NotADirectoryError: "A part of the path is a file, where a folder is expected. Choose another path.",
+    FileExistsError: "A file stands where a folder is expected. Choose another path.",
+    IsADirectoryError: "A file is expected. Choose another path.",
+    PermissionError: "Choose a path that you may read and write.",
+}
+
+
 def _words(error: Exception) -> str:
-    """The text of an error, without the errno of an OSError."""
+    """The text of an error; of an error of the system the file, what was seen and what to do."""
     if not isinstance(error, OSError) or not error.strerror:
         return str(error)
     where = "" if error.filename is None else f"{error.filename}: "
-    return f"{where}{error.strerror}."
+    advice = ADVICE.get(type(error), "")
+    return f"{where}{error.strerror}. {advice}".rstrip()
+
+
+def check_folder(path: Path) -> None:
+    """Create a folder that results will be written to, before they are computed; an OSError if it cannot be written."""
+    path.mkdir(parents=True, exist_ok=True)
+    if not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
 def counted(count: int, noun: str) -> str:

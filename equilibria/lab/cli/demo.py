@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from equilibria.lab.choices import Scale
+from equilibria.lab.cli.console import explained
 
 if TYPE_CHECKING:
     from equilibria.lab.reports.table import TableResults
@@ -18,35 +21,32 @@ PAGE = "demo.html"
 Rows = Sequence[Sequence[str]]
 
 
+@explained()
 def demo(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of all runs.")] = Path("runs"),
-    scale: Annotated[
-        Literal["debug", "reduced", "full"], typer.Option(help="debug: seconds; reduced: fewer epochs; full: the demo.")
-    ] = "full",
+    scale: Annotated[Scale, typer.Option(help="debug: seconds; reduced: fewer epochs; full: the demo.")] = "full",
 ) -> None:
     """Train an equilibrium classifier of digits and its explicit twin, and report them: a minute, no download."""
     typer.echo("Training three classifiers of 8x8 digits: about a minute on two cores.")
     import torch  # here, so that the line above comes first
 
-    from equilibria.lab.cli.console import explained
     from equilibria.lab.experiments.catalogue import table as find_table
     from equilibria.lab.experiments.digits.table import DIGITS
     from equilibria.lab.experiments.runner import THIS_PROCESS, plan, run_here
     from equilibria.lab.reports.run import write_run_report
     from equilibria.lab.reports.write import write_report
 
-    with explained():
-        found = find_table(DIGITS)
-        jobs = plan(found, scale, out, seeds=1)
-        torch.set_num_threads(1)  # the kernels are too small to gain from more threads
-        for job in jobs:
-            if not job.finished:
-                run_here(job, THIS_PROCESS, _progress(job.experiment.summary))
-                write_run_report(job.folder)
-        folder = found.folder(out, scale)
-        results = write_report(found, scale, folder)
-        run = next(job for job in jobs if job.experiment.name.endswith("-deq"))
-        _show(_sections(results, run.folder, run.experiment.task(), scale), folder, run.folder)
+    found = find_table(DIGITS)
+    jobs = plan(found, scale, out, seeds=1)
+    torch.set_num_threads(1)  # the kernels are too small to gain from more threads
+    for job in jobs:
+        if not job.finished:
+            run_here(job, THIS_PROCESS, _progress(job.experiment.summary))
+            write_run_report(job.folder)
+    folder = found.folder(out, scale)
+    results = write_report(found, scale, folder)
+    run = next(job for job in jobs if job.experiment.name.endswith("-deq"))
+    _show(_sections(results, run.folder, run.experiment.task(), scale), folder, run.folder)
 
 
 def _progress(label: str) -> Listener:
@@ -70,7 +70,7 @@ def _progress(label: str) -> Listener:
     return Short()
 
 
-def _sections(results: TableResults, run: Path, task: object, scale: Literal["debug", "reduced", "full"]) -> list[Section]:
+def _sections(results: TableResults, run: Path, task: object, scale: Scale) -> list[Section]:
     """What the demo says, section by section; every figure is measured here and now."""
     from equilibria.lab.experiments.digits.argument import Trained, memory
     from equilibria.lab.experiments.digits.memory_row import BATCH

@@ -14,12 +14,11 @@ from torch import nn
 from equilibria._core.names import nearest
 from equilibria.analysis.diagnosis.doctor import diagnose as run_diagnosis
 from equilibria.analysis.diagnosis.illnesses import EXAMPLES
-from equilibria.lab.cli.console import AsJson, DataRoot, explained
-from equilibria.lab.experiments.evaluation import model_and_batch
-from equilibria.lab.experiments.own import find
-from equilibria.lab.training.folder import Run
+from equilibria.lab.cli.console import check_folder, explained
+from equilibria.lab.cli.options import AsJson, DataRoot
 
 
+@explained()
 def diagnose(
     target: Annotated[
         str | None,
@@ -41,16 +40,17 @@ def diagnose(
     if example is not None:
         model, batch = _example(example)
     elif is_run:
-        with explained():
-            model, batch = model_and_batch(Run.open(Path(str(target))), root=data)
+        from equilibria.lab.experiments.evaluation import model_and_batch
+        from equilibria.lab.training.folder import Run
+
+        model, batch = model_and_batch(Run.open(Path(str(target))), root=data)
     else:
-        with explained():
-            model, batch = _built(target)
+        model, batch = _built(target)
     model.train(not evaluating)
-    with explained():
-        found = run_diagnosis(model, batch)
-        folder = output or (Path(str(target)) / "diagnosis" if is_run else Path("diagnosis"))
-        page = found.save(folder, "equilibria " + shlex.join(sys.argv[1:]))
+    folder = output or (Path(str(target)) / "diagnosis" if is_run else Path("diagnosis"))
+    check_folder(folder)
+    found = run_diagnosis(model, batch)
+    page = found.save(folder, "equilibria " + shlex.join(sys.argv[1:]))
     if as_json:
         return typer.echo(json.dumps(json.loads(found.to_json()) | {"page": str(page)}, indent=1))
     typer.echo(str(found))
@@ -69,6 +69,8 @@ def _built(target: str | None) -> tuple[Any, Any]:
         raise typer.BadParameter(
             "name the folder of a run or a function that returns (model, batch), as in train.py:build, or take --example."
         )
+    from equilibria.lab.experiments.own import find
+
     function = find(target)
     if not callable(function) or isinstance(function, nn.Module):
         raise typer.BadParameter(

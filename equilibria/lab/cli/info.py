@@ -9,9 +9,11 @@ import typer
 
 import equilibria
 from equilibria import native
-from equilibria.lab.cli.console import AsJson, show_json
+from equilibria.lab.cli.console import explained, show_json
+from equilibria.lab.cli.options import AsJson
 
 
+@explained()
 def info(as_json: AsJson = False) -> None:
     """Versions, threads, devices, and whether solver steps are compiled here."""
     found = {

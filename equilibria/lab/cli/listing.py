@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from equilibria.lab.cli.console import AsJson, DataRoot, explained, show_json, show_table
+from equilibria.lab.choices import SCALES
+from equilibria.lab.cli.console import explained, show_json, show_table
+from equilibria.lab.cli.options import AsJson, DataRoot
 from equilibria.lab.data.catalogue import check, fetch
 from equilibria.lab.data.catalogue import info as data_info
 from equilibria.lab.data.catalogue import names as data_names
 from equilibria.lab.data.files import FileState, data_root
-from equilibria.lab.experiments.catalogue import tables
-from equilibria.lab.experiments.definitions import SCALES, Table, TableRow
-from equilibria.models.registry import info as model_info
-from equilibria.models.registry import names as model_names
+
+if TYPE_CHECKING:
+    from equilibria.lab.experiments.definitions import Table, TableRow
 
 Names = Annotated[list[str] | None, typer.Argument(help="Names of datasets; default: all.")]
 
 data_app = typer.Typer(help="Datasets: what there is, fetching, checking.", no_args_is_help=True)
 
 
+@explained()
 def list_all(data: DataRoot = None, as_json: AsJson = False) -> None:
     """Tables and their experiments, models and datasets, with their sizes."""
+    from equilibria.lab.experiments.catalogue import tables
+    from equilibria.models.registry import info as model_info
+    from equilibria.models.registry import names as model_names
+
     found = [
         {
             "table": table.name,
@@ -49,6 +55,7 @@ def list_all(data: DataRoot = None, as_json: AsJson = False) -> None:
 
 
 @data_app.command("list")
+@explained()
 def list_data(data: DataRoot = None, as_json: AsJson = False) -> None:
     """All datasets: samples, size, and whether their files are there."""
     sets = [_entry(name, data) for name in data_names()]
@@ -56,13 +63,13 @@ def list_data(data: DataRoot = None, as_json: AsJson = False) -> None:
 
 
 @data_app.command("fetch")
+@explained()
 def fetch_data(
     names: Annotated[list[str], typer.Argument(help="Names of datasets.")], data: DataRoot = None, as_json: AsJson = False
 ) -> None:
     """Fetch the files of datasets that are missing, from their official sources."""
     _check_names(names)
-    with explained():
-        found = {name: fetch(name, data, _progress) for name in names}
+    found = {name: fetch(name, data, _progress) for name in names}
     if as_json:
         return show_json({name: [str(path) for path in paths] for name, paths in found.items()})
     for name, paths in found.items():
@@ -70,11 +77,11 @@ def fetch_data(
 
 
 @data_app.command("check")
+@explained()
 def check_data(names: Names = None, data: DataRoot = None, as_json: AsJson = False) -> None:
     """Compare files with the official ones; ends with 1 if one differs, or is missing of a set that was named."""
     _check_names(names or [])
-    with explained():
-        states = {name: check(name, data) for name in names or data_names()}
+    states = {name: check(name, data) for name in names or data_names()}
     bad = {FileState.DIFFERS, FileState.MISSING} if names else {FileState.DIFFERS}
     if as_json:
         show_json({name: {path: state.value for path, state in files.items()} for name, files in states.items()})

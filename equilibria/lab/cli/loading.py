@@ -9,10 +9,12 @@ from typing import Annotated
 
 import typer
 
-from equilibria.lab.cli.console import AsJson, explained, show_json, show_table
+from equilibria.lab.cli.console import explained, show_json, show_table
+from equilibria.lab.cli.options import AsJson
 from equilibria.serving.load import LoadReport, poisson, run_load
 
 
+@explained()
 def load(
     url: Annotated[str, typer.Argument(metavar="URL", help="Of a running `equilibria serve`, as http://127.0.0.1:8000.")],
     shape: Annotated[str, typer.Option(help="Of one sample, as 1,28,28: random numbers are sent.")] = "",
@@ -27,11 +29,10 @@ def load(
     as_json: AsJson = False,
 ) -> None:
     """Send requests to a server at a given rate and report latencies."""
-    with explained():
-        bodies = read_bodies(body) if body is not None else random_bodies(shape, tokens, seed)
-        arrivals = poisson(rate, count, seconds, seed)
-        headers = {"X-API-Key": api_key} if api_key else {}
-        report = run_load(url, bodies, arrivals, clients=clients, headers=headers)
+    bodies = read_bodies(body) if body is not None else random_bodies(shape, tokens, seed)
+    arrivals = poisson(rate, count, seconds, seed)
+    headers = {"X-API-Key": api_key} if api_key else {}
+    report = run_load(url, bodies, arrivals, clients=clients, headers=headers)
     if as_json:
         return show_json(report.summary())
     show_table(f"{url}, {rate:g} requests a second", ("measured", "value"), _rows(report))

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from equilibria.lab.cli.console import AsJson, DataRoot, explained, show_json
-from equilibria.lab.cli.runs import Which
-from equilibria.lab.publishing import publish as write
-from equilibria.lab.training.folder import Run
+from equilibria.lab.choices import Which
+from equilibria.lab.cli.console import explained, show_json
+from equilibria.lab.cli.options import AsJson, DataRoot
 
 
+@explained()
 def publish(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write.")],
@@ -24,8 +24,10 @@ def publish(
 
     Nothing is uploaded: `huggingface_hub.upload_folder(folder_path=DIR, repo_id=...)` does that.
     """
-    with explained():
-        found = write(Run.open(run), folder, which=which, root=data)
+    from equilibria.lab.publishing import publish as write
+    from equilibria.lab.training.folder import Run
+
+    found = write(Run.open(run), folder, which=which, root=data)
     if as_json:
         return show_json(found)
     typer.echo(

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 import typer
 
-from equilibria.lab.cli.console import is_first_process, progress_console
+from equilibria.lab.cli.console import is_first_process, say
 from equilibria.lab.cli.progress import listening, summary_line
-from equilibria.lab.experiments.definitions import Scale
+from equilibria.lab.errors import TrainingError
 from equilibria.lab.experiments.runner import THIS_PROCESS, Failure, Job, Resources, run_apart, run_here
 from equilibria.lab.reports.run import write_run_report
 from equilibria.lab.training.folder import Run
-from equilibria.lab.training.stepping import TrainingError
 
 
 def run_jobs(jobs: Sequence[Job], place: Resources = THIS_PROCESS, at_once: int = 0) -> list[Failure]:
@@ -37,16 +36,6 @@ def tell_failures(failures: Sequence[Failure]) -> None:
         typer.echo(f"Error: {failure.job.label} failed: {failure.reason}", err=True)
     if failures:
         raise typer.Exit(1)
-
-
-def say_if_toy(scale: Scale) -> None:
-    """At debug scale, say that the figures are no results."""
-    if scale == "debug":
-        say("Debug scale: data and model are toys that check the code. The figures are not results, and no claim is judged.")
-
-
-def say(text: str) -> None:
-    progress_console().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 class RunWatch:

@@ -5,43 +5,28 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from equilibria.lab.cli.console import AsJson, DataRoot, counted, explained, is_first_process, show_json, show_table
-from equilibria.lab.cli.progress import summary_line
-from equilibria.lab.cli.running import run_jobs, say, say_if_toy, tell_failures
-from equilibria.lab.experiments.catalogue import experiment as find_experiment
-from equilibria.lab.experiments.definitions import Scale
-from equilibria.lab.experiments.evaluation import evaluate as evaluate_run
-from equilibria.lab.experiments.evaluation import experiment_of
-from equilibria.lab.experiments.runner import Job, Resources, seed_number
-from equilibria.lab.experiments.settings_files import read_settings
-from equilibria.lab.training.folder import Run, extend_run
-from equilibria.lab.training.processes import Strategy
+from equilibria.lab.choices import Scale, Strategy, Which
+from equilibria.lab.cli.console import counted, explained, is_first_process, say, say_if_toy, show_json, show_table
+from equilibria.lab.cli.options import (
+    AsJson,
+    Assignments,
+    DataRoot,
+    Devices,
+    ExperimentName,
+    Out,
+    ScaleOption,
+    SettingsFile,
+)
 
-Assignments = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Change a setting by its dotted name, as training.epochs=1; repeatable."
-    ),
-]
-ExperimentName = Annotated[
-    str, typer.Argument(help="Its name, which `equilibria list` has, or FILE.py:NAME for an experiment of your own.")
-]
-SettingsFile = Annotated[
-    Path | None,
-    typer.Option("--config", metavar="FILE", help="Settings from a YAML, TOML or JSON file; --set goes over them."),
-]
-ScaleOption = Annotated[
-    Scale, typer.Option(help="debug: seconds; reduced: the same on a small budget; full: the protocol of the paper.")
-]
-Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of all runs.")]
-Which = Literal["last", "best", "raw"]
-Devices = Annotated[int, typer.Option(min=1, help="Devices of this machine to train on.")]
+if TYPE_CHECKING:
+    from equilibria.lab.experiments.runner import Job
 
 
+@explained()
 def train(
     experiment: ExperimentName,
     assignments: Assignments = None,
@@ -62,15 +47,18 @@ def train(
 ) -> None:
     """Train an experiment, or go on with it where it was interrupted."""
     say_if_toy(scale)
-    with explained():
-        jobs = _jobs(experiment, scale, all_assignments(config, assignments), seeds, seed, out, folder)
-        failures = run_jobs(jobs, Resources(data, devices, strategy), at_once=1 if devices > 1 and len(jobs) > 1 else 0)
+    from equilibria.lab.cli.running import run_jobs, tell_failures
+    from equilibria.lab.experiments.runner import Resources
+
+    jobs = _jobs(experiment, scale, all_assignments(config, assignments), seeds, seed, out, folder)
+    failures = run_jobs(jobs, Resources(data, devices, strategy), at_once=1 if devices > 1 and len(jobs) > 1 else 0)
     tell_failures(failures)
     if is_first_process():
         _show_runs(jobs, as_json)
         say_if_toy(scale)
 
 
+@explained()
 def extend(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.")],
     epochs: Annotated[int, typer.Option(min=1, help="Epochs in all, those that are done included.")],
@@ -79,23 +67,30 @@ def extend(
     as_json: AsJson = False,
 ) -> None:
     """Train a finished run for more epochs, from its last checkpoint."""
-    with explained():
-        found = experiment_of(Run.open(run))
-        before = found.training
-        longer = dataclasses.replace(found, training=dataclasses.replace(before, epochs=epochs))
-        extend_run(run, epochs)
-        if before.schedule.name != "constant":
-            say(
-                f"The schedule {before.schedule.name!r} now extends over {epochs} epochs, so that the learning rate changes "
-                f"at this point. The result is not that of {epochs} epochs from the start."
-            )
-        failures = run_jobs([Job(found.name, longer, run)], Resources(data, devices))
+    from equilibria.lab.cli.running import run_jobs, tell_failures
+    from equilibria.lab.experiments.evaluation import experiment_of
+    from equilibria.lab.experiments.runner import Job, Resources
+    from equilibria.lab.training.folder import Run, extend_run
+
+    found = experiment_of(Run.open(run))
+    before = found.training
+    longer = dataclasses.replace(found, training=dataclasses.replace(before, epochs=epochs))
+    extend_run(run, epochs)
+    if before.schedule.name != "constant":
+        say(
+            f"The schedule {before.schedule.name!r} now extends over {epochs} epochs, so that the learning rate changes "
+            f"at this point. The result is not that of {epochs} epochs from the start."
+        )
+    failures = run_jobs([Job(found.name, longer, run)], Resources(data, devices))
     tell_failures(failures)
     if is_first_process():
         _show_runs([Job(found.name, longer, run)], as_json)
 
 
 def _show_runs(jobs: Sequence[Job], as_json: bool) -> None:
+    from equilibria.lab.cli.progress import summary_line
+    from equilibria.lab.training.folder import Run
+
     summaries = {str(job.folder): Run.open(job.folder).summary or {} for job in jobs}
     if as_json:
         return show_json(summaries)
@@ -103,6 +98,7 @@ def _show_runs(jobs: Sequence[Job], as_json: bool) -> None:
         typer.echo(f"{path}: {summary_line(summary['final'])} (last of {counted(summary['epochs'], 'epoch')})")
 
 
+@explained()
 def evaluate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
     which: Annotated[Which, typer.Option(help="Weights: last, best, or raw (last, never averaged).")] = "last",
@@ -110,8 +106,10 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Evaluate the model of a run on the test data."""
-    with explained():
-        metrics = evaluate_run(Run.open(run), which=which, root=data)
+    from equilibria.lab.experiments.evaluation import evaluate as evaluate_run
+    from equilibria.lab.training.folder import Run
+
+    metrics = evaluate_run(Run.open(run), which=which, root=data)
     if as_json:
         return show_json({"run": str(run), "which": which, "metrics": metrics})
     show_table(f"{run}, {which} weights", ("metric", "value"), [(name, f"{value:.6g}") for name, value in metrics.items()])
@@ -119,13 +117,18 @@ def evaluate(
 
 def all_assignments(config: Path | None, assignments: Sequence[str] | None) -> list[str]:
     """The settings of a file, then those of --set, which therefore win."""
+    from equilibria.lab.experiments.settings_files import read_settings
+
     return [*(read_settings(config) if config is not None else ()), *(assignments or ())]
 
 
 def _jobs(
     name: str, scale: Scale, assignments: list[str], seeds: int, seed: int | None, out: Path, folder: Path | None
 ) -> list[Job]:
-    found = find_experiment(name, scale).changed(assignments)
+    from equilibria.lab.experiments.catalogue import experiment
+    from equilibria.lab.experiments.runner import Job, seed_number
+
+    found = experiment(name, scale).changed(assignments)
     if folder is not None and seed is None and seeds > 1:
         raise typer.BadParameter("--folder holds one run; leave it out for several --seeds.")
     own = any(text.partition("=")[0].strip() == "training.seed" for text in assignments)

@@ -5,23 +5,24 @@ from __future__ import annotations
 import gc
 import logging
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from torch import nn
 
 from equilibria._core.files import optional
+from equilibria.lab.choices import Which
 from equilibria.lab.cli.console import explained
-from equilibria.lab.cli.runs import Which
-from equilibria.lab.experiments.evaluation import experiment_of
-from equilibria.lab.training.folder import Run
-from equilibria.models import ModelFileError, SequenceModel, load
-from equilibria.serving import Engine, Padding, UnservableModelError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from equilibria.serving import Engine
 
 LOOPBACK = "127.0.0.1"
 
 
+@explained()
 def serve(
     target: Annotated[Path, typer.Argument(metavar="RUN|MODEL_FILE", help="Folder of a run, or a file of eq.models.save.")],
     host: Annotated[
@@ -43,34 +44,45 @@ def serve(
     """Serve a model over HTTP: rows leave the solve as they converge, requests enter it mid-way."""
     optional("uvicorn", "serve")
     optional("starlette", "serve")
+    from equilibria.models import ModelFileError
+    from equilibria.serving import UnservableModelError
     from equilibria.serving import server as http
 
     if verbose:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    with explained():
-        try:
-            model = served_model(target, which)
-            engine, dtype = make_engine(model, rows=rows, queue=queue, padding=padding)
-        except (ModelFileError, UnservableModelError) as error:
-            raise ValueError(str(error)) from error
-        limits = http.Limits(body=max_body, deadline=deadline, max_steps=max_steps)
-        front = http.Server(engine, limits=limits, dtype=dtype, api_key=api_key, verbose=verbose)
-        if host != LOOPBACK and api_key is None:
-            typer.echo(f"Warning: anybody who reaches {host} may use this server; set EQUILIBRIA_API_KEY.", err=True)
-        gc.freeze()  # collections then look at what requests leave, not at the libraries
-        http.serve(front, host, port, ready=lambda address: typer.echo(f"Serving {target} at {address}"))
+    try:
+        model = served_model(target, which)
+        engine, dtype = make_engine(model, rows=rows, queue=queue, padding=padding)
+    except (ModelFileError, UnservableModelError) as error:
+        raise ValueError(str(error)) from error
+    limits = http.Limits(body=max_body, deadline=deadline, max_steps=max_steps)
+    front = http.Server(engine, limits=limits, dtype=dtype, api_key=api_key, verbose=verbose)
+    if host != LOOPBACK and api_key is None:
+        typer.echo(f"Warning: anybody who reaches {host} may use this server; set EQUILIBRIA_API_KEY.", err=True)
+    gc.freeze()  # collections then look at what requests leave, not at the libraries
+    http.serve(front, host, port, ready=lambda address: typer.echo(f"Serving {target} at {address}"))
 
 
 def served_model(target: Path, which: str = "last") -> nn.Module:
     """The model of a run's folder or of a model file, in eval mode."""
     if target.is_dir():
+        from equilibria.lab.experiments.evaluation import experiment_of
+        from equilibria.lab.training.folder import Run
+
         run = Run.open(target)
         return run.model(experiment_of(run).task(), which)
+    from equilibria.models import load
+
     return load(target).eval()
 
 
 def make_engine(model: nn.Module, *, rows: int, queue: int = 1024, padding: int = 32) -> tuple[Engine, torch.dtype]:
     """An engine for a model and the dtype of its inputs: language models take tokens of any length."""
+    import torch
+
+    from equilibria.models import SequenceModel
+    from equilibria.serving import Engine, Padding
+
     if isinstance(model, SequenceModel):
         filled = Padding(multiple=padding)
         return Engine(model, rows, queue=queue, padding=filled, output=_scores), torch.int64

@@ -5,20 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from equilibria.lab.cli.console import AsJson, DataRoot, counted, explained, show_json, show_table
-from equilibria.lab.cli.progress import metric_text
-from equilibria.lab.cli.running import RunWatch, run_jobs, say, say_if_toy, tell_failures
-from equilibria.lab.cli.runs import Assignments, Devices, ExperimentName, Out, ScaleOption, SettingsFile, all_assignments
-from equilibria.lab.experiments.catalogue import experiment as find_experiment
-from equilibria.lab.experiments.cluster import Cluster, run_on_cluster
-from equilibria.lab.experiments.runner import Job, Resources
-from equilibria.lab.experiments.sweep import PointResult, default_metric, parse_grid, points, results, write_results
+from equilibria.lab.choices import Cluster
+from equilibria.lab.cli.console import counted, explained, say, say_if_toy, show_json, show_table
+from equilibria.lab.cli.options import (
+    AsJson,
+    Assignments,
+    DataRoot,
+    Devices,
+    ExperimentName,
+    Out,
+    ScaleOption,
+    SettingsFile,
+)
+from equilibria.lab.cli.runs import all_assignments
+
+if TYPE_CHECKING:
+    from equilibria.lab.experiments.runner import Job
+    from equilibria.lab.experiments.sweep import PointResult
 
 
+@explained()
 def sweep(
     experiment: ExperimentName,
     grid: Annotated[
@@ -48,34 +58,41 @@ def sweep(
     as_json: AsJson = False,
 ) -> None:
     """Train an experiment over a grid of settings and compare the runs in a table; finished runs are not run again."""
-    with explained():
-        say_if_toy(scale)
-        found = find_experiment(experiment, scale)
-        folder = out / found.name / scale / "sweep"
-        changes = all_assignments(config, assignments)
-        all_points = points(found, parse_grid(grid), folder, changes, seeds)
-        planned = [job for point in all_points for job in point.jobs]
-        for job in planned:
-            job.check_settings()
-        todo = [job for job in planned if not job.finished]
-        runs = counted(len(planned), "run")
-        say(f"{found.name}: {counted(len(all_points), 'point')}, {runs}, {len(planned) - len(todo)} of them finished.")
-        place = Resources(data, devices)
-        if cluster is None:
-            failures = run_jobs(todo, place, at_once=jobs or 0)
-        else:
-            options = _options(cluster_options or [])
-            failures = run_on_cluster(todo, cluster, options, folder / "submitit", place, RunWatch(len(todo)))
-        done = [job for job in planned if job.finished]
-        if done:
-            name, way = _metric(done, metric)
-            measured = results(all_points, name)
-            _show(measured, name, way, write_results(folder, name, measured), as_json)
+    say_if_toy(scale)
+    from equilibria.lab.cli.running import RunWatch, run_jobs, tell_failures
+    from equilibria.lab.experiments.catalogue import experiment as find_experiment
+    from equilibria.lab.experiments.cluster import run_on_cluster
+    from equilibria.lab.experiments.runner import Resources
+    from equilibria.lab.experiments.sweep import parse_grid, points, results, write_results
+
+    found = find_experiment(experiment, scale)
+    folder = out / found.name / scale / "sweep"
+    changes = all_assignments(config, assignments)
+    all_points = points(found, parse_grid(grid), folder, changes, seeds)
+    planned = [job for point in all_points for job in point.jobs]
+    for job in planned:
+        job.check_settings()
+    todo = [job for job in planned if not job.finished]
+    runs = counted(len(planned), "run")
+    say(f"{found.name}: {counted(len(all_points), 'point')}, {runs}, {len(planned) - len(todo)} of them finished.")
+    place = Resources(data, devices)
+    if cluster is None:
+        failures = run_jobs(todo, place, at_once=jobs or 0)
+    else:
+        options = _options(cluster_options or [])
+        failures = run_on_cluster(todo, cluster, options, folder / "submitit", place, RunWatch(len(todo)))
+    done = [job for job in planned if job.finished]
+    if done:
+        name, way = _metric(done, metric)
+        measured = results(all_points, name)
+        _show(measured, name, way, write_results(folder, name, measured), as_json)
     say_if_toy(scale)
     tell_failures(failures)
 
 
 def _metric(done: Sequence[Job], metric: str | None) -> tuple[str, str]:
+    from equilibria.lab.experiments.sweep import default_metric
+
     name, way = default_metric(done[0])
     return (name, way) if metric is None else (metric, "max" if "accuracy" in metric or "iou" in metric else "min")
 
@@ -98,6 +115,8 @@ def _show(found: Sequence[PointResult], metric: str, way: str, file: Path, as_js
 
 
 def _cells(each: PointResult, name: str) -> list[str]:
+    from equilibria.lab.cli.progress import metric_text
+
     spread = "" if each.deviation is None else f" ± {metric_text(name, each.deviation)}"
     return [
         f"{metric_text(name, each.mean)}{spread}",

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from equilibria.lab.cli.console import AsJson, DataRoot, counted, explained, show_json, show_table
-from equilibria.lab.cli.running import run_jobs, say, say_if_toy, tell_failures
-from equilibria.lab.cli.runs import Assignments, Devices, Out, ScaleOption
-from equilibria.lab.experiments.catalogue import table as find_table
-from equilibria.lab.experiments.catalogue import tables
-from equilibria.lab.experiments.definitions import SCALES, Scale, Table
-from equilibria.lab.experiments.runner import Failure, Resources, plan
-from equilibria.lab.reports.overview import write_overview
-from equilibria.lab.reports.table import TableResults, figure_text, plain
-from equilibria.lab.reports.write import NUMBERS, PAGE, TEXT, reported_scale, rewrite_report, write_report
+from equilibria.lab.choices import SCALES, Scale
+from equilibria.lab.cli.console import check_folder, counted, explained, say, say_if_toy, show_json, show_table
+from equilibria.lab.cli.options import AsJson, Assignments, DataRoot, Devices, Out, ScaleOption
+
+if TYPE_CHECKING:
+    from equilibria.lab.experiments.definitions import Table
+    from equilibria.lab.experiments.runner import Failure
+    from equilibria.lab.reports.table import TableResults
 
 
+@explained()
 def reproduce(
     table: Annotated[str | None, typer.Argument(help="Its name; `equilibria list` has them.")] = None,
     everything: Annotated[
@@ -42,29 +41,38 @@ def reproduce(
     as_json: AsJson = False,
 ) -> None:
     """Run a published table, or --all, and report it beside the published figures; finished runs are not run again."""
-    with explained():
-        names = _chosen(table, everything, rows, assignments, as_json)
-        say_if_toy(scale)
-        failures: list[Failure] = []
-        for name in names:
-            found = find_table(name)
-            planned = plan(found, scale, out, seeds=seeds, rows=rows or (), assignments=assignments or ())
-            for job in planned:
-                job.check_settings()
-            todo = [job for job in planned if not job.finished]
-            say(f"{found.name}, {scale}: {counted(len(planned), 'run')}, {len(planned) - len(todo)} of them finished.")
-            here = jobs is None and scale == "debug" and devices == 1
-            failures += run_jobs(todo, Resources(data, devices), at_once=0 if here else jobs or 1)
-            folder = report_folder(found, scale, out, report, everything=everything)
-            _show(write_report(found, scale, found.folder(out, scale), folder), folder, as_json)
-        if everything and report is not None:
-            typer.echo(f"overview: {write_overview(report, tables())}")
+    from equilibria.lab.cli.running import run_jobs, tell_failures
+    from equilibria.lab.experiments.catalogue import table as find_table
+    from equilibria.lab.experiments.catalogue import tables
+    from equilibria.lab.experiments.runner import Resources, plan
+    from equilibria.lab.reports.overview import write_overview
+    from equilibria.lab.reports.write import write_report
+
+    chosen = [find_table(name) for name in _chosen(table, everything, rows, assignments, as_json)]
+    if report is not None:
+        check_folder(report)
+    say_if_toy(scale)
+    failures: list[Failure] = []
+    for found in chosen:
+        planned = plan(found, scale, out, seeds=seeds, rows=rows or (), assignments=assignments or ())
+        for job in planned:
+            job.check_settings()
+        todo = [job for job in planned if not job.finished]
+        say(f"{found.name}, {scale}: {counted(len(planned), 'run')}, {len(planned) - len(todo)} of them finished.")
+        here = jobs is None and scale == "debug" and devices == 1
+        failures += run_jobs(todo, Resources(data, devices), at_once=0 if here else jobs or 1)
+        folder = report_folder(found, scale, out, report, everything=everything)
+        _show(write_report(found, scale, found.folder(out, scale), folder), folder, as_json)
+    if everything and report is not None:
+        typer.echo(f"overview: {write_overview(report, tables())}")
     say_if_toy(scale)
     tell_failures(failures)
 
 
 def report_folder(table: Table, scale: Scale, out: Path, report: Path | None, *, everything: bool) -> Path:
     """The folder of the report; with --all a report of a larger scale is not replaced."""
+    from equilibria.lab.reports.write import reported_scale
+
     own = table.folder(out, scale)
     if report is None or not everything:
         return report or own
@@ -75,15 +83,19 @@ def report_folder(table: Table, scale: Scale, out: Path, report: Path | None, *,
     return own
 
 
+@explained()
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the reports, one folder per table.")],
 ) -> None:
     """Judge the stored reports of all tables anew, without their runs, and write the pages over them."""
-    with explained():
-        found = [name for name, table in tables().items() if rewrite_report(table, folder / name) is not None]
-        if not found:
-            raise typer.BadParameter(f"{folder} has no report of a table: expected DIR/TABLE/{NUMBERS}.")
-        typer.echo(f"{counted(len(found), 'report')}; overview: {write_overview(folder, tables())}")
+    from equilibria.lab.experiments.catalogue import tables
+    from equilibria.lab.reports.overview import write_overview
+    from equilibria.lab.reports.write import NUMBERS, rewrite_report
+
+    found = [name for name, table in tables().items() if rewrite_report(table, folder / name) is not None]
+    if not found:
+        raise typer.BadParameter(f"{folder} has no report of a table: expected DIR/TABLE/{NUMBERS}.")
+    typer.echo(f"{counted(len(found), 'report')}; overview: {write_overview(folder, tables())}")
 
 
 def _chosen(
@@ -94,10 +106,15 @@ def _chosen(
         raise typer.BadParameter("Name one table, or give --all for all of them.")
     if everything and (rows or assignments or as_json):
         raise typer.BadParameter("--row, --set and --json are for one table, not for --all.")
+    from equilibria.lab.experiments.catalogue import tables
+
     return list(tables()) if table is None else [table]
 
 
 def _show(results: TableResults, folder: Path, as_json: bool) -> None:
+    from equilibria.lab.reports.table import plain
+    from equilibria.lab.reports.write import NUMBERS, PAGE, TEXT
+
     files = {"html": folder / PAGE, "markdown": folder / TEXT, "numbers": folder / NUMBERS}
     if as_json:
         return show_json(plain(results) | {"files": {kind: str(path) for kind, path in files.items()}})
@@ -111,6 +128,8 @@ def _show(results: TableResults, folder: Path, as_json: bool) -> None:
 
 def _lines(results: TableResults) -> list[list[str]]:
     """A line per column of the table, the published figures below ours."""
+    from equilibria.lab.reports.table import figure_text
+
     lines = []
     for column in results.table.columns:
         lines.append([column.title, *(figure_text(results.figure(row.name, column), column) for row in results.table.rows)])

@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from equilibria.lab.errors import DataError as DataError
+
 CHUNK = 1 << 18
-
-
-class DataError(RuntimeError):
-    """A data file is missing, damaged or not of the expected kind; the message names it."""
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from equilibria._core.names import nearest
+from equilibria.lab.errors import SettingError
 
 _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-
-
-class SettingError(ValueError):
-    """A setting that does not exist, or a value of the wrong type; the message lists the choices."""
 
 
 def fields(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 from equilibria._core.names import nearest
+from equilibria.lab.errors import UnknownName
 from equilibria.lab.experiments.definitions import Experiment, Scale, Table, TableRow
 from equilibria.lab.experiments.deq_language.copy_memory import tables as copy_tables
 from equilibria.lab.experiments.deq_language.memory_table import tables as language_memory_tables
@@ -33,10 +34,6 @@ from equilibria.lab.experiments.reasoning.table import tables as reasoning_table
 from equilibria.lab.experiments.sampling.table import tables as sampling_tables
 from equilibria.lab.experiments.skip_deq.multiscale_table import tables as skip_vision_tables
 from equilibria.lab.experiments.skip_deq.table import tables as skip_tables
-
-
-class UnknownName(ValueError):  # noqa: N818
-    """No experiment or table of that name; the message lists the nearest ones."""
 
 
 @cache

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from equilibria._core.files import optional
+from equilibria.lab.choices import Cluster
 from equilibria.lab.experiments.runner import Failure, Job, Resources, command
 
-Cluster = Literal["slurm", "local"]
 POLL = 2.0  # seconds between two looks at the jobs
 
 

@@ -7,19 +7,20 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, TypeVar
 
 from equilibria._core.plain import to_plain
-from equilibria.lab.experiments.assignments import SettingError, assign
+from equilibria.lab.choices import SCALES as SCALES
+from equilibria.lab.choices import Scale as Scale
+from equilibria.lab.errors import SettingError
+from equilibria.lab.experiments.assignments import assign
 from equilibria.lab.experiments.claims import Claim
 from equilibria.lab.training.settings import Training, from_plain
 from equilibria.lab.training.task import Task
 
 S = TypeVar("S")
 
-Scale = Literal["debug", "reduced", "full"]
 MACHINE = "machine.json"  # in a run folder: the hardware it ran on
-SCALES: tuple[Scale, ...] = get_args(Scale)
 
 
 @dataclass(frozen=True, kw_only=True)

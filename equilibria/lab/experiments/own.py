@@ -13,7 +13,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from equilibria.lab.experiments.assignments import SettingError
+from equilibria.lab.errors import SettingError
 from equilibria.lab.experiments.definitions import Experiment, Scale
 from equilibria.lab.training.settings import Training
 from equilibria.lab.training.task import Task

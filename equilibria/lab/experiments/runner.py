@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from equilibria._core.files import replace_file
+from equilibria.lab.choices import Strategy
 from equilibria.lab.experiments.catalogue import current_name
 from equilibria.lab.experiments.catalogue import row as find_row
 from equilibria.lab.experiments.definitions import MACHINE, Experiment, Scale, Table, run_folder
@@ -25,7 +26,6 @@ from equilibria.lab.experiments.source import source_commit
 from equilibria.lab.training.folder import CONFIG, SUMMARY, Run, RunSummary, check_settings, whole_config
 from equilibria.lab.training.gallery import write_gallery
 from equilibria.lab.training.listeners import Listener
-from equilibria.lab.training.processes import Strategy
 from equilibria.lab.training.trainer import Trainer
 
 LOG = "log.txt"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from equilibria._core.files import optional
-from equilibria.lab.experiments.assignments import SettingError
+from equilibria.lab.errors import SettingError
 
 READERS = {".yaml": "YAML", ".yml": "YAML", ".toml": "TOML", ".json": "JSON"}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from equilibria._core.files import replace_file
-from equilibria.lab.experiments.assignments import SettingError
+from equilibria.lab.errors import SettingError
 from equilibria.lab.experiments.definitions import Experiment
 from equilibria.lab.experiments.runner import Job, seed_number
 from equilibria.lab.training.folder import Run

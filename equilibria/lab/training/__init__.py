@@ -9,11 +9,10 @@ from equilibria._core.files import missing
 
 try:
     from equilibria._core.plain import to_plain
-    from equilibria.lab.training.checkpoints import CorruptCheckpointError
+    from equilibria.lab.errors import CorruptCheckpointError, TrainingError
     from equilibria.lab.training.folder import Run, RunSummary
     from equilibria.lab.training.listeners import Listener, PlainLog, Silent
     from equilibria.lab.training.settings import Optimizer, Schedule, Training, from_plain, one_of
-    from equilibria.lab.training.stepping import TrainingError
     from equilibria.lab.training.task import Loader, Loaders, Outcome, Task
     from equilibria.lab.training.trainer import Interrupted, Trainer
 except ModuleNotFoundError as error:

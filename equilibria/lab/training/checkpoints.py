@@ -18,16 +18,13 @@ import torch
 from torch import Tensor
 
 from equilibria._core.files import sync_folder
+from equilibria.lab.errors import CorruptCheckpointError
 from equilibria.lab.training.durable import write_new
 
 MANIFEST = "manifest.json"
 STRUCTURE = "state.json"
 
 Tree = Any  # tensors, numbers, strings, None, in dicts, lists and tuples
-
-
-class CorruptCheckpointError(RuntimeError):
-    """A checkpoint is not what was written."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from torch import nn
 
 from equilibria._core.files import replace_file
 from equilibria._core.plain import to_plain
-from equilibria.lab.training.checkpoints import Checkpoints, CorruptCheckpointError, Found
+from equilibria.lab.errors import CorruptCheckpointError
+from equilibria.lab.training.checkpoints import Checkpoints, Found
 from equilibria.lab.training.durable import append_to, as_json, as_line, read_object
 from equilibria.lab.training.settings import Training, from_plain, one_of
 from equilibria.lab.training.task import Task

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from random import Random
 from types import FrameType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,11 +25,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 from equilibria.deq import DEQ
+from equilibria.lab.choices import Strategy
 from equilibria.stop import Stop
 
 T = TypeVar("T")
-
-Strategy = Literal["auto", "ddp", "fsdp"]
 
 
 def make_fabric(devices: int, strategy: Strategy, accelerator: str, precision: Any) -> Fabric:

@@ -12,16 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from equilibria.lab.errors import TrainingError
 from equilibria.lab.training.optimisers import lr_factor, momentum_at, set_lr, set_momentum
 from equilibria.lab.training.processes import agree, step_clock
 from equilibria.lab.training.run_state import State
 from equilibria.lab.training.settings import Training
 from equilibria.lab.training.statistics import BatchSolves, Observed, observe
 from equilibria.solution import record
-
-
-class TrainingError(RuntimeError):
-    """Training was stopped by its own rules: too many bad steps, or a failed solve where none is allowed."""
 
 
 @dataclass(frozen=True)

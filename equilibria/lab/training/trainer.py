@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning_fabric import Fabric
 
+from equilibria.lab.choices import Strategy
+from equilibria.lab.errors import TrainingError
 from equilibria.lab.training.checkpoints import read
 from equilibria.lab.training.evaluating import Evaluator
 from equilibria.lab.training.folder import Folder, RunSummary, does_not_fit, whole_config
@@ -20,7 +22,6 @@ from equilibria.lab.training.listeners import Listener, PlainLog
 from equilibria.lab.training.optimisers import Average, make_optimizer
 from equilibria.lab.training.processes import (
     Interrupts,
-    Strategy,
     agree,
     deterministic,
     make_fabric,
@@ -32,7 +33,7 @@ from equilibria.lab.training.run_state import State, whole
 from equilibria.lab.training.settings import Training
 from equilibria.lab.training.statistics import Meter
 from equilibria.lab.training.step_log import StepLog
-from equilibria.lab.training.stepping import Stepped, Stepper, TrainingError
+from equilibria.lab.training.stepping import Stepped, Stepper
 from equilibria.lab.training.task import Task
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ pytest.importorskip("lightning_fabric")
 from typer.testing import CliRunner
 
 from equilibria._core.plain import to_plain
-from equilibria.lab.cli.generating import decode, encode, sample, vocabulary
 from equilibria.lab.cli.main import app
+from equilibria.lab.cli.sampling import decode, encode, sample, vocabulary
 from equilibria.lab.experiments.deq_language.data import TOY_LETTERS, TOY_WORDS
 from equilibria.lab.experiments.deq_language.table import characters, ptb
 from equilibria.lab.experiments.digits.table import digits

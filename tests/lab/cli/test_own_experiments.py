@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("typer")
 pytest.importorskip("lightning_fabric")
+from equilibria.lab.errors import SettingError
 from equilibria.lab.experiments import own
-from equilibria.lab.experiments.assignments import SettingError
 from equilibria.lab.experiments.settings_files import read_settings
 from equilibria.lab.experiments.sweep import parse_grid
 from equilibria.lab.training.folder import Run, extend_run

@@ -16,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from equilibria.lab.cli.main import app
-from equilibria.lab.cli.watching import newest, sparkline, view
+from equilibria.lab.cli.view import newest, sparkline, view
 from equilibria.lab.training import Silent, Trainer, Training
 from tests.lab.training.tasks import Classifying
 

@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 import pytest
 
-from equilibria.lab.experiments.assignments import SettingError, assign, fields
+from equilibria.lab.errors import SettingError
+from equilibria.lab.experiments.assignments import assign, fields
 
 
 @dataclass(frozen=True, kw_only=True)

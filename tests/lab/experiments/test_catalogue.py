@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("lightning_fabric")
 from equilibria._core.plain import to_plain
-from equilibria.lab.experiments.assignments import SettingError
-from equilibria.lab.experiments.catalogue import UnknownName, experiment, experiments, table, tables
+from equilibria.lab.errors import SettingError, UnknownName
+from equilibria.lab.experiments.catalogue import experiment, experiments, table, tables
 from equilibria.lab.experiments.definitions import SCALES
 from equilibria.lab.experiments.evaluation import experiment_of
 from equilibria.lab.experiments.runner import Resources, command, plan, seed_number

@@ -13,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("lightning_fabric")
 from equilibria.deq import DEQ
-from equilibria.lab.experiments.assignments import SettingError
+from equilibria.lab.errors import SettingError
 from equilibria.lab.experiments.deq_language.data import TOY_WORDS, Segments, TextData, TextSegment, toy_text
 from equilibria.lab.experiments.deq_language.measurements import changes, peak_bytes, peak_over_depths, stopped, with_memory
 from equilibria.lab.experiments.deq_language.models import LanguageModel

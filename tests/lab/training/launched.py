@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import equilibria as eq
+from equilibria.lab.choices import Strategy
 from equilibria.lab.training import Optimizer, Trainer, Training
-from equilibria.lab.training.processes import Strategy
 from tests.lab.training.tasks import CLASSES, WIDTH, Classifying, Noted
 from tests.problems import TanhCell
 

@@ -1,0 +1,34 @@
+"""Options that several commands share. Only light modules are imported, so that `--help` is quick."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from equilibria.lab.choices import Scale
+
+DataRoot = Annotated[
+    Path | None,
+    typer.Option("--data", metavar="DIR", envvar="EQUILIBRIA_DATA", help="Folder of the datasets; default: a user cache."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, to stdout.")]
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Change a setting by its dotted name, as training.epochs=1; repeatable."
+    ),
+]
+ExperimentName = Annotated[
+    str, typer.Argument(help="Its name, which `equilibria list` has, or FILE.py:NAME for an experiment of your own.")
+]
+SettingsFile = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="Settings from a YAML, TOML or JSON file; --set goes over them."),
+]
+ScaleOption = Annotated[
+    Scale, typer.Option(help="debug: seconds; reduced: the same on a small budget; full: the protocol of the paper.")
+]
+Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of all runs.")]
+Devices = Annotated[int, typer.Option(min=1, help="Devices of this machine to train on.")]
