@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -44,6 +45,7 @@ class InverseSettings:
     noise    deviation of the noise on measurements of images in [0, 1]
     blur     deviation of the Gaussian kernel of 5 x 5 pixels
     repeats  how often an epoch goes through the training tiles
+    valid    tiles to choose settings on, beside those of `test`
     """
 
     method: Method = "proximal"
@@ -54,6 +56,7 @@ class InverseSettings:
     blur: float = 1.0
     contraction: float = 0.99
     repeats: int = 2
+    valid: int = 64
     test: int = 64
     most: int | None = None
 
@@ -70,14 +73,22 @@ class Deblurring(Task[Batch]):
         return make_model(self.settings)
 
     def batches(self, root: Path | None, training: Training, rank: int, world_size: int) -> Loaders[Batch]:
-        """Measurements of the test tiles have fixed noise; that of training is drawn anew in every step."""
+        """Measurements of the validation and test tiles have fixed noise; that of training is drawn anew in every step."""
         s, tiles = self.settings, photograph_tiles(self.settings.size)
-        test, train = tiles[: s.test], tiles[s.test : None if s.most is None else s.test + s.most].repeat(s.repeats, 1, 1, 1)
-        noise = s.noise * torch.randn(test.shape, generator=generator("measurements", 0))
+        first = s.test + s.valid
+        train = tiles[first : None if s.most is None else first + s.most].repeat(s.repeats, 1, 1, 1)
         place: dict[str, Any] = {"rank": rank, "world_size": world_size}
         batches = Batches(Split(train, train), training.batch_size, seed=training.seed, drop_last=True, **place)
-        measured = operator(s)(test) + noise
-        return Loaders(batches, None, Batches(Split(measured, test), training.eval_batch_size, shuffle=False, **place))
+        held = {"test": tiles[: s.test], "valid": tiles[s.test : first]}
+        valid, test = (
+            Batches(self._measured(held[name], name), training.eval_batch_size, shuffle=False, **place)
+            for name in ("valid", "test")
+        )
+        return Loaders(batches, valid, test)
+
+    def _measured(self, tiles: Tensor, name: str) -> Split:
+        s, draws = self.settings, generator("measurements", 0 if name == "test" else 1)
+        return Split(operator(s)(tiles) + s.noise * torch.randn(tiles.shape, generator=draws), tiles)
 
     def loss(self, model: nn.Module, batch: Batch, step: int) -> Outcome:
         x, s = batch[0], self.settings
@@ -107,10 +118,13 @@ class Deblurring(Task[Batch]):
         return means | {f"psnr{name[3:]}": float(-10 * torch.tensor(value).log10()) for name, value in errors.items()}
 
     def _memory(self, net: Restoration, y: Tensor, x: Tensor, steps: int) -> float:
-        """Peak bytes of a training step with so many steps of the solver, or so many unrolled ones."""
+        """Peak bytes of a training step with so many steps of the solver, or so many unrolled ones.
+
+        The adjoint takes as many products as it may, whatever the steps: its basis is part of the memory.
+        """
         stop = Stop(rtol=0.0, atol=0.0, max_steps=steps, patience=10**6, compact=False, on_failure="ignore")
         unrolled = isinstance(net.layer, WeightTied)
-        gradient = Implicit(solver=GMRES(), stop=ADJOINT)
+        gradient = Implicit(solver=GMRES(), stop=dataclasses.replace(stop, max_steps=ADJOINT.max_steps))
         model = Restoration(net.cell, depth=steps if unrolled else None, stop=stop, gradient=gradient)
         weights = [p for p in model.parameters() if p.requires_grad]
 
