@@ -24,7 +24,7 @@ def test_every_row_trains(row: str, tmp_path: Path) -> None:
     e = table.experiment(row, "debug")
     test = Trainer(e.task(), e.training, tmp_path, accelerator="cpu", listener=Noted()).fit().final["split"]["test"]
     assert all(0 < test[f"psnr_{name}"] < 60 for name in SIGNALS) and test["bytes"] > 0
-    assert ("nfe" in test) == ("explicit" not in row and "deep" not in row)
+    assert ("nfe" in test) == row.endswith(("implicit", "jfb"))
 
 
 @pytest.mark.parametrize("name", SIGNALS)
@@ -47,7 +47,8 @@ def test_decibels_of_a_known_error() -> None:
 
 def test_networks_of_a_kind_have_about_as_many_weights() -> None:
     for kind in table.KINDS:
-        counts = [parameters(table.experiment(f"{kind}-{network}").task().model()) for network in table.NETWORKS]
+        networks = [network for network in table.NETWORKS if network != "wide"]  # which has equal memory instead
+        counts = [parameters(table.experiment(f"{kind}-{network}").task().model()) for network in networks]
         assert max(counts) < 1.1 * min(counts)
 
 

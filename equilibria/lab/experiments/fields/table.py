@@ -19,11 +19,13 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
     "jfb": ("equilibrium, one-step gradient", {"network": "jfb", "solves": 1}),
     "explicit": ("2 explicit layers as wide", {"network": "explicit", "layers": 2}),
     "deep": ("4 explicit layers, narrower", {"network": "explicit", "layers": 4, "width": NARROW}),
+    "wide": ("4 explicit layers, equal memory", {"network": "explicit", "layers": 4}),
 }
 KINDS = {"siren": "sinusoids", "fourier": "Fourier filters"}
+WIDE = {"siren": 128, "fourier": 100}  # a training step of four such layers takes the memory of the implicit row
 RATES = {
-    "siren": {"implicit": 5e-3, "jfb": 5e-3, "explicit": 5e-3, "deep": 2e-3},
-    "fourier": {"implicit": 5e-3, "jfb": 5e-3, "explicit": 2e-2, "deep": 2e-2},
+    "siren": {"implicit": 5e-3, "jfb": 5e-3, "explicit": 5e-3, "deep": 2e-3, "wide": 2e-3},
+    "fourier": {"implicit": 5e-3, "jfb": 5e-3, "explicit": 2e-2, "deep": 2e-2, "wide": 2e-2},
 }
 
 
@@ -36,10 +38,11 @@ def experiment(row: str, scale: Scale = "full") -> Experiment[FieldSettings]:
         "full": {"steps": 4_000, "size": 96},
     }
     title, options = NETWORKS[network]
+    width = WIDE[kind] if network == "wide" else WIDTH
     return Experiment(
         name=f"{FIELDS}-{row}",
         summary=f"image, sound and shape by {KINDS[kind]}, {title}",
-        settings=FieldSettings(kind=cast("Kind", kind), **{"width": WIDTH, **sizes[scale], **options}),
+        settings=FieldSettings(kind=cast("Kind", kind), **{"width": width, **sizes[scale], **options}),
         training=Training(
             epochs=1,
             batch_size=1,
@@ -59,6 +62,7 @@ def _claims() -> tuple[Claim, ...]:
         found += [
             higher("psnr", exact, rival, f"{what}: above two explicit layers of as many weights and the same width"),
             higher("psnr", exact, deep, f"{what}: above four explicit layers of as many weights"),
+            higher("psnr", exact, f"{kind}-wide", f"{what}: above four explicit layers of as much memory"),
             higher("psnr", exact, f"{kind}-jfb", f"{what}: the implicit gradient is above that of one step"),
             higher("psnr_image", exact, rival, f"{what}: above two explicit layers on the image"),
             at_most("bytes", f"{kind}-jfb", deep, 1.0, f"{what}: one-step training takes no more memory than four layers"),
