@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from equilibria._core.autodiff_modes import no_autocast
 from equilibria._core.packing import State
-from equilibria.solution import Solution, Status
+from equilibria.solution import Solution
 
 __all__ = ["SpectralNorm", "contract_", "lipschitz_ratio", "project_", "project_rows", "spectral_norm"]
 
@@ -214,7 +214,7 @@ def lipschitz_ratio(s: Solution, scale: float = 1.0, generator: torch.Generator 
     u = pytree.tree_map(Tensor.detach, s.z)
     w = pytree.tree_map(lambda part: part + scale * _noise(part, generator), u)
     fu, fw = s.f(u), s.f(w)
-    kept = s.stats.status != Status.NONFINITE
+    kept = s.report.finite
     for image in (fu, fw):
         kept = kept & torch.isfinite(s.layout.pack(image)).all(dim=1)
     return _mean_distance(fw, fu, kept) / _mean_distance(w, u, kept)

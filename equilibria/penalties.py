@@ -17,7 +17,7 @@ from equilibria._core.checks import require
 from equilibria._core.packing import State
 from equilibria._core.quarantine import quarantine
 from equilibria.explicit import Trajectory
-from equilibria.solution import Solution, Status
+from equilibria.solution import Solution
 from equilibria.stop import Stop
 
 __all__ = [
@@ -48,7 +48,7 @@ def jacobian_penalty(s: Solution, probes: int = 1, generator: torch.Generator | 
             "The gradient of the Jacobian penalty is a second derivative, which FSDP does not support for sharded weights: "
             'train with strategy="ddp", or leave the penalty out.'
         )
-    good = s.stats.status != Status.NONFINITE
+    good = s.report.finite
     z, args, _ = quarantine(s.equation, *_point(s), good)
     pull = _pull(lambda t: s.equation(t, *args), z)
     total = z.new_zeros(())
@@ -64,7 +64,7 @@ def skip_penalty(s: Solution) -> Tensor:
     With a learned `init` this trains a Skip DEQ V1, which predicts its equilibrium; with `init=FirstStep()` a Skip DEQ V2,
     whose first step approximates it. Gradients reach both z, by the layer's gradient, and z0.
     """
-    good = s.stats.status != Status.NONFINITE
+    good = s.report.finite
     distances = [_mean_distance(a, b, good, s.layout.batched) for a, b in zip(*map(_leaves, (s.z, s.z0)), strict=True)]
     return torch.stack(distances).sum()
 
@@ -239,7 +239,7 @@ def _states(s: Solution | Trajectory | Sequence[State], steps: int, damping: flo
 
 def _head(s: Solution, z: Tensor, steps: int, damping: float) -> Tensor:
     """Take `steps` damped steps from an iterate, (batch, n), with a graph; non-finite samples are left unchanged."""
-    good = s.stats.status != Status.NONFINITE
+    good = s.report.finite
     h, args, _ = quarantine(s.equation, z, s.equation.args, z, good)
     for _ in range(steps):
         h = torch.lerp(h, s.equation(h, *args), damping)

@@ -140,7 +140,15 @@ class Report:
     stats: Stats | None = None
     adjoint: Stats | None = None
     nonfinite: bool = False  # True if a sample needs quarantine; on the host, so that backward needs no synchronisation
-    unmeasured: bool = False  # True if rows were dropped; backward evaluates the whole batch and measures the residual
+    # solver, stop and version of the args of a solve whose rows were not evaluated together: backward evaluates the whole
+    # batch and measures the residuals, or whoever asks for the statistics before; None if they are known
+    unmeasured: tuple[Any, Any, int] | None = None
+
+    @property
+    def finite(self) -> Tensor:
+        """(batch,) the samples that are not NONFINITE, which no measurement of the residuals changes."""
+        assert self.stats is not None
+        return self.stats.status != Status.NONFINITE
 
     def add_evaluations(self, evaluations: int, rows: int) -> None:
         """Count evaluations of the cell outside of the solver loop, each on `rows` rows."""
@@ -170,9 +178,29 @@ class Solution:
 
     @property
     def stats(self) -> Stats:
-        """The statistics of the forward solve, per sample."""
+        """The statistics of the forward solve, per sample.
+
+        If rows stopped at different steps, backward measures the residuals of all rows together. Before `backward()`, the
+        first access does so by one evaluation of the cell, which is counted.
+        """
+        if self.report.unmeasured is not None:
+            self._measure()
         assert self.report.stats is not None
         return self.report.stats
+
+    def _measure(self) -> None:
+        from equilibria._core.problem import Problem, version
+
+        assert self.report.unmeasured is not None
+        solver, stop, before = self.report.unmeasured
+        self.report.unmeasured = None
+        args = [arg.detach() for arg in self.equation.args]
+        if version(args) != before:  # an optimizer step since then: the cell is another one
+            return
+        with torch.no_grad():
+            z = self.layout.pack(self.z).detach()
+            self.report.add_evaluations(1, len(z))
+            Problem(self.equation, solver, stop, self.report).measure(z, self.equation(z, *args), args, trust=False)
 
     def __repr__(self) -> str:
         shapes = pytree.tree_map(lambda leaf: f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}", self.z)

@@ -40,7 +40,7 @@ def backward_first_order(
                 return [torch.zeros_like(arg) if need else None for arg, need in zip(args, needs, strict=True)]
             z, args, v = quarantine(equation, z, args, v, good)
         at = Linearisation(equation, z, args, needs)
-        if problem.report.unmeasured and z is whole_z:
+        if problem.report.unmeasured is not None and z is whole_z:
             problem.measure(z, at.run()[1].detach(), args)
         scale = cotangent_scale(equation, v, measured=True)
         rhs = v / scale

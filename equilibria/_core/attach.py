@@ -66,13 +66,17 @@ class _Attach(Function):
         system = _adjoint_map(ctx, v / size)
         u = cotangent(adjoint, system)
         sure = verified(adjoint, system, u, system(u) - u, lambda u: system(u) - u)
-        assert sure is not None
-        u = torch.where(keep, sure * size, torch.zeros_like(v))
+        stats = adjoint.report.adjoint
+        assert sure is not None and stats is not None
+        lost = lost | (ctx.good & (stats.status == Status.NONFINITE))
+        u = torch.where((ctx.good & ~lost).unsqueeze(1), sure * size, torch.zeros_like(v))
         overflowing = _overflowing(system, u, equation.precision)
         if overflowing is not None:
             lost, u = lost | overflowing, torch.where(overflowing.unsqueeze(1), torch.zeros_like(u), u)
         if bool(lost.any()):
-            file_lost(adjoint, lost)
+            # a derivative that is not finite makes nan of the zero that its sample gets, and of every sum over samples
+            spoils = not bool(torch.isfinite(system.product(u)).all())
+            file_lost(adjoint, ctx.good if spoils else lost)
         return (u,)
 
 

@@ -45,6 +45,7 @@ class CellIdentity:
     silent: bool  # skip the warning about closures: a function without batched inputs must close over its data
     statistics: bool = False  # True if the cell uses batch statistics, so that its rows certainly depend on each other
     coupled: bool | None = None  # True if rows depend on each other, False if a check found that they do not, else None
+    trusted: bool = False  # True if the last answer that a backward pass measured was that of rows that stand alone
 
 
 _verdicts: WeakKeyDictionary[Any, dict[Hashable, bool]] = WeakKeyDictionary()
@@ -54,6 +55,21 @@ _warned: WeakSet[Any] = WeakSet()
 def is_known_to_couple(cell: CellIdentity) -> bool:
     """True if rows of this cell were found to depend on each other in an earlier solve."""
     return cell.lasting and cell.owner is not None and ("coupled", cell.mode) in _verdicts.get(cell.owner, {})
+
+
+def is_trusted(cell: CellIdentity) -> bool:
+    """True if the last answer of this cell that a backward pass measured had the residuals that were told."""
+    return cell.lasting and cell.owner is not None and ("apart", cell.mode) in _verdicts.get(cell.owner, {})
+
+
+def remember_measured(cell: CellIdentity, agreed: bool) -> None:
+    """Store for later solves of a cell that is a module whether the answer had the residuals that were told."""
+    if cell.trusted is not agreed and cell.lasting and cell.owner is not None:
+        cell.trusted, known = agreed, _verdicts.setdefault(cell.owner, {})
+        if agreed:
+            known["apart", cell.mode] = True
+        else:
+            known.pop(("apart", cell.mode), None)
 
 
 def remember_coupling(cell: CellIdentity, coupled: bool, *, warn: bool = True) -> None:
@@ -75,6 +91,9 @@ class RowCheck:
     harmless: bool = False  # whatever the others do changes no status of the rows that were compared
     weakly: bool = False  # but it changes more than rounding does
     coupled: bool | None = None  # True: rows depend on each other; None: not known
+
+
+TRUSTED = RowCheck(harmless=True, coupled=False)  # not compared: the answer is measured in the backward pass
 
 
 def is_to_compare(run: LoopRun, solver: Solver[Any], step: int, stopped: int, shape: Sequence[int]) -> bool:

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from equilibria._core import autodiff_modes
 from equilibria._core.autodiff_modes import Autocast
-from equilibria._core.compaction import CellIdentity, is_known_to_couple
+from equilibria._core.compaction import CellIdentity, is_known_to_couple, is_trusted
 from equilibria._core.frozen_cell import CellTensors, FrozenCell
 from equilibria._core.maps import Equation, LinearMap, Map
 from equilibria._core.packing import Layout, State
@@ -62,6 +62,7 @@ class CellEquation(Equation):
         owner, silent = cell.original if lasting else _owner(cell.original), not lasting and not any(rows)
         self.identity = CellIdentity(owner, lasting, mode, silent, statistics)
         self.identity.coupled = True if statistics or is_known_to_couple(self.identity) else None
+        self.identity.trusted = is_trusted(self.identity)
         # the dropout masks of a sharded cell are not args, so that `take` cannot restrict them
         self.restrictable = not statistics and not (self.opaque and cell.dropouts)
 

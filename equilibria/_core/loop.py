@@ -18,7 +18,7 @@ from equilibria._core.autodiff_modes import no_autocast
 from equilibria._core.bookkeeping import SolveRecord
 from equilibria._core.chain import solve_chain
 from equilibria._core.closed_record import ClosedRecord
-from equilibria._core.compaction import ROUNDING, RowCheck, compare_answer, compare_rows, is_to_compare
+from equilibria._core.compaction import ROUNDING, TRUSTED, RowCheck, compare_answer, compare_rows, is_to_compare
 from equilibria._core.maps import Counter, FlatMap, Map
 from equilibria._core.results import VERIFICATIONS, LoopRun, SolveResult, confirm, merge, within_dtype
 from equilibria.native import solve as native_solve
@@ -64,7 +64,9 @@ def solve(
     # rows do not mix is not enough: a weight with as many rows as the batch must not be restricted
     cell = None if scale is None else f.equation
     alone = cell is not None and cell.separable and cell.identity.coupled is False
-    run = LoopRun(f, stop, scale, precision, keep_state, verify, measured_later, alone, ordinary, origin=z0)
+    asked = measured_later and scale is None and stop.process_group is None
+    trusted = asked and f.equation is not None and f.equation.identity.trusted
+    run = LoopRun(f, stop, scale, precision, keep_state, verify, measured_later, alone, trusted, ordinary, origin=z0)
     with no_autocast(z0.device):
         try:
             result = _verified(run, z0, solver)
@@ -76,6 +78,8 @@ def solve(
             # continue the solve of samples whose results have become too small to be squared
             left = run.with_stop(max_steps=max(stop.max_steps - result.taken, 0))
             result = merge(result, _divided(left, result.z, f(result.z), solver))
+            if scale is None and result.coupled is None:  # rows of two solves, which may depend on each other
+                result = confirm(run, result, ROUNDING * precision)
         return result
 
 
@@ -101,12 +105,18 @@ def _divided(run: LoopRun, z0: Tensor, fz: Tensor, solver: AnySolver) -> SolveRe
 
 
 def _with_scaled_residuals(run: LoopRun, result: SolveResult) -> SolveResult:
-    """The result with the residuals of failed samples measured: |f(z)| may be too small beside the start to be squared."""
+    """The result with the residuals of failed samples measured: |f(z)| may be too small beside the start to be squared.
+
+    A relative residual that the dtype cannot hold is inf.
+    """
     fz, norm, stats = run.f(result.z), run.stop.norm, result.stats
-    above, below = binary_size(fz - result.z), binary_size(fz)
-    length, size = norm((fz - result.z) / above.unsqueeze(1)), norm(fz / below.unsqueeze(1))
-    residual = length / size.clamp_min(torch.finfo(fz.dtype).tiny) * (above / below)
-    told = torch.where(stats.failed & torch.isfinite(residual), residual, stats.residual)
+    unit = binary_size(result.z, fz)
+    difference = fz / unit.unsqueeze(1) - result.z / unit.unsqueeze(1)
+    above, below = binary_size(difference), binary_size(fz)
+    length, size = norm(difference / above.unsqueeze(1)), norm(fz / below.unsqueeze(1))
+    powers = (above.double() * unit.double()) / below.double()
+    residual = (length / size.clamp_min(torch.finfo(fz.dtype).tiny) * powers).to(length.dtype)
+    told = torch.where(stats.failed & ~torch.isnan(residual), residual, stats.residual)
     counter = run.f.counter
     stats = dataclasses.replace(
         stats, residual=told, evaluations=counter.evaluations, sample_evaluations=counter.rows, products=counter.products
@@ -167,7 +177,7 @@ def _run(run: LoopRun, z0: Tensor, solver: Solver[Any]) -> SolveResult:
     if z0 is run.origin and record.unusual() and _unusual(z0, state.fz):
         raise _Unusual(state.fz)
     compact = stop.compact and stop.process_group is None
-    kept, taken, rows = None, 0, RowCheck() if run.stands_alone else None
+    kept, taken, rows = None, 0, known_rows(run)
     for step in range(1, stop.max_steps + 1):
         if often or step % stop.check_every == 0 or step == 1:
             running = record.running()  # the read-back
@@ -209,7 +219,7 @@ def _run_native(run: LoopRun, z0: Tensor, fz: Tensor, solver: Solver[Any]) -> So
         usual = work.context.lowest >= least and work.context.highest <= most and work.context.longest < float("inf")
         if not usual and _unusual(z0, fz):  # nan is not usual
             raise _Unusual(fz)
-    rows = RowCheck() if run.stands_alone else None
+    rows = known_rows(run)
     for step in range(1, stop.max_steps + 1):
         if running == 0:
             break
@@ -237,23 +247,29 @@ def _run_native(run: LoopRun, z0: Tensor, fz: Tensor, solver: Solver[Any]) -> So
     return _with_rows(run, solver, result, rows, apart=apart, dropped=work.place is not None)
 
 
+def known_rows(run: LoopRun) -> RowCheck | None:
+    """What is known about the rows before the first step; None if they are to be compared."""
+    if run.stands_alone:
+        return RowCheck()
+    return TRUSTED if run.trusted else None
+
+
 def _with_rows(
     run: LoopRun, solver: Solver[Any], result: SolveResult, rows: RowCheck | None, *, apart: bool, dropped: bool
 ) -> SolveResult:
     """A solve with what is known about its rows.
 
-    A result is unmeasured if it joins rows of different evaluations, unless rows that were run alone gave the same up to
-    rounding and none has failed: those that were run may be saturated, and depend on the others less than the rest does.
+    A result is unmeasured if it joins rows of different evaluations. That rows run alone gave the same is not enough: those
+    may be saturated, and depend on the others less than the rest does.
     """
     forward = run.scale is None and solver.evaluates_residual
     apart = apart or (forward and result.failed and _is_joined(result.stats))
-    if rows is None and apart and forward and run.measured_later:
+    if apart and forward and run.measured_later and (rows is None or (rows is TRUSTED and result.failed)):
         rows, counter = compare_answer(run, result), run.f.counter
         stats = dataclasses.replace(result.stats, evaluations=counter.evaluations, sample_evaluations=counter.rows)
         result = dataclasses.replace(result, stats=stats)
     rows = rows or RowCheck()
-    sure = rows.harmless and not rows.weakly and not result.failed
-    return dataclasses.replace(result, coupled=rows.coupled, unmeasured=dropped or (apart and not sure))
+    return dataclasses.replace(result, coupled=rows.coupled, unmeasured=dropped or apart)
 
 
 def _is_joined(stats: Stats) -> bool:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from equilibria._core.compaction import ROUNDING, rows_mix
+from equilibria._core.compaction import ROUNDING, remember_measured, rows_mix
 from equilibria._core.compile import Compiler
 from equilibria._core.failures import report_failures
 from equilibria._core.loop import solve
@@ -25,7 +25,7 @@ from equilibria._core.results import VERIFICATIONS, SolveResult, measure
 from equilibria.solution import Report, Stats, Status
 from equilibria.solvers.fallback import AnySolver
 from equilibria.solvers.krylov import GMRES
-from equilibria.stop import Stop
+from equilibria.stop import Stop, euclidean_norm, rms_norm
 
 if TYPE_CHECKING:
     from equilibria.gradients.approximations import Approximation
@@ -106,7 +106,8 @@ class Problem:
                 if result.coupled:
                     result = self._go_on_as_one(f, z0, result)
         if self.what == "forward":
-            report.stats, report.unmeasured = result.stats, result.unmeasured
+            report.stats = result.stats
+            report.unmeasured = (self.solver, self.stop, version(f.args)) if result.unmeasured else None
             report.nonfinite = result.failed and result.stats.count(Status.NONFINITE) > 0
         else:
             report.adjoint = result.stats
@@ -148,18 +149,26 @@ class Problem:
         owner = self.equation.identity.owner
         report_failures(stats, self.stop, self.solver, what=self.what, owner=owner, on_failure=action)
 
-    def measure(self, z: Tensor, fz: Tensor, args: Sequence[Tensor]) -> None:
+    def measure(self, z: Tensor, fz: Tensor, args: Sequence[Tensor], *, trust: bool = True) -> None:
         """Check the residuals of the result z, (batch, n), by fz = F(z); rows wrongly marked CONVERGED become STALLED.
 
-        An evaluation in a batch of another size rounds differently, which is allowed for.
+        An evaluation in a batch of another size rounds differently, which is allowed for. With `trust`, later training
+        steps of the cell do not compare rows in the forward pass for as long as this check agrees.
         """
         stats, stop, precision = self.report.stats, self.stop, self.equation.precision
         assert stats is not None
-        self.report.unmeasured = False
-        length, size = stop.norm(fz - z), stop.norm(fz)
-        residual, rounding = length / size, ROUNDING * precision
-        if not bool(((residual - stats.residual).abs() > rounding).any()):  # nan is a row of zeros, or in quarantine
+        self.report.unmeasured = None
+        # ratios of root mean squares are those of lengths. This runs in every training step: few operations, one read-back
+        norm = euclidean_norm if stop.norm is rms_norm else stop.norm
+        residual, rounding = norm(fz - z) / norm(fz), ROUNDING * precision
+        agreed = float(torch.dist(residual, stats.residual, float("inf"))) <= rounding
+        # nan is a row of zeros, or in quarantine
+        agreed = agreed or not bool(((residual - stats.residual).abs() > rounding).any())
+        if trust and self.equation.separable and not self.equation.identity.coupled:
+            remember_measured(self.equation.identity, agreed)
+        if agreed:
             return
+        length, size = stop.norm(fz - z), stop.norm(fz)
         wrong = stats.converged & (length > stop.atol + (stop.rtol + rounding) * size)
         status, residual = stats.status.masked_fill(wrong, Status.STALLED), torch.where(size > 0, residual, stats.residual)
         self.report.stats = dataclasses.replace(stats, status=status, residual=residual)
@@ -168,6 +177,11 @@ class Problem:
             with torch.no_grad():
                 equation.set_coupled(bool(rows_mix(lambda y: equation(y, *args).detach(), z, precision)))
             self.report_failures(self.report.stats)
+
+
+def version(args: Sequence[Tensor]) -> int:
+    """A number that changes if one of these tensors is written to in place."""
+    return sum(arg._version for arg in args if not arg.is_inference())
 
 
 def solve_coupled(

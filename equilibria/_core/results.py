@@ -30,6 +30,7 @@ class LoopRun:
     verify          evaluate `f` once more if the solver updates f(z) by a recurrence
     measured_later  True if the caller evaluates `f` at the result
     stands_alone    True for a linear system whose rows are known not to depend on each other
+    trusted         True if rows are not compared, because the last answer was right and this one is measured later
     ordinary        True if no transform, forward mode or trace is active
     origin          (batch, n), the start, if its magnitude is checked
     unit            (batch,), by which f and z are divided; None for no division
@@ -43,6 +44,7 @@ class LoopRun:
     verify: bool = True
     measured_later: bool = False
     stands_alone: bool = False
+    trusted: bool = False
     ordinary: bool = False
     origin: Tensor | None = None
     unit: Tensor | None = None
@@ -126,6 +128,8 @@ def merge(first: SolveResult, then: SolveResult, rows: Tensor | None = None) -> 
     if first.faint is not None:  # what is known about those is not worth anything
         better = better | first.faint
     better = better if rows is None else better & rows
+    if then.coupled and rows is None:  # the second solve measured all rows together, and others have moved since the first
+        a, better = dataclasses.replace(a, status=b.status), torch.ones_like(better)
     kept = a.converged | ((a.status == Status.DIVERGED) & ~better)
     kept = kept if rows is None else kept | ~rows
     trace = None

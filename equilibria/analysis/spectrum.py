@@ -10,7 +10,7 @@ from torch import Tensor
 from equilibria._core.checks import require
 from equilibria._core.maps import FlatMap, Linearisation
 from equilibria._core.quarantine import quarantine
-from equilibria.solution import Solution, Status
+from equilibria.solution import Solution
 from equilibria.solvers.rowwise import divide, dot
 
 NAN = float("nan")
@@ -120,7 +120,7 @@ class _Jacobian:
 
     def __init__(self, s: Solution) -> None:
         z = s.layout.pack(s.z).detach()
-        self.good = s.stats.status != Status.NONFINITE
+        self.good = s.report.finite
         z, args, _ = quarantine(s.equation, z, s.equation.args, z, self.good)
         self.at = Linearisation(s.equation, z, args)
         self.whole = s.equation.identity.coupled and len(z) > 1

@@ -153,7 +153,7 @@ class _Advance:
         def f(h: Tensor) -> Tensor:
             self.runs += 1
             out = guarded(problem, problem.equation(h, *inputs))
-            if problem.report.unmeasured and start is z:  # the first evaluation is at the equilibrium itself
+            if problem.report.unmeasured is not None and start is z:  # the first evaluation is at the equilibrium itself
                 problem.measure(z.detach(), out.detach(), inputs)
             return out
 

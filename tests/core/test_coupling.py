@@ -368,3 +368,83 @@ def test_unrolled_returns_what_its_statistics_describe_beside_a_bad_row() -> Non
     true = true_residual(cell, s, x.detach())
     assert bool(good.any())
     torch.testing.assert_close(s.stats.residual[good], true[good], rtol=1e-3, atol=1e-9)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_row_that_stopped_beside_a_saturated_one_is_measured(grad: bool) -> None:
+    """The row that runs is saturated and shows nothing of the coupling; the other one stopped at the start."""
+    cell, x = Mixing(1, gate=0.4), torch.tensor([[0.0], [1e3]], dtype=torch.float64)
+    stop = eq.Stop(rtol=1e-3, atol=0, compact=False, on_failure="ignore")
+    with torch.set_grad_enabled(grad):
+        s = eq.DEQ(cell, solver=eq.Picard(damping=0.5), stop=stop).solve(x)
+    if grad:
+        s.z.sum().backward()
+    true = true_residual(cell, s, x)
+    assert not bool((s.stats.converged & (true > 1.2e-3)).any())
+    torch.testing.assert_close(s.stats.residual, true, rtol=1e-3, atol=1e-9)
+
+
+@pytest.mark.parametrize("solver", [eq.Newton(linear=eq.BiCGSTAB()), *GATED], ids=name)
+def test_rows_of_two_solves_that_depend_on_each_other_are_measured_together(solver: Any) -> None:
+    """Tiny rows converge beside a huge one; a second solve follows the huge one down, which moves the mean of all."""
+    scale, x = 1e-22, 1e-22 * inputs(9, 3)
+    x[0] = torch.finfo(torch.float64).max / 8
+
+    def cell(z: Tensor, x: Tensor) -> Tensor:
+        return scale * torch.tanh((0.5 * z + x + 0.4 * z.mean(dim=0)) / scale)
+
+    stop = eq.Stop(rtol=1e-3, atol=0, compact=False, on_failure="ignore")
+    with torch.no_grad():
+        s = eq.fixed_point(cell, x.clone(), x, solver=solver, stop=stop)
+        f = cell(s.z, x) / scale
+    true = (f - s.z / scale).norm(dim=1) / f.norm(dim=1)
+    assert not bool((s.stats.converged & (true > 1.01e-3)).any())
+
+
+def train(deq: eq.DEQ, x: Tensor) -> eq.Solution:
+    s = deq.solve(x)
+    s.z.sum().backward()
+    return s
+
+
+@pytest.mark.parametrize("solver", [eq.Picard(), eq.Anderson(), eq.Broyden()], ids=name)
+def test_a_gate_that_opens_between_training_steps(solver: Any) -> None:
+    """Training steps do not compare rows while backward finds what was told; the step that it does not find is told."""
+    cell, x = Mixing(16), spread(64, 16)
+    deq = eq.DEQ(cell, solver=solver, stop=STOP)
+    first, second = train(deq, x), train(deq, x)
+    assert second.stats.evaluations == first.stats.evaluations - 1
+    cell.gate = 0.4
+    check_forward(cell, train(deq, x), x, STOP.rtol)
+    s = train(deq, x)
+    assert bool(s.stats.converged.all())
+    check_forward(cell, s, x, STOP.rtol)
+
+
+@pytest.mark.parametrize("gate", [1e-9, 1e-7, 1e-5, 1e-3])
+def test_a_gate_that_opens_little_by_little_between_training_steps(gate: float) -> None:
+    cell, x = Mixing(16), spread(64, 16)
+    deq = eq.DEQ(cell, solver=eq.Picard(), stop=STOP)
+    for step in range(4):
+        check_forward(cell, train(deq, x), x, STOP.rtol)
+        cell.gate = gate * 2**step
+
+
+def test_statistics_are_measured_where_they_are_read_before_backward() -> None:
+    cell, x = Mixing(16), spread(64, 16)
+    deq = eq.DEQ(cell, solver=eq.Picard(), stop=STOP)
+    train(deq, x)
+    cell.gate = 0.4
+    s = deq.solve(x)
+    before = s.stats
+    check_forward(cell, s, x, STOP.rtol)
+    s.z.sum().backward()
+    assert s.stats.evaluations == before.evaluations and torch.equal(s.stats.residual, before.residual)
+
+
+def test_statistics_that_are_read_after_the_weights_have_changed_are_those_of_the_solve() -> None:
+    cell, x = Mixing(16), spread(64, 16)
+    s = eq.DEQ(cell, solver=eq.Picard(), stop=STOP).solve(x)
+    with torch.no_grad():
+        cell.w.mul_(0.1)
+    assert bool(s.stats.converged.all())

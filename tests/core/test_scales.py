@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import equilibria as eq
-from tests.problems import generator
+from tests.problems import generator, name
 
 REAL = {torch.float32: torch.float64, torch.float64: torch.float64, torch.bfloat16: torch.float64}
 # beyond these the squares of a float32 leave it (bf16 states are carried in float32); beyond 1e154 those of a float64
@@ -174,3 +174,15 @@ def test_residuals_of_samples_that_begin_at_the_end_of_the_numbers_are_told(max_
     true = ((torch.tanh(s.z) - s.z) / 1e300).norm(dim=1) * 1e300 / torch.tanh(s.z).norm(dim=1)
     assert not bool(s.stats.converged.any())
     torch.testing.assert_close(s.stats.residual, true, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("solver", [eq.Picard(), eq.SteadyState(), eq.Anderson()], ids=name)
+@pytest.mark.parametrize(("dtype", "large", "small"), [(torch.float32, 1e33, 1e-10), (torch.float64, 1e300, 1e-20)])
+def test_a_relative_residual_that_the_dtype_cannot_hold_is_infinite(
+    solver: Any, dtype: torch.dtype, large: float, small: float
+) -> None:
+    z0 = torch.tensor([[large, -large], [1.0, 2.0]], dtype=dtype)
+    stop = eq.Stop(max_steps=0, on_failure="ignore")
+    s = eq.fixed_point(lambda z: small * torch.tanh(z), z0, solver=solver, stop=stop)
+    assert bool(s.stats.failed.all())
+    assert float(s.stats.residual[0]) == float("inf") and 0 < float(s.stats.residual[1]) * small < 4

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.func import grad, jacfwd, jvp, vmap
 
 import equilibria as eq
-from tests.problems import TIGHT, BatchNormCell, inputs, matrix, unrolled
+from tests.problems import TIGHT, BatchNormCell, inputs, matrix, name, unrolled
 
 
 def setting() -> tuple[Tensor, Tensor]:
@@ -129,3 +129,21 @@ def test_a_cotangent_of_a_closure_that_is_not_finite_is_left_out(gradient: Any) 
     assert bool(torch.isfinite(of_w).all()) and bool((of_x[1] == 0).all()) and bool((of_x[0] != 0).all())
     assert s.adjoint is not None
     assert (s.adjoint.status == eq.Status.NONFINITE).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("gradient", [eq.Implicit(), eq.NeumannPhantom()], ids=name)
+def test_a_derivative_of_a_closure_that_is_not_finite_is_told_for_every_sample(gradient: Any) -> None:
+    """One row of what the closure captured has no derivative: zero times it is nan in the sum over the batch."""
+    w = torch.ones((), dtype=torch.float64, requires_grad=True)
+    gain = torch.full((4, 2), 0.01, dtype=torch.float64)
+    gain[0] = 0.0
+
+    def cell(z: Tensor) -> Tensor:
+        return 0.3 * z + 0.5 + torch.sqrt(gain * w * z)
+
+    stop = eq.Stop(rtol=1e-8, max_steps=100, on_failure="ignore")
+    s = eq.fixed_point(cell, torch.ones(4, 2, dtype=torch.float64), gradient=gradient, stop=stop)
+    assert bool(s.stats.converged.all())
+    (grad,) = torch.autograd.grad(s.z.sum(), w)
+    assert s.adjoint is not None
+    assert not bool(torch.isfinite(grad)) and bool((s.adjoint.status == eq.Status.NONFINITE).all())
