@@ -140,7 +140,15 @@ def _fsdp_without_group(rank: int, folder: Path) -> None:
         torch.save({"refused": "process_group" in str(error)}, folder / f"{rank}.pt")
 
 
-WORKS: tuple[Work, ...] = (_ddp, _fsdp_anderson, _fsdp_newton, _fsdp_without_group)
+def _fsdp_one_row(rank: int, folder: Path) -> None:
+    deq = _model(eq.Stop(**(vars(STOP) | {"process_group": "world"})), eq.Anderson())[1]
+    assert isinstance(deq, eq.DEQ) and isinstance(deq.cell, nn.Module)
+    fully_shard(deq.cell, mesh=init_device_mesh("cpu", (WORLD,)))
+    stats = deq.solve(_batch()[:7] if rank == 0 else _batch()[7:]).stats
+    torch.save({"converged": stats.converged, "evaluations": torch.tensor(stats.evaluations)}, folder / f"{rank}.pt")
+
+
+WORKS: tuple[Work, ...] = (_ddp, _fsdp_anderson, _fsdp_newton, _fsdp_without_group, _fsdp_one_row)
 
 
 def _assert_grads(seen: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e-8, atol: float = 1e-10) -> None:
@@ -173,3 +181,10 @@ def test_fsdp_with_inner_loops_of_newton(found: Found) -> None:
 
 def test_fsdp_without_a_process_group_is_refused_instead_of_hanging(found: Found) -> None:
     assert all(result["refused"] for result in found(_fsdp_without_group))
+
+
+def test_ranks_measure_an_answer_together_if_the_rows_of_one_stop_apart(found: Found) -> None:
+    """A single row is never joined from different steps; its rank evaluates the cell as often as the other one."""
+    one, other = found(_fsdp_one_row)
+    assert bool(one["converged"].all()) and bool(other["converged"].all())
+    assert int(one["evaluations"]) == int(other["evaluations"])

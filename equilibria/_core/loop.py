@@ -132,7 +132,10 @@ def _verified(run: LoopRun, z0: Tensor, solver: AnySolver) -> SolveResult:
     if isinstance(solver, Fallback):
         return solve_chain(run, z0, solver, _verified)
     result = _run(run, z0, solver)
-    if not _is_to_be_measured(run, solver, result):
+    measured = _is_to_be_measured(run, solver, result)
+    if run.scale is None and run.f.any_rank is not None:  # with sharded weights an evaluation waits for all ranks
+        measured = run.f.any_rank(measured)
+    if not measured:
         return result
     carried = min(FLOOR * run.precision, RECURRENCE * run.stop.rtol)
     rounding = ROUNDING * run.precision if solver.evaluates_residual else carried

@@ -120,7 +120,7 @@ class Problem:
     def _go_on_as_one(self, f: Map, z0: Tensor, result: SolveResult) -> SolveResult:
         """Continue a solve that found that rows depend on each other, with the batch as one system."""
         left = self.stop.max_steps - result.taken
-        if left <= 0 or not bool(result.stats.failed.any()):
+        if left <= 0 or not f.any(result.stats.failed):
             return result
         stop, start = dataclasses.replace(self.stop, max_steps=left), result.z
         if result.sound is not None:  # rows that ran away while they were solved alone begin again

@@ -6,6 +6,7 @@ import types
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -326,17 +327,60 @@ def test_traces_of_coupled_rows_have_a_residual_per_step() -> None:
 
 
 class Configured(Mixing):
-    """Reads its gain from an object that it holds."""
+    """Reads numbers from an object and an array that it holds, from its class and from a global."""
+
+    shift = 0.0
 
     def __init__(self, n: int) -> None:
         super().__init__(n)
-        self.cfg = types.SimpleNamespace(gain=1.0)
+        self.cfg, self.array = types.SimpleNamespace(gain=1.0), np.zeros(1)
 
     def forward(self, z: Tensor, x: Tensor) -> Tensor:
-        return torch.tanh(self.cfg.gain * (z @ self.w.T) + x + GLOBAL_GAIN * z)
+        return torch.tanh(self.cfg.gain * (z @ self.w.T) + x + GLOBAL_GAIN * z + self.shift + float(self.array[0]))
 
 
-@pytest.mark.parametrize("change", ["object", "global", "forward"])
+class Gated(Mixing):
+    """Keeps its gate where no attribute of the module shows it."""
+
+    everywhere = 0.0
+
+    def __init__(self, n: int) -> None:
+        super().__init__(n)
+        self.cfg, self.array = types.SimpleNamespace(gate=0.0), np.zeros(1)
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        gate = self.cfg.gate + self.everywhere + GLOBAL_GAIN + float(self.array[0])
+        return torch.tanh(z @ self.w.T + x + gate * z.mean(dim=0))
+
+
+@pytest.mark.parametrize("change", ["object", "global", "forward", "class", "array"])
+@pytest.mark.parametrize("mode", ["training", "grad", "no_grad"])
+def test_a_gate_that_opens_where_no_attribute_shows_it(mode: str, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell, x = Gated(16), spread(64, 16)
+    deq = eq.DEQ(cell, solver=eq.Picard(), stop=STOP)
+
+    def solve() -> eq.Solution:
+        with torch.set_grad_enabled(mode != "no_grad"):
+            return train(deq, x) if mode == "training" else deq.solve(x)
+
+    assert bool(solve().stats.converged.all())
+    if change == "object":
+        cell.cfg.gate = 0.4
+    elif change == "global":
+        monkeypatch.setitem(globals(), "GLOBAL_GAIN", 0.4)
+    elif change == "class":
+        monkeypatch.setattr(Gated, "everywhere", 0.4)
+    elif change == "array":
+        cell.array[0] = 0.4
+    else:
+        monkeypatch.setattr(Gated, "forward", lambda self, z, x: torch.tanh(z @ self.w.T + x + 0.4 * z.mean(dim=0)))
+    check_forward(cell, solve(), x, STOP.rtol)
+    s = solve()  # the first training step may tell STALLED
+    assert bool(s.stats.converged.all())
+    check_forward(cell, s, x, STOP.rtol)
+
+
+@pytest.mark.parametrize("change", ["object", "global", "forward", "class", "array"])
 def test_compiled_answers_are_confirmed_by_the_cell(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A change that the fingerprint of the cell does not show."""
     from equilibria._core.compile import Compiler
@@ -349,6 +393,10 @@ def test_compiled_answers_are_confirmed_by_the_cell(change: str, monkeypatch: py
         cell.cfg.gain = 0.2
     elif change == "global":
         monkeypatch.setitem(globals(), "GLOBAL_GAIN", 0.3)
+    elif change == "class":
+        monkeypatch.setattr(Configured, "shift", 0.3)
+    elif change == "array":
+        cell.array[0] = 0.3
     else:
         monkeypatch.setattr(Configured, "forward", lambda self, z, x: 0.1 * z + x)
     with warnings.catch_warnings():

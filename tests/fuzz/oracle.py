@@ -221,8 +221,10 @@ def judge_error(error: Exception, problem: Problem, cell: Cell) -> Verdict:
     clear = ours and isinstance(error, (ValueError, TypeError, RuntimeError))
     if isinstance(error, eq.ConvergenceError) and not bool(error.stats.failed.any()):
         verdict.add("refusal", "a ConvergenceError whose statistics name no sample")
-    elif clear or _is_the_cells(error, problem, cell):
+    elif clear:
         verdict.refused = text
+    elif _is_the_cells(error, problem, cell):
+        verdict.refused = f"the cell by itself: {text}"
     elif CHANGED_IN_PLACE in text and problem.case.change == "weight-before-backward":
         verdict.refused = "torch: a weight was changed in place between forward and backward"
     else:
