@@ -140,6 +140,8 @@ def test_train_evaluate_and_diagnose_a_run(tmp_path: Path) -> None:
     assert (config["experiment"], config["settings"]["width"], config["training"]["seed"]) == ("digits-deq", 32, 3)
     metrics = parsed("evaluate", folder)["metrics"]
     assert metrics["accuracy"] == pytest.approx(final["accuracy"])
+    counts = ("evaluations", "depth", "failed")
+    assert [metrics[name] for name in counts] == [final[name] for name in counts]
     assert "accuracy" in run("evaluate", folder, "--which", "best")
     found = parsed("diagnose", folder)
     assert found["page"] == str(Path(folder) / "diagnosis" / "diagnosis.html")
