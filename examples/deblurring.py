@@ -11,14 +11,20 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
+from sklearn.datasets import load_sample_images
 from torch import Tensor
 
 import equilibria as eq
-from equilibria.lab.experiments.inverse.task import photograph_tiles
 from equilibria.models import Blur, ContractiveDenoiser, ProximalGradient, Restoration, gaussian_kernel
 
 SIZE, NOISE = 24, 0.02
 OPERATOR = Blur(gaussian_kernel(5, 1.0), (SIZE, SIZE))
+
+
+def photograph_tiles() -> Tensor:
+    grey = [torch.from_numpy(image.copy()).float().mean(-1) / 255 for image in load_sample_images().images]
+    tiles = torch.cat([g.unfold(0, SIZE, SIZE).unfold(1, SIZE, SIZE).reshape(-1, 1, SIZE, SIZE) for g in grey])
+    return tiles[torch.randperm(len(tiles), generator=torch.Generator().manual_seed(0))]
 
 
 def make(depth: int | None) -> Restoration:
@@ -58,7 +64,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="of training")
     parser.add_argument("--plot", type=Path, default=Path("deblurring.png"), help="where the picture goes")
     arguments = parser.parse_args()
-    tiles = photograph_tiles(SIZE)
+    tiles = photograph_tiles()
     x, rest = tiles[:64], tiles[64:]
     y = OPERATOR(x) + NOISE * torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
     depths, curves, last = (1, 2, 3, 5, 10, 20, 50, 100), {}, {}

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
+from sklearn.datasets import load_sample_image
 from torch import Tensor
 
 import equilibria as eq
-from equilibria.lab.experiments.fields.signals import signal
-from equilibria.models import EquilibriumField, ExplicitField, FieldConfig, parameters
+from equilibria.models import EquilibriumField, ExplicitField, FieldConfig, coordinate_grid, parameters
 
 CONFIG = FieldConfig(kind="fourier", width=40, scale=40.0)
 
@@ -46,6 +46,11 @@ def fit(field: EquilibriumField | ExplicitField, x: Tensor, y: Tensor, steps: in
         return torch.as_tensor(field(x))
 
 
+def flower(size: int) -> Tensor:
+    grey = torch.from_numpy(load_sample_image("flower.jpg").copy()).float().mean(-1)[60:400, 180:520] / 127.5 - 1
+    return torch.nn.functional.interpolate(grey[None, None], size=(size, size), mode="area").reshape(-1, 1)
+
+
 def decibels(values: Tensor, y: Tensor) -> float:
     return 10 * torch.log10(4 / (values - y).square().mean()).item()
 
@@ -56,7 +61,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=48, help="pixels on a side")
     parser.add_argument("--plot", type=Path, default=Path("fit_image.png"), help="where the picture goes")
     arguments = parser.parse_args()
-    x, y = signal("image", arguments.size)
+    x, y = coordinate_grid(arguments.size, arguments.size), flower(arguments.size)
     pictures = {"photograph": y}
     torch.manual_seed(0)
     for name, field, rate in (
