@@ -119,7 +119,7 @@ class Stats:
         return f"Stats({self})"
 
     def _repr_html_(self) -> str:
-        return _table(self.summary())
+        return _table({"": self.summary()})
 
     def __str__(self) -> str:
         counts = ", ".join(f"{self.count(status)} {status.name.lower()}" for status in Status if self.count(status))
@@ -212,7 +212,7 @@ class Solution:
         columns = {"forward": self.stats.summary()}
         if self.adjoint is not None:
             columns["adjoint"] = self.adjoint.summary()
-        return _table(columns["forward"], columns.get("adjoint"), title=self.layer)
+        return _table(columns, title=self.layer)
 
     def measure_residual(self) -> Tensor:
         """(batch,), |f(z) - z| / |f(z)| of the state `z` that was returned, by one evaluation of the cell.
@@ -294,17 +294,18 @@ def note(module: nn.Module, solution: Solution) -> None:
             solutions.append(named)
 
 
-def _table(forward: dict[str, float], adjoint: dict[str, float] | None = None, title: str = "") -> str:
-    """Summaries as an HTML table, one row per quantity; statuses without a sample are left out."""
+def _table(columns: dict[str, dict[str, float]], title: str = "") -> str:
+    """Summaries by name as an HTML table, one row per quantity; statuses without a sample are left out."""
     names = {status.name.lower() for status in Status}
-    shown = [key for key in forward if key not in names or forward[key] or (adjoint and adjoint[key])]
-    head = f"<tr><th>{escape(title)}</th><th>forward</th>" + ("<th>adjoint</th>" if adjoint else "") + "</tr>"
-    rows = []
-    for key in shown:
-        cells = [forward[key], *([adjoint[key]] if adjoint else [])]
+    head = "".join(f"<th>{escape(name)}</th>" for name in (title, *columns)) if any(columns) or title else ""
+    rows = [f"<tr>{head}</tr>"] if head else []
+    for key in next(iter(columns.values())):
+        cells = [summary[key] for summary in columns.values()]
+        if key in names and not any(cells):
+            continue
         texts = [f"{value:.0%}" if key in names else f"{value:.3g}" for value in cells]
         rows.append(f"<tr><td>{key.replace('_', ' ')}</td>" + "".join(f"<td>{text}</td>" for text in texts) + "</tr>")
-    return f"<table>{head}{''.join(rows)}</table>"
+    return f"<table>{''.join(rows)}</table>"
 
 
 def empty_stats(batch: int, device: torch.device) -> Stats:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import cast
 
 import torch
@@ -26,6 +27,7 @@ from equilibria.solvers.picard import Picard
 from equilibria.stop import Stop
 
 MAX_STEPS = 200  # max_steps of a candidate's solves; the tolerance should end them
+HEADS = ("step", "ms", "residual", "cosine", "setting")
 WIDEST = 100  # characters of a reason shown in a table
 
 
@@ -106,7 +108,7 @@ class Measurement:
         return self.reason is None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Tuning:
     """The result for one DEQ.
 
@@ -128,10 +130,21 @@ class Tuning:
         return any(measurement.accepted for measurement in self.measurements)
 
     def __str__(self) -> str:
+        return "\n".join([*self._heading(), *self._table()])
+
+    def __repr__(self) -> str:
+        found = "best" if self.reached else "none reaches the requirements, nearest"
+        return f"Tuning({self.name or 'DEQ'}: {len(self.measurements)} settings, {found}: {self.best})"
+
+    def _repr_html_(self) -> str:
+        rows = "".join(_html_row(row, "td") for row in self._rows())
+        return f"<p>{'<br>'.join(map(escape, self._heading()))}</p><table>{_html_row(HEADS, 'th')}{rows}</table>"
+
+    def _heading(self) -> list[str]:
         target = f"residual <= {self.residual:.1e}"
         target += "" if self.agreement is None else f", cosine >= {self.agreement:g}"
         found = f"{'best' if self.reached else 'nearest'}: {self.best}"
-        return "\n".join([f"{self.name or 'DEQ'}: {target}", found, *self._advice(), *self._table()])
+        return [f"{self.name or 'DEQ'}: {target}", found, *self._advice()]
 
     def _advice(self) -> list[str]:
         """Return advice if no setting meets the requirements."""
@@ -149,10 +162,13 @@ class Tuning:
         ]
 
     def _table(self) -> list[str]:
-        unit = next(m.seconds for m in self.measurements if m.setting == self.present)
-        rows = [("step", "ms", "residual", "cosine", "setting"), *(self._row(m, unit) for m in self.measurements)]
+        rows = [HEADS, *self._rows()]
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         return ["  ".join([*map(str.rjust, row, widths), row[-1]]) for row in rows]
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        unit = next(m.seconds for m in self.measurements if m.setting == self.present)
+        return [self._row(m, unit) for m in self.measurements]
 
     def _row(self, m: Measurement, unit: float) -> tuple[str, ...]:
         """Return the time relative to the present setting and in milliseconds, residual, cosine and description."""
@@ -164,7 +180,11 @@ class Tuning:
         return (*("-" if number == "nan" else number for number in numbers), text)
 
 
-@dataclass(frozen=True, eq=False)
+def _html_row(cells: Sequence[str], tag: str) -> str:
+    return "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class Tunings(Mapping[str, Tuning]):
     """A Tuning for every DEQ in a model, by name; prints all tables."""
 
@@ -195,6 +215,12 @@ class Tunings(Mapping[str, Tuning]):
 
     def __str__(self) -> str:
         return "\n\n".join(map(str, self.layers.values()))
+
+    def __repr__(self) -> str:
+        return f"Tunings({', '.join(map(repr, self.layers.values()))})"
+
+    def _repr_html_(self) -> str:
+        return "".join(tuning._repr_html_() for tuning in self.layers.values())
 
 
 def nearest_to(measurements: Sequence[Measurement], residual: float) -> Measurement:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import equilibria as eq
 from equilibria.analysis.tuning import tune
-from equilibria.analysis.tuning_settings import Candidates, Measurement, Setting, Tuning
+from equilibria.analysis.tuning_settings import Candidates, Measurement, Setting, Tuning, Tunings
 from tests.problems import NestedCell, TanhCell, generator, inputs, matrix
 
 SEED = 7
@@ -313,7 +313,13 @@ def test_tunings_print_a_table() -> None:
         Measurement(best, 0.001, 9e-4, 0.9999, 10, None),
         Measurement(present, 0.02, 0.01, math.nan, 50, "residual 1.000e-02"),
     )
-    assert str(Tuning("body", 1e-3, 0.99, present, best, rows)).splitlines() == [
+    tuning = Tuning("body", 1e-3, 0.99, present, best, rows)
+    assert repr(tuning) == (
+        "Tuning(body: 2 settings, best: Anderson(history=3), Stop(atol=0.0), Implicit(solver=BiCGSTAB()))"
+    )
+    html = Tunings({"body": tuning})._repr_html_()
+    assert html.count("<tr>") == 3 and "residual &lt;= 1.0e-03" in html and "refused: residual" in html
+    assert str(tuning).splitlines() == [
         "body: residual <= 1.0e-03, cosine >= 0.99",
         "best: Anderson(history=3), Stop(atol=0.0), Implicit(solver=BiCGSTAB())",
         "step     ms  residual  cosine  setting",

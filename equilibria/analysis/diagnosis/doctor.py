@@ -27,9 +27,9 @@ from equilibria.gradients.base import Gradient
 PAGE, NUMBERS = "diagnosis.html", "diagnosis.json"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diagnosis:
-    """The diagnosis of every equilibrium layer of a model; prints as a table with findings."""
+    """The diagnosis of every equilibrium layer of a model; prints as a table with findings, in a notebook as the page."""
 
     layers: tuple[LayerDiagnosis, ...]
 
@@ -66,6 +66,14 @@ class Diagnosis:
 
     def __str__(self) -> str:
         return "\n\n".join(map(text, self.layers))
+
+    def __repr__(self) -> str:
+        return f"Diagnosis({', '.join(map(repr, self.layers))})"
+
+    def _repr_html_(self) -> str:
+        from equilibria.analysis.diagnosis.page import section
+
+        return "".join(section(layer, {}) for layer in self.layers)
 
 
 def diagnose(model: nn.Module, batch: Any, *, restarts: int = 0, labels: Tensor | None = None) -> Diagnosis:

@@ -8,7 +8,7 @@ from equilibria.analysis.diagnosis.examine import Examination, Solve
 from equilibria.analysis.diagnosis.findings import Finding, Severity
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LayerDiagnosis:
     """A layer with its measurements and findings."""
 
@@ -23,6 +23,10 @@ class LayerDiagnosis:
     def healthy(self) -> bool:
         """True if the layer has no finding worse than a hint."""
         return all(finding.severity is Severity.HINT for finding in self.findings)
+
+    def __repr__(self) -> str:
+        causes = ", ".join(finding.cause for finding in self.findings)
+        return f"LayerDiagnosis({self.name}: {causes or 'nothing found'})"
 
 
 def text(layer: LayerDiagnosis) -> str:

@@ -29,7 +29,7 @@ TITLES = {
     "gradients": "Gradients next to the exact one",
 }
 LABEL = 40  # characters of a label in a plot
-WORDS = {Severity.ILL: "Ill", Severity.RISK: "At risk", Severity.HINT: "Hint"}
+WORDS = {Severity.ILL: "ILL", Severity.RISK: "At risk", Severity.HINT: "Hint"}
 
 
 def pictures(layers: Sequence[LayerDiagnosis]) -> dict[str, bytes]:
@@ -45,7 +45,7 @@ def pictures(layers: Sequence[LayerDiagnosis]) -> dict[str, bytes]:
 
 def page(layers: Sequence[LayerDiagnosis], drawn: dict[str, bytes], command: str | None = None) -> str:
     """Return one HTML document with pictures and style inlined; `command` is shown as what wrote it."""
-    sections = "\n".join(_section(layer, drawn) for layer in layers)
+    sections = "\n".join(section(layer, drawn) for layer in layers)
     verdict = "healthy" if all(layer.healthy for layer in layers) else "needs attention"
     count = len(layers)
     heading = f"<h1>Diagnosis of {count} equilibrium layer{'s' if count > 1 else ''}</h1>"
@@ -59,8 +59,8 @@ def _origin(command: str | None) -> str:
     return f"<p>Written {datetime.now():%Y-%m-%d %H:%M} with {versions}.{by}</p>"
 
 
-def _section(layer: LayerDiagnosis, drawn: dict[str, bytes]) -> str:
-    """Return the HTML section of one layer."""
+def section(layer: LayerDiagnosis, drawn: dict[str, bytes]) -> str:
+    """Return the HTML section of one layer, with those of its pictures that are in `drawn`."""
     e = layer.examination
     about = f"{e.samples} samples of {e.size} numbers ({e.dtype}), {'training' if e.training else 'eval'} mode"
     found = "".join(
@@ -77,7 +77,7 @@ def _section(layer: LayerDiagnosis, drawn: dict[str, bytes]) -> str:
         about += f". Stopped because they took too long: {', '.join(e.out_of_time)}"
     return (
         f"<section><h2>{escape(layer.name)}</h2><p>{escape(about)}</p><ul>{found}</ul><table>{table}</table>"
-        f"{plots(shown)}{_solver_table(e)}{_gradient_table(e)}</section>"
+        f"{plots(shown) if shown else ''}{_solver_table(e)}{_gradient_table(e)}</section>"
     )
 
 

@@ -286,7 +286,8 @@ def test_the_same_layer_and_inputs_give_the_same_measurements() -> None:
 
 
 def test_the_text_has_the_numbers_and_the_advice() -> None:
-    text = str(eq.diagnose(*illnesses.not_contractive()))
+    found = eq.diagnose(*illnesses.not_contractive())
+    text = str(found)
     for part in (
         "layer 1",
         "32 max_steps",
@@ -296,6 +297,9 @@ def test_the_text_has_the_numbers_and_the_advice() -> None:
         "kept for backward",
     ):
         assert part in text
+    assert len(repr(found)) < 200 and repr(found).startswith("Diagnosis(LayerDiagnosis(layer 1: cell not contractive")
+    html = found._repr_html_()
+    assert "ILL: cell not contractive" in html and "<td>Picard() (present)</td>" in html and "<img" not in html
 
 
 def test_models_without_an_equilibrium_raise() -> None:
