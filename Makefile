@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help readme notebooks demo test test-all test-plain test-native-sanitized test-rounding test-torch fuzz lint bench docs dist test-dist clean
+.PHONY: help readme notebooks demo test test-all test-plain test-native-sanitized test-rounding test-torch test-zensical fuzz lint bench docs dist test-dist clean
 .NOTPARALLEL:
 
 help: ## List the targets
@@ -72,20 +72,27 @@ docs: .venv/installed-docs ## Build the documentation into site/
 	$(BIN)/python docs/site_pages.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+test-zensical: .venv/installed-dev ## Build the documentation with Zensical too, from an environment of its own, and compare the pages
+	test -d .venv-zensical || $(PYTHON) -m venv .venv-zensical
+	.venv-zensical/bin/pip install -qq --disable-pip-version-check -c constraints.txt zensical "mkdocstrings[python]"
+	ZENSICAL=$(CURDIR)/.venv-zensical/bin/zensical $(BIN)/pytest -q -m slow tests/test_site.py -k zensical
+
 dist: .venv/installed-dev ## Build the archive and the wheel of a release into dist/
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
 
 # From inside dist/, where the package is not to be found but as it was installed.
-test-dist: dist ## Install the wheel into an environment of its own; run the example of the README and the command line there
+test-dist: dist ## Install the wheel into an environment of its own; run the example of the README and the help of every command there
 	rm -rf .venv-dist && $(PYTHON) -m venv .venv-dist
 	.venv-dist/bin/pip install -qq --disable-pip-version-check -c constraints.txt "$$(echo dist/*.whl)[train]"
 	sed -n '/^```python/,/^```/{/^```/!p}' README.md > dist/readme.py
-	cd dist && ../.venv-dist/bin/python readme.py && ../.venv-dist/bin/equilibria --help
-	rm dist/readme.py
+	cd dist && ../.venv-dist/bin/python -W error readme.py
+	cd dist && for command in "" $$(../.venv-dist/bin/python -c "from equilibria.lab.cli.main import COMMANDS; print(*COMMANDS, 'bench')"); \
+		do ../.venv-dist/bin/equilibria $$command --help > help.txt || exit 1; done
+	rm dist/readme.py dist/help.txt
 
 clean: ## Remove what the other targets made, but for .venv
-	rm -rf build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info digits.png runs rounding.json torch-*.json .venv-torch-* .venv-dist
+	rm -rf build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info digits.png runs rounding.json torch-*.json .venv-torch-* .venv-dist .venv-zensical
 	find equilibria tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 $(BIN)/python:

@@ -118,6 +118,7 @@ def test_the_core_needs_torch_alone() -> None:
         "lab.cli.serving": {"typer"},
         "lab.cli.loading": {"typer"},
         "lab.cli.demo": {"typer"},
+        "lab.cli.demo_page": {"matplotlib"},
         "lab.cli.watching": {"typer", "rich"},
         "integrations.accelerate": {"accelerate"},
         "integrations.huggingface": {"transformers"},

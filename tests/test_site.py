@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
 pytest.importorskip("mkdocstrings", reason="the extra `docs` is not installed")
 
+ZENSICAL = os.environ.get("ZENSICAL") or shutil.which("zensical")
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chrome")
 # for a machine without a screen, and with no words to anybody outside
 FLAGS = (
@@ -107,3 +108,20 @@ def test_pages_are_readable_on_a_phone(site: Path, tmp_path: Path) -> None:
         if seen != ["fits "]:
             wrong[page.parent.name] = seen
     assert wrong == {}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ZENSICAL is None, reason="Zensical is not installed; `make test-zensical` does that")
+def test_zensical_builds_the_same_pages(site: Path, tmp_path: Path) -> None:
+    """The successor of Material for MkDocs, from the same pages and settings."""
+    shutil.copytree(ROOT / "build" / "pages", tmp_path / "build" / "pages")  # it follows no links out of its folder
+    for name in ("docs", "equilibria"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    shutil.copy(ROOT / "mkdocs.yml", tmp_path)
+    done = subprocess.run([str(ZENSICAL), "build", "--strict"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages, others = ({path.relative_to(root) for path in root.rglob("index.html")} for root in (site, tmp_path / "site"))
+    assert pages == others
+    assert 'id="equilibria.Anderson"' in (tmp_path / "site" / "api" / "solvers" / "index.html").read_text()
+    assert "<figcaption>" in (tmp_path / "site" / "results" / "digits" / "report" / "index.html").read_text()
+    assert "styles/site.css" in (tmp_path / "site" / "index.html").read_text()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,12 +14,12 @@ from equilibria.lab.choices import Scale
 from equilibria.lab.cli.console import explained
 
 if TYPE_CHECKING:
+    from equilibria.lab.cli.demo_page import Section
     from equilibria.lab.reports.table import TableResults
     from equilibria.lab.training.listeners import Listener
 
 EVERY = 5  # epochs between two lines of progress
 PAGE = "demo.html"
-Rows = Sequence[Sequence[str]]
 
 
 @explained()
@@ -72,12 +73,14 @@ def _progress(label: str) -> Listener:
 
 def _sections(results: TableResults, run: Path, task: object, scale: Scale) -> list[Section]:
     """What the demo says, section by section; every figure is measured here and now."""
+    from equilibria.lab.cli.demo_page import Section, draw_dial, draw_memory, draw_quarters
     from equilibria.lab.experiments.digits.argument import Trained, memory
     from equilibria.lab.experiments.digits.memory_row import BATCH
     from equilibria.lab.reports.table import figure_text
 
     typer.echo("Measuring memory, difficulty and the tolerance at test time ...")
     trained, table = Trained(run, task), results.table
+    peaks, quarters, dial = memory(scale), trained.quarters(), trained.dial()
     columns = [column for column in table.columns if column.name in ("parameters", "accuracy", "nfe", "failed")]
     statuses = ", ".join(f"{count} {name}" for name, count in trained.statuses().items())
     return [
@@ -91,57 +94,43 @@ def _sections(results: TableResults, run: Path, task: object, scale: Scale) -> l
             ["layers or solver steps", "explicit, MB", "equilibrium, MB"],
             [
                 [str(depth), f"{row['explicit'] / 1e6:.2f}", f"{row['equilibrium'] / 1e6:.2f}"]
-                for depth, row in memory(scale).items()
+                for depth, row in peaks.items()
             ],
+            ("Memory of a training step over depth", lambda axes: draw_memory(axes, peaks)),
         ),
         Section(
             "Compute by difficulty: test digits ordered by their solver steps",
             ["digits", "steps, mean", "accuracy"],
-            [[q.name, f"{q.steps:.1f}", f"{q.accuracy:.1%}"] for q in trained.quarters()],
+            [[q.name, f"{q.steps:.1f}", f"{q.accuracy:.1%}"] for q in quarters],
+            ("Solver steps by the difficulty of the sample", lambda axes: draw_quarters(axes, quarters)),
         ),
         Section(
             "Accuracy for compute at test time: one trained model, any tolerance",
             ["tolerance", "evaluations per digit", "accuracy"],
-            [[f"{s.tolerance:g}", f"{s.evaluations:.1f}", f"{s.accuracy:.1%}"] for s in trained.dial()],
+            [[f"{s.tolerance:g}", f"{s.evaluations:.1f}", f"{s.accuracy:.1%}"] for s in dial],
+            ("Accuracy over compute at test time, one trained model", lambda axes: draw_dial(axes, dial)),
         ),
-        Section(f"Every sample has a status. Of the test digits: {statuses}", [], []),
+        Section(f"Every sample has a status. Of the test digits: {statuses}"),
     ]
-
-
-class Section:
-    """A title and a table under it."""
-
-    def __init__(self, title: str, heads: Sequence[str], rows: Rows) -> None:
-        self.title, self.heads, self.rows = title, heads, rows
-
-    def text(self) -> str:
-        """Columns with two spaces between them: no line is longer than 80 characters."""
-        if not self.rows:
-            return self.title
-        lines = [self.heads, *self.rows]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(self.heads))]
-        shown = [
-            "  ".join([line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))])
-            for line in lines
-        ]
-        return "\n".join([self.title, *(f"  {line}" for line in shown)])
-
-    def html(self) -> str:
-        head = "".join(f"<th>{escape(cell)}</th>" for cell in self.heads)
-        body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in self.rows)
-        return f"<h2>{escape(self.title)}</h2>" + (f"<table><tr>{head}</tr>{body}</table>" if self.rows else "")
 
 
 def _show(sections: Sequence[Section], folder: Path, run: Path) -> None:
     """Print the sections, write them as a page, and say what to do next."""
     from equilibria._core.files import replace_file
-    from equilibria.analysis.html_document import document
+    from equilibria.lab.cli.demo_page import page
 
-    title = "What an equilibrium gives"
-    link = '<p>All figures, curves and the protocol: <a href="report.html">the report of the runs</a>.</p>'
-    page = document(title, f"<h1>{title}</h1>" + "".join(section.html() for section in sections) + link)
-    replace_file(folder / PAGE, page.encode())
+    replace_file(folder / PAGE, page(sections).encode())
     for section in sections:
         typer.echo(f"\n{section.text()}")
     typer.echo(f"\nreport: {folder / PAGE}\n\nNext:")
-    typer.echo(f"  equilibria watch {run}\n  equilibria diagnose {run}\n  equilibria train digits-v2 --set width=128")
+    for line in (f"watch {run}", f"diagnose {run}", "train digits-v2 --set width=128"):
+        typer.echo(f"  {_program()} {line}")
+
+
+def _program() -> str:
+    """How this command line was called: by its name where the shell finds it, else by its path."""
+    called, found = Path(sys.argv[0]), shutil.which("equilibria")
+    if called.name != "equilibria" or (found is not None and Path(found).resolve() == called.resolve()):
+        return "equilibria"
+    here = called.absolute()
+    return str(here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here)

@@ -89,6 +89,7 @@ def extend(
 
 def _show_runs(jobs: Sequence[Job], as_json: bool) -> None:
     from equilibria.lab.cli.progress import summary_line
+    from equilibria.lab.reports.run import PAGE
     from equilibria.lab.training.folder import Run
 
     summaries = {str(job.folder): Run.open(job.folder).summary or {} for job in jobs}
@@ -96,6 +97,7 @@ def _show_runs(jobs: Sequence[Job], as_json: bool) -> None:
         return show_json(summaries)
     for path, summary in summaries.items():
         typer.echo(f"{path}: {summary_line(summary['final'])} (last of {counted(summary['epochs'], 'epoch')})")
+        typer.echo(f"report: {Path(path) / PAGE}")
 
 
 @explained()

@@ -29,6 +29,7 @@ class Curve:
     log: bool = False
     factor: float = 1.0
     seconds: bool = False  # over the time of training in place of epochs
+    complete: bool = False  # drawn only if every run has it
 
 
 CURVES = (
@@ -42,7 +43,7 @@ CURVES = (
     Curve("steps", "Steps of the solver in testing", "test.depth", "steps"),
     Curve("residual", "Residual in testing", "test.residual", "relative residual", log=True),
     Curve("radius", "Spectral radius of the Jacobian on one batch", "test.spectral_radius", "spectral radius"),
-    Curve("memory", "Peak memory of the process", "peak_bytes", "MB", factor=1e-6),
+    Curve("memory", "Peak memory of the process", "peak_bytes", "MB", factor=1e-6, complete=True),
 )
 
 
@@ -100,6 +101,8 @@ def _draw_profile(axes: Axes, results: TableResults, profile: Profile) -> bool:
 
 def _draw(axes: Axes, results: TableResults, curve: Curve) -> bool:
     drawn = False
+    if curve.complete and not all(_points(run, curve) for runs in results.runs.values() for run in runs):
+        return False
     looks = _looks([row.name for row in results.table.rows])
     for row in results.table.rows:
         points = [line for run in results.runs.get(row.name, ()) if (line := _points(run, curve))]

@@ -15,27 +15,36 @@ from equilibria.lab.training.folder import Run
 from equilibria.lab.training.gallery import read_gallery
 
 PAGE = "report.html"
-# metric: its words, its unit
+SHARE = ("%", 100.0)
+MILLISECONDS = ("ms", 1e3)
+PLAIN = ("", 1.0)
+# metric: its words, its unit and how many of these the stored unit has
 WORDS = {
-    "loss": ("loss", ""),
-    "accuracy": ("accuracy", "share of samples"),
-    "evaluations": ("evaluations of the cell per solve", ""),
-    "nfe": ("evaluations of the cell per sample (NFE)", ""),
-    "depth": ("steps to convergence", "mean over samples"),
-    "failed": ("failed solves", "share of samples"),
-    "failed_share": ("failed solves in training", "share of samples"),
-    "residual": ("relative residual", "mean over samples"),
-    "residual_max": ("relative residual", "largest"),
-    "adjoint_evaluations": ("evaluations of the adjoint per solve", ""),
-    "adjoint_failed": ("failed adjoint solves", "share of samples"),
-    "adjoint_residual": ("relative residual of the adjoint", "mean over samples"),
-    "spectral_radius": ("spectral radius of the Jacobian", ""),
-    "lr": ("learning rate", ""),
-    "seconds_train": ("time of the epoch", "s"),
-    "seconds_step": ("time of a training step, median", "s"),
-    "seconds_backward": ("time of its backward pass, median", "s"),
-    "peak_bytes": ("peak memory", "bytes"),
-    "bad_steps": ("skipped steps", ""),
+    "loss": ("loss", PLAIN),
+    "accuracy": ("accuracy", SHARE),
+    "error": ("error", SHARE),
+    "mean_iou": ("mean IoU", SHARE),
+    "evaluations": ("evaluations of the cell per solve", PLAIN),
+    "nfe": ("evaluations of the cell per sample (NFE)", PLAIN),
+    "depth": ("steps to convergence, mean over samples", PLAIN),
+    "failed": ("failed solves", SHARE),
+    "failed_share": ("failed solves in training", SHARE),
+    "residual": ("relative residual, mean over samples", PLAIN),
+    "residual_max": ("relative residual, largest", PLAIN),
+    "adjoint_evaluations": ("evaluations of the adjoint per solve", PLAIN),
+    "adjoint_failed": ("failed adjoint solves", SHARE),
+    "adjoint_residual": ("relative residual of the adjoint, mean over samples", PLAIN),
+    "spectral_radius": ("spectral radius of the Jacobian", PLAIN),
+    "lr": ("learning rate", PLAIN),
+    "seconds_train": ("time of the epoch", ("s", 1.0)),
+    "seconds_step": ("time of a training step, median", MILLISECONDS),
+    "seconds_backward": ("time of its backward pass, median", MILLISECONDS),
+    "peak_bytes": ("peak memory of the process", ("MB", 1e-6)),
+    "bad_steps": ("skipped steps", PLAIN),
+    "predict_seconds": ("prediction of a batch", MILLISECONDS),
+    "explicit_loss": ("loss of the start alone", PLAIN),
+    "explicit_accuracy": ("accuracy of the start alone", SHARE),
+    "explicit_error": ("error of the start alone", SHARE),
 }
 LOGARITHMIC = ("loss", "residual", "residual_max", "lr")
 
@@ -68,10 +77,10 @@ def _table(record: Mapping[str, Any]) -> str:
     head = "".join(f"<th>{escape(split)}</th>" for split in splits)
     lines = []
     for name in names:
-        cells = "".join(f"<td>{_number(metrics.get(name))}</td>" for metrics in splits.values())
+        cells = "".join(f"<td>{_number(name, metrics.get(name))}</td>" for metrics in splits.values())
         lines.append(f"<tr><td>{escape(words(name))}</td>{cells}</tr>")
     others = [
-        f"<tr><td>{escape(words(name))}</td><td colspan='{len(splits)}'>{_number(value)}</td></tr>"
+        f"<tr><td>{escape(words(name))}</td><td colspan='{len(splits)}'>{_number(name, value)}</td></tr>"
         for name, value in _scalars(record)
     ]
     return f"<table class='report'><tr><th></th>{head}</tr>{''.join(lines + others)}</table>"
@@ -83,8 +92,9 @@ def _scalars(record: Mapping[str, Any]) -> list[tuple[str, float]]:
     return [(name, value) for name, value in record.items() if name not in skipped and isinstance(value, (int, float))]
 
 
-def _number(value: Any) -> str:
-    return "–" if not isinstance(value, (int, float)) else f"{value:.6g}"
+def _number(name: str, value: Any) -> str:
+    """A value in the unit of its metric."""
+    return "–" if not isinstance(value, (int, float)) else f"{_meaning(name)[2] * value:.4g}"
 
 
 def _pictures(run: Run) -> dict[str, bytes]:
@@ -97,14 +107,20 @@ def _pictures(run: Run) -> dict[str, bytes]:
         found += [("", name, value) for name, value in _scalars(record)]
         for split, name, value in found:
             if isinstance(value, (int, float)) and (value > 0 or name not in LOGARITHMIC):
-                lines.setdefault(name, {}).setdefault(split, []).append((record["epoch"], value))
+                lines.setdefault(name, {}).setdefault(split, []).append((record["epoch"], _meaning(name)[2] * value))
     return {name: _drawn(name, splits) for name, splits in lines.items() if not _is_zero(splits)}
 
 
 def words(name: str) -> str:
     """A metric in words, with its unit."""
-    own, unit = WORDS.get(name, (name.replace("_", " "), ""))
+    own, unit, _ = _meaning(name)
     return f"{own}, {unit}" if unit else own
+
+
+def _meaning(name: str) -> tuple[str, str, float]:
+    """The words of a metric, its unit, and the factor from the stored unit to this one."""
+    own, (unit, factor) = WORDS.get(name, (name.replace("_", " "), PLAIN))
+    return own, unit, factor
 
 
 def _is_zero(splits: Mapping[str, list[tuple[float, float]]]) -> bool:

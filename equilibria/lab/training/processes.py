@@ -177,10 +177,16 @@ def step_clock(device: torch.device) -> Callable[[], float]:
     return time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
 
-def peak_bytes(device: torch.device) -> int | None:
-    """The most memory in use so far: on a GPU by torch, elsewhere by the whole process since it began."""
+def peak_bytes(device: torch.device, *, alone: bool) -> int | None:
+    """The most memory in use so far: on a GPU by torch, elsewhere by the whole process since it began.
+
+    alone  whether the run is the first of its process; on a CPU the peak of a later run is that of all runs before it too,
+           and None is returned
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if not alone:
+        return None
     try:
         import resource
     except ModuleNotFoundError:  # no Unix

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -39,6 +40,7 @@ from equilibria.lab.training.task import Task
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+_fits = itertools.count()  # runs of this process
 FLUSH_SECONDS = 10  # of TensorBoard's events, so that a run can be watched
 
 
@@ -100,6 +102,7 @@ class Trainer:
         if done is not None:
             self._tell(f"The run in {self.folder.path} is finished.")
             return done
+        self._alone = next(_fits) == 0
         with deterministic():
             self._build()
             self._resume()
@@ -273,7 +276,7 @@ class Trainer:
             "seconds_train": progress.seconds_epoch,
             "seconds_step": statistics.median(self._seconds) if self._seconds else None,
             "seconds_backward": statistics.median(self._backward) if self._backward else None,
-            "peak_bytes": peak_bytes(self.fabric.device),
+            "peak_bytes": peak_bytes(self.fabric.device, alone=self._alone),
             "bad_steps": progress.bad_steps,
             "failed_share": train.get("failed", 0.0),
         }

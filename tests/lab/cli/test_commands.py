@@ -122,6 +122,8 @@ def test_demo(tmp_path: Path) -> None:
     assert float(trained.solved()[0].float().mean()) == pytest.approx(reported, abs=0.01)  # the same digits, the same model
     page = (tmp_path / folder / "demo.html").read_text()
     assert "report.html" in page and (tmp_path / folder / "report.html").is_file()
+    assert page.count("data:image/png;base64,") == 3
+    assert not (tmp_path / folder / "memory.png").exists()  # three runs of one process have no peaks of their own
 
 
 def test_the_memory_of_an_equilibrium_does_not_grow_with_its_steps() -> None:

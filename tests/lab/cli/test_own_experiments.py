@@ -24,8 +24,9 @@ SMALL = ["--set", "training.epochs=1", "--set", "training.batch_size=512", "--se
 
 
 def test_an_experiment_of_a_file_is_trained_evaluated_and_extended(tmp_path: Path) -> None:
-    run("train", MINE, *SMALL)
+    text = run("train", MINE, *SMALL)
     folder = tmp_path / "runs" / "my-digits" / "full" / "seed-0"
+    assert f"report: {Path('runs/my-digits/full/seed-0/report.html')}" in text and (folder / "report.html").is_file()
     assert Run.open(folder).config["experiment"] == MINE and Run.open(folder).config["settings"]["width"] == 8
     metrics = parsed("evaluate", str(folder))["metrics"]
     assert metrics["accuracy"] == pytest.approx(Run.open(folder).metrics[-1]["split"]["test"]["accuracy"])

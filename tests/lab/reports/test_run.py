@@ -38,7 +38,7 @@ def test_every_metric_is_drawn_and_told(tmp_path: Path) -> None:
     assert sorted(path.stem for path in (folder / "plots").iterdir()) == ["loss", "lr", "seconds_train"]
     assert page.count("data:image/png;base64,") == 3 and "http" not in page.replace("http-equiv", "")
     assert "<td>loss</td><td>0.5</td><td>1</td>" in page
-    assert "<td>failed solves, share of samples</td><td>0</td><td>–</td>" in page
+    assert "<td>failed solves, %</td><td>0</td><td>–</td>" in page
     assert "a &lt;b&gt;" in page and "<b>" not in page and "2 epochs</span>" in page
 
 

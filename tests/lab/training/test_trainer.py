@@ -14,7 +14,7 @@ from torch import nn
 
 import equilibria as eq
 from equilibria.lab.training import Loaders, Optimizer, Outcome, Run, RunSummary, Schedule, Trainer, Training, TrainingError
-from equilibria.lab.training.processes import step_clock
+from equilibria.lab.training.processes import peak_bytes, step_clock
 from equilibria.lab.training.statistics import BatchSolves
 from equilibria.lab.training.step_log import POINTS, StepLog, read_steps
 from equilibria.lab.training.stepping import Stepped
@@ -324,3 +324,11 @@ def test_strict_json_has_no_nan(tmp_path: Path) -> None:
     fit(tmp_path, Undefined())
     assert "NaN" not in (tmp_path / "metrics.jsonl").read_text()
     assert Run.open(tmp_path).metrics[0]["split"]["valid"]["ratio"] is None
+
+
+def test_only_the_first_run_of_a_process_has_a_peak_of_its_own(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        fit(tmp_path / name, epochs=1)
+    assert Run.open(tmp_path / "second").metrics[-1]["peak_bytes"] is None
+    peak = peak_bytes(torch.device("cpu"), alone=True)
+    assert peak is None or peak > 0
