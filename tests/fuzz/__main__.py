@@ -22,7 +22,8 @@ from tests.fuzz.strategies import CHOICES, Case, numbered, uncoupled
 
 EXAMPLES = 8  # cases kept of every category
 SAVE_EVERY = 200  # cases between two writings of the file
-ENDLESS = 120  # seconds after which a case counts as one that does not end; most take hundredths of one
+ENDLESS = 120  # seconds of processor time after which a case counts as one that does not end; most take hundredths of one
+STUCK = 1800  # seconds after which it does so without processor time: a deadlock, on a machine however busy
 SHRINKING = 200  # cases run at most to make one smaller
 
 
@@ -172,18 +173,21 @@ def _one(case: Case) -> int:
 
 
 def _interrupt(number: int, frame: Any) -> None:
-    raise TimeoutError(f"no end after {ENDLESS} seconds")
+    raise TimeoutError(f"no end after {ENDLESS} seconds of processor time, or {STUCK} seconds")
 
 
 def _run(tally: Tally, samples: int, file: Path | None) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGALRM, _interrupt)
+    signal.signal(signal.SIGPROF, _interrupt)
     began, before = time.monotonic(), tally.counts["seconds"]
     while tally.counts["samples"] < samples:
         number = tally.counts["next"]
         case = tally.case(number)
-        signal.alarm(ENDLESS)
+        signal.alarm(STUCK)
+        signal.setitimer(signal.ITIMER_PROF, ENDLESS)
         tally.enter(number, case, judge(case))
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.alarm(0)
         tally.counts["seconds"] = round(before + time.monotonic() - began, 1)
         if tally.counts["cases"] % SAVE_EVERY == 0:
