@@ -384,6 +384,22 @@ def test_complex_inputs_and_weights_of_a_real_state(conjugate: bool) -> None:
     assert torch.equal(s.stats.steps, plain.stats.steps)
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_complex_states_are_solved_as_by_the_plain_loop(dtype: torch.dtype) -> None:
+    class Rotation(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(0.3j * torch.eye(4, dtype=dtype))
+
+        def forward(self, z: Tensor, x: Tensor) -> Tensor:
+            return z @ self.w + x
+
+    cell, x = Rotation(), torch.complex(inputs(3, 4), inputs(3, 4)).to(dtype)
+    s = compiled(cell, stop=LOOSE).solve(x)
+    assert bool(s.stats.converged.all())
+    torch.testing.assert_close(s.z, eq.DEQ(cell, stop=LOOSE)(x), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore:Solves run without being compiled")  # buffers may move in training
 @pytest.mark.parametrize("moves", [False, True])
 def test_cells_with_buffers_in_training_mode_under_inference_mode(moves: bool) -> None:

@@ -134,7 +134,7 @@ GRADIENTS = [
 
 
 @pytest.mark.parametrize("gradient", GRADIENTS, ids=repr)
-@pytest.mark.parametrize(("dtype", "size"), [(torch.float16, 1e4), (torch.float32, 1e15)])
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float16, 1e4), (torch.float32, 1e15), (torch.float32, 1e30)])
 def test_a_sample_whose_gradient_leaves_the_dtype_is_quarantined(gradient: Any, dtype: torch.dtype, size: float) -> None:
     """Its product with J is finite, its share in the gradient of the weight is not."""
     cell, x = Outer(dtype), torch.ones(5, 4, dtype=dtype)

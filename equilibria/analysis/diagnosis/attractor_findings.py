@@ -33,7 +33,7 @@ def _several(a: Attractors) -> Finding | None:
         Severity.RISK,
         f"{several} of {len(a.equilibria)} samples have more than one equilibrium, up to {max(a.equilibria)} among "
         f"{a.restarts} random starts.",
-        "eq.looped.breadth(deq, starts=...) to choose among them, the same start in training and evaluation, or "
+        f"eq.looped.breadth(deq, starts={a.restarts}) to choose among them, the same start in training and evaluation, or "
         "eq.jacobian_penalty in the loss, which leaves a contraction with one.",
     )
 
@@ -101,7 +101,7 @@ def _correctness(a: Attractors) -> Finding | None:
             "residual tells wrong answers",
             Severity.HINT,
             measured,
-            "eq.looped.breadth(deq, starts=...), which keeps the best converged start, and "
+            f"eq.looped.breadth(deq, starts={a.restarts}), which keeps the best converged start, and "
             'eq.looped.Halting(by="convergence"), which stops where it is small.',
         )
     return Finding(

@@ -24,7 +24,9 @@ STOP = eq.Stop(rtol=1e-6, atol=0.0, max_steps=200, on_failure="ignore")
 
 def found(model: nn.Module, batch: Any, **options: Any) -> set[str]:
     torch.manual_seed(0)
-    return {finding.cause for finding in eq.diagnose(model, batch, restarts=6, **options).findings} & ATTRACTORS
+    findings = eq.diagnose(model, batch, restarts=6, **options).findings
+    assert not any("..." in finding.advice for finding in findings)  # what is advised can be typed
+    return {finding.cause for finding in findings} & ATTRACTORS
 
 
 def batch(rows: int = 8, width: int = 4) -> Tensor:
