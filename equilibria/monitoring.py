@@ -84,6 +84,9 @@ class Monitor:
         self._stack: ExitStack | None = None
         self._hook: RemovableHandle | None = None
 
+    def __repr__(self) -> str:
+        return f"Monitor({len(self.rows)} rows, next pass {self.passes})"
+
     def __enter__(self) -> Monitor:
         if self._stack is not None:
             raise RuntimeError("This monitor is already running: make another one with eq.monitor(model).")

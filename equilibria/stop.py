@@ -75,7 +75,10 @@ class DefaultTolerance(float):
     """The default value of a tolerance, which `Stop.reachable` may raise."""
 
 
-@dataclass(frozen=True, kw_only=True)
+ALWAYS_SHOWN = ("rtol", "atol", "max_steps")  # in the repr of a Stop
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Stop:
     """The stopping rule |f(z) - z| <= atol + rtol |f(z)|, applied to every sample by itself.
 
@@ -119,6 +122,14 @@ class Stop:
         require(self.keep_every is None or self.keep_every >= 1, f"keep_every must be at least 1, got {self.keep_every}.")
         choices = ("ignore", "warn", "raise")
         require(self.on_failure in choices, f"on_failure must be one of {choices}, got {self.on_failure!r}.")
+
+    def __repr__(self) -> str:
+        """Tolerances, max_steps and what differs from its default; functions by name, without their addresses."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        changed = {field.name for field in dataclasses.fields(self) if values[field.name] != field.default}
+        shown = {name: value for name, value in values.items() if name in ALWAYS_SHOWN or name in changed}
+        parts = (f"{name}={getattr(value, '__name__', repr(value))}" for name, value in shown.items())
+        return f"Stop({', '.join(parts)})"
 
     def reachable(self, precision: float) -> Stop:
         """This stop for a machine epsilon of `precision`, which is the smallest value of a default rtol."""

@@ -151,6 +151,12 @@ def test_reprs_are_short_whatever_the_batch() -> None:
     assert alone.count("<tr>") == html.count("<tr>") - 1 and "forward" not in alone  # statistics do not know of which solve
 
 
+def test_reprs_have_no_addresses() -> None:
+    assert repr(eq.Stop()) == "Stop(rtol=0.001, atol=1e-06, max_steps=40)"
+    assert repr(eq.Stop(norm=eq.stop.max_norm, trace=True)).endswith("max_steps=40, norm=max_norm, trace=True)")
+    assert "0x" not in repr(model()) and repr(eq.monitor(model())) == "Monitor(0 rows, next pass 0)"
+
+
 def test_summaries_of_failures_and_empty_batches() -> None:
     stop = eq.Stop(max_steps=3, rtol=1e-9, on_failure="ignore")
     s = eq.fixed_point(lambda z: torch.cos(z), torch.zeros(4, 2), stop=stop, solver=eq.Picard())
