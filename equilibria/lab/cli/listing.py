@@ -123,7 +123,7 @@ def _show_sets(sets: list[dict[str, Any]]) -> None:
         return "made on the spot" if not s["files"] else "yes" if s["present"] else "no"
 
     def size(s: dict[str, Any]) -> str:
-        return f"{s['megabytes']:g}" if s["megabytes"] else "-"
+        return f"{s['megabytes']:g}" if s["megabytes"] else "not known" if s["files"] else "-"
 
     rows = [
         (s["name"], s["summary"], f"{s['train']:,}", f"{s['valid']:,}", f"{s['test']:,}", size(s), there(s)) for s in sets

@@ -202,15 +202,15 @@ def _texts() -> list[Info]:
 
 def _graphs() -> list[Info]:
     return [
-        _tu("MUTAG", "molecules, mutagenic or not", 188, 2),
-        _tu("PTC_MR", "molecules, carcinogenic for male rats or not", 344, 2),
-        _tu("COX2", "molecules, inhibitors of cyclooxygenase-2 or not", 467, 2),
-        _tu("BZR", "molecules, ligands of the benzodiazepine receptor or not", 405, 2),
-        _tu("PROTEINS", "proteins, enzymes or not", 1_113, 2),
-        _tu("ENZYMES", "proteins, six classes of enzymes", 600, 6),
-        _tu("NCI1", "molecules, active against lung cancer cells or not", 4_110, 2),
-        _tu("IMDB-BINARY", "who played with whom, two genres", 1_000, 2),
-        _tu("IMDB-MULTI", "who played with whom, three genres", 1_500, 3),
+        _tu("MUTAG", "molecules, mutagenic or not", 188, 2, 0.02),
+        _tu("PTC_MR", "molecules, carcinogenic for male rats or not", 344, 2, 0.03),
+        _tu("COX2", "molecules, inhibitors of cyclooxygenase-2 or not", 467, 2, 0.4),
+        _tu("BZR", "molecules, ligands of the benzodiazepine receptor or not", 405, 2, 0.3),
+        _tu("PROTEINS", "proteins, enzymes or not", 1_113, 2, 0.5),
+        _tu("ENZYMES", "proteins, six classes of enzymes", 600, 6, 0.5),
+        _tu("NCI1", "molecules, active against lung cancer cells or not", 4_110, 2, 0.8),
+        _tu("IMDB-BINARY", "who played with whom, two genres", 1_000, 2, 0.6),
+        _tu("IMDB-MULTI", "who played with whom, three genres", 1_500, 3, 0.6),
         Info(
             "ppi",
             "graphs",
@@ -230,7 +230,7 @@ def _graphs() -> list[Info]:
     ]
 
 
-def _tu(name: str, summary: str, graphs: int, classes: int) -> Info:
+def _tu(name: str, summary: str, graphs: int, classes: int, size: float) -> Info:
     test = -(-graphs // 10)
     return Info(
         name.lower().replace("_", "-"),
@@ -241,6 +241,7 @@ def _tu(name: str, summary: str, graphs: int, classes: int) -> Info:
         classes=classes,
         read=partial(tu, name),
         files=tu_files(name),
+        size=size,
         source="https://chrsmrrs.github.io/datasets/",
         terms="free for research, cite Morris and others 2020 and the paper of the set",
     )
