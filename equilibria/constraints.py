@@ -67,7 +67,11 @@ class SpectralNorm(nn.Module):
     ) -> None:
         super().__init__()
         _check_positive(bound=bound, iterations=iterations, eps=eps)
-        _check_weight(weight)
+        if weight.dim() < 2 or weight.numel() == 0:
+            raise ValueError(
+                f"The spectral norm is that of a matrix: got a weight of shape {tuple(weight.shape)}, expected (out, in, "
+                "...). Constrain the weights of linear and convolution layers, not scales and biases."
+            )
         self.clip, self.exact, self.iterations, self.eps, self.dimension = clip, exact, iterations, eps, dimension
         self._bound = float(bound)
         logarithm = torch.tensor(math.log(bound), dtype=weight.dtype.to_real(), device=weight.device)
@@ -177,7 +181,11 @@ def project_rows(weight: Tensor, bound: float) -> Tensor:
         )
     wide = _at_least_float32(weight)
     length = wide.abs()
-    threshold = _threshold(length, bound)
+    # the threshold a solves sum_j max(length_j - a, 0) = bound. With the k longest entries alone that is a_k = (their sum -
+    # bound) / k, which grows with k as long as the next entry is above a_k, and falls from there on: a is the largest a_k
+    count = torch.arange(1, length.shape[1] + 1, device=length.device)
+    sums = length.sort(dim=1, descending=True).values.cumsum(dim=1)
+    threshold = ((sums - bound) / count).amax(dim=1, keepdim=True)
     projected = wide.sgn() * (length - threshold).clamp(min=0)
     inside = length.sum(dim=1, keepdim=True) <= bound
     return torch.where(inside, weight, projected.to(weight.dtype))
@@ -212,7 +220,9 @@ def lipschitz_ratio(s: Solution, scale: float = 1.0, generator: torch.Generator 
     """
     _check_positive(scale=scale)
     u = pytree.tree_map(Tensor.detach, s.z)
-    w = pytree.tree_map(lambda part: part + scale * _noise(part, generator), u)
+    w = pytree.tree_map(
+        lambda part: part + scale * torch.randn(part.shape, dtype=part.dtype, device=part.device, generator=generator), u
+    )
     fu, fw = s.f(u), s.f(w)
     kept = s.report.finite
     for image in (fu, fw):
@@ -251,21 +261,6 @@ def _normalized(x: Tensor, otherwise: Tensor, eps: float) -> Tensor:
     """x / |x|, or `otherwise` if |x| is below eps or not finite, so that the power iteration can recover."""
     length = torch.linalg.vector_norm(x)
     return torch.where((length > eps) & (length < math.inf), x / length, otherwise)
-
-
-def _threshold(length: Tensor, bound: float) -> Tensor:
-    """(m, 1) the a with sum_j max(length_j - a, 0) = bound.
-
-    With the k longest entries alone that is a_k = (their sum - bound) / k. It grows with k as long as the next entry is
-    above a_k, and falls from there on: the a of all of them is the largest.
-    """
-    count = torch.arange(1, length.shape[1] + 1, device=length.device)
-    sums = length.sort(dim=1, descending=True).values.cumsum(dim=1)
-    return ((sums - bound) / count).amax(dim=1, keepdim=True)
-
-
-def _noise(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator)
 
 
 def _mean_distance(a: State, b: State, kept: Tensor) -> Tensor:
@@ -313,14 +308,6 @@ def _own_tensor(layer: nn.Module, name: str) -> Tensor | None:
     raise ValueError(
         f"The layers to scale need a parameter {name!r}, and {type(layer).__name__} has {sorted(own)}. Leave it out."
     )
-
-
-def _check_weight(weight: Tensor) -> None:
-    if weight.dim() < 2 or weight.numel() == 0:
-        raise ValueError(
-            f"The spectral norm is that of a matrix: got a weight of shape {tuple(weight.shape)}, expected (out, in, ...). "
-            "Constrain the weights of linear and convolution layers, not scales and biases."
-        )
 
 
 def _check_positive(**numbers: float) -> None:

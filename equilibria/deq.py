@@ -247,13 +247,11 @@ def _nonfinite_samples(inputs: Sequence[Any], batched: bool) -> Tensor | None:
     bad = torch.zeros(batch, dtype=torch.bool, device=leaves[0].device)
     for leaf in leaves:
         if leaf.shape[0] == batch:
-            bad = bad | _broken(leaf.detach()).reshape(batch, -1).any(dim=1)
+            values = leaf.detach()
+            # -inf in a real tensor is allowed: attention masks contain it
+            broken = ~torch.isfinite(values) if values.is_complex() else torch.isnan(values) | torch.isposinf(values)
+            bad = bad | broken.reshape(batch, -1).any(dim=1)
     return bad if bool(bad.any()) else None
-
-
-def _broken(values: Tensor) -> Tensor:
-    """True for nan and inf, but not for -inf in real tensors, which attention masks contain."""
-    return ~torch.isfinite(values) if values.is_complex() else torch.isnan(values) | torch.isposinf(values)
 
 
 def _has_rows(leaf: Any) -> bool:

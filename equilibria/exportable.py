@@ -44,7 +44,16 @@ def exportable(model: nn.Module, *, dynamic_batch: bool) -> nn.Module:
     for name, layer in _layers(model).items():
         _check_layer(name, layer)
         if dynamic_batch:
-            _check_any_size(name, layer)
+            require(
+                layer.batched,
+                f"{name} has batched=False, its inputs have no batch dimension: export with dynamic_batch=False, for "
+                "problems of the example's size.",
+            )
+            require(
+                not isinstance(layer.solver, Anderson) or layer.solver.budget is None,
+                f"{name} has solver={layer.solver!r}, whose history depends on the size of the batch: set a history in "
+                "place of the budget, or export with dynamic_batch=False.",
+            )
     model = copy.deepcopy(model)
     for name, layer in _layers(model).items():
         layer.gradient, layer.solves = _traced(name, layer.gradient, layer.solves), None
@@ -165,17 +174,4 @@ def _traced(name: str, gradient: Gradient, solves: Tensor | None) -> Traced:
     raise TypeError(
         f"{name} has gradient={gradient!r}, which brings steps of its own in place of the solver's. Gradients play no part "
         "in a prediction: set layer.gradient = eq.Implicit() before the export, if its equilibrium is what you want."
-    )
-
-
-def _check_any_size(name: str, layer: DEQ) -> None:
-    require(
-        layer.batched,
-        f"{name} has batched=False, its inputs have no batch dimension: export with dynamic_batch=False, for problems of "
-        "the example's size.",
-    )
-    require(
-        not isinstance(layer.solver, Anderson) or layer.solver.budget is None,
-        f"{name} has solver={layer.solver!r}, whose history depends on the size of the batch: set a history in place of the "
-        "budget, or export with dynamic_batch=False.",
     )

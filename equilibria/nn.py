@@ -73,7 +73,12 @@ class VariationalDropout(nn.Module):
             return x
         mask = self._draw(x) if self.mask is None else self.mask
         self._keep(mask)
-        return x * self._fitting(mask, x)
+        if mask.shape != self._size(x):
+            raise ValueError(
+                f"VariationalDropout drew a mask of shape {tuple(mask.shape)} in this solve and now got a tensor of shape "
+                f"{tuple(x.shape)}: give every place in the cell a module of its own."
+            )
+        return x * mask.to(x.dtype)
 
     def follow(self, source: VariationalDropout) -> None:
         """Make this module a copy of `source`: masks drawn here are also stored there if a solve holds `source`."""
@@ -95,14 +100,6 @@ class VariationalDropout(nn.Module):
             raise ValueError(f"VariationalDropout(shared={self.shared}) got a tensor of shape {tuple(x.shape)} only.")
         shared = {dim % x.dim() for dim in self.shared}
         return tuple(1 if dim in shared else size for dim, size in enumerate(x.shape))
-
-    def _fitting(self, mask: Tensor, x: Tensor) -> Tensor:
-        if mask.shape != self._size(x):
-            raise ValueError(
-                f"VariationalDropout drew a mask of shape {tuple(mask.shape)} in this solve and now got a tensor of shape "
-                f"{tuple(x.shape)}: give every place in the cell a module of its own."
-            )
-        return mask.to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"p={self.p}" + (f", shared={self.shared}" if self.shared else "")

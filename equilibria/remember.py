@@ -147,21 +147,18 @@ class _Bank:
 
     def _slot(self, key: Hashable, now: int) -> int:
         if key not in self.slots:
-            self.slots[key] = self._free_slot()
+            if not self.free and len(self.values) < self.capacity:
+                size = len(self.values)
+                more = min(size, self.capacity - size)
+                with torch.inference_mode(False):
+                    self.values = torch.cat([self.values, self.values.new_empty(more, self.values.shape[1])])
+                self.free = list(range(size, size + more))
+            if not self.free:
+                self.drop(next(iter(self.slots)))
+            self.slots[key] = self.free.pop()
         self.slots.move_to_end(key)
         self.stored[key] = now
         return self.slots[key]
-
-    def _free_slot(self) -> int:
-        if not self.free and len(self.values) < self.capacity:
-            size = len(self.values)
-            more = min(size, self.capacity - size)
-            with torch.inference_mode(False):
-                self.values = torch.cat([self.values, self.values.new_empty(more, self.values.shape[1])])
-            self.free = list(range(size, size + more))
-        if not self.free:
-            self.drop(next(iter(self.slots)))
-        return self.free.pop()
 
     def drop(self, key: Hashable) -> None:
         """Remove a key if it is stored."""

@@ -113,7 +113,14 @@ def rest(adjoint: Problem, system: LinearMap, residual: Tensor, u: Tensor) -> Te
         stop = dataclasses.replace(adjoint.stop, max_steps=steps_left(adjoint))
         adjoint = dataclasses.replace(adjoint, stop=stop, on_failure="ignore")
         result = adjoint.run(torch.zeros_like(residual), f=remainder, rhs=system.rhs)
-        adjoint.report.adjoint = _added(before, result.stats)
+        adjoint.report.adjoint = dataclasses.replace(
+            result.stats,
+            steps=before.steps + result.stats.steps,
+            best=before.steps + result.stats.best,
+            evaluations=before.evaluations + result.stats.evaluations,
+            sample_evaluations=before.sample_evaluations + result.stats.sample_evaluations,
+            products=before.products + result.stats.products,
+        )
         return result.z
     falls_back = adjoint.on_failure == "fall_back"
     adjoint = dataclasses.replace(adjoint, on_failure="warn") if falls_back else adjoint
@@ -285,18 +292,6 @@ def _responsible(pull: _Pull, u: Tensor, rows: Tensor) -> Tensor:
         for half in index.chunk(2):
             groups.append(torch.zeros_like(group).index_fill(0, half, True))
     return found
-
-
-def _added(first: Stats, then: Stats) -> Stats:
-    """The statistics of the second of two solves, with the steps and evaluations of both."""
-    return dataclasses.replace(
-        then,
-        steps=first.steps + then.steps,
-        best=first.steps + then.best,
-        evaluations=first.evaluations + then.evaluations,
-        sample_evaluations=first.sample_evaluations + then.sample_evaluations,
-        products=first.products + then.products,
-    )
 
 
 def file_lost(adjoint: Problem, lost: Tensor) -> None:

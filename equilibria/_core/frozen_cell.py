@@ -240,7 +240,8 @@ class Snapshot:
         ]
         self._referring = [(i, name) for i, name, value in others if self._refers(value)]
         self.copyable = not any(
-            isinstance(part, torch.jit.ScriptModule) or (isinstance(part, LazyModuleMixin) and _is_lazy(part))
+            isinstance(part, torch.jit.ScriptModule)
+            or (isinstance(part, LazyModuleMixin) and part.has_uninitialized_params())  # type: ignore[misc]
             for part in self.parts
         ) and not any(self._reaches(value, _DEPTH) for _, _, value in others)
 
@@ -365,8 +366,3 @@ def _held_by_function(function: Callable[..., Any]) -> Iterator[Any]:
     for name in function.__code__.co_names:
         if isinstance(value := function.__globals__.get(name), (nn.Module, Tensor)):
             yield value
-
-
-def _is_lazy(module: Any) -> bool:
-    """True for a lazy module without initialized parameters, which cannot be copied."""
-    return bool(module.has_uninitialized_params())

@@ -84,7 +84,9 @@ def call(layer: Any, inputs: tuple[Tensor, ...]) -> Tensor:
 def solve(layer: int, inputs: list[Tensor], parameters: list[Tensor], wanted: list[bool]) -> tuple[Tensor, Tensor]:
     """The equilibrium of a layer, and a token for its backward pass. `wanted`: inputs and parameters that need gradients."""
     found = _layers[layer]
-    _sweep()
+    # free the graphs whose tokens are gone: nothing can ask for their gradients any more
+    for number in [number for number, graph in _graphs.items() if graph.token.expired()]:
+        del _graphs[number]
     token = torch.tensor(next(_numbers))
     with torch._C._ForceDispatchKeyGuard(*_ORDINARY), torch.set_grad_enabled(any(wanted)):
         copies = [each.detach().clone().requires_grad_(want) for each, want in zip(inputs, wanted, strict=False)]
@@ -138,12 +140,6 @@ def _backward(ctx: Any, cotangent: Tensor, _: Any) -> tuple[Any, ...]:
 
 
 solve.register_autograd(_backward, setup_context=_save)
-
-
-def _sweep() -> None:
-    """Free the graphs whose tokens are gone: nothing can ask for their gradients any more."""
-    for number in [number for number, graph in _graphs.items() if graph.token.expired()]:
-        del _graphs[number]
 
 
 def _check_closed(z: Tensor, leaves: list[Tensor]) -> None:

@@ -93,7 +93,11 @@ class FixedPoint(Function):
         _, start, *dims = in_dims
         z0 = z0.expand(info.batch_size, *z0.shape) if start is None else z0.movedim(start, 0)
         fold = Fold(info.batch_size, z0.shape[1], tuple(dims), info.randomness)
-        z, status = FixedPoint.apply(_folded(problem, fold), z0.flatten(0, 1), *args)
+        z, status = FixedPoint.apply(
+            dataclasses.replace(problem, equation=FoldedEquation(problem.equation, fold), known=None, compiler=None),
+            z0.flatten(0, 1),
+            *args,
+        )
         return (fold.unfold(z), fold.unfold(status)), (0, 0)
 
 
@@ -132,11 +136,6 @@ def _solve_differentiably(problem: Problem, derived: Problem, z: Tensor, rhs: Te
         return FixedPoint.apply(derived, torch.zeros_like(rhs), z, rhs, *args)[0]
     zero = torch.zeros_like(rhs)
     return problem.linear.formula(lambda t: derived.equation(t, z, zero, *args), rhs)
-
-
-def _folded(problem: Problem, fold: Fold) -> Problem:
-    """The same problem over the rows of all mapped samples."""
-    return dataclasses.replace(problem, equation=FoldedEquation(problem.equation, fold), known=None, compiler=None)
 
 
 def _learn_coupling(equation: Equation, z: Tensor, args: Sequence[Tensor]) -> None:

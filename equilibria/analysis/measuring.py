@@ -63,7 +63,8 @@ def untouched(module: nn.Module, inputs: Any = (), seed: int | None = None) -> I
     states = [generator.get_state() for generator in generators]
     for part, own in zip(parts, originals, strict=True):
         part._buffers.update({name: copies.get(id(buffer)) for name, buffer in own.items()})
-    devices = _cuda_devices([*module.parameters(), *pytree.tree_leaves(inputs)])
+    leaves = [*module.parameters(), *pytree.tree_leaves(inputs)]
+    devices = sorted({leaf.device.index for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cuda})
     try:
         with torch.random.fork_rng(devices=devices):
             if seed is not None:  # torch.manual_seed would change GPUs whose state is not restored
@@ -150,7 +151,3 @@ def brief(part: Any) -> str:
 def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
     made = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     return bool(made is not dataclasses.MISSING and value == made)
-
-
-def _cuda_devices(leaves: Sequence[Any]) -> list[int]:
-    return sorted({leaf.device.index for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_cuda})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from equilibria.analysis.measuring import brief
@@ -109,7 +109,21 @@ class Summary:
         return {row.name: row.equilibrium for row in self.rows if row.equilibrium is not None}
 
     def __str__(self) -> str:
-        return "\n".join([*self._table(), *self._equilibria(), "", self._totals()])
+        lines: list[str] = []
+        for name, settings in self.equilibria.items():
+            lines += ["", f"{name or self.rows[0].kind}: an equilibrium"]
+            for what, text in settings.lines():
+                lines += textwrap.wrap(text, WIDTH, initial_indent=f"  {what:<10} ", subsequent_indent=" " * 13)
+        total = self.rows[0]
+        return "\n".join(
+            [
+                *self._table(),
+                *lines,
+                "",
+                f"{self.parameters:,} parameters, {total.trained:,} of them trained; {total.buffers:,} numbers in buffers; "
+                f"{self.megabytes:.3g} MB",
+            ]
+        )
 
     def _table(self) -> list[str]:
         """Return the lines of the table."""
@@ -118,29 +132,18 @@ class Summary:
         cells += [_cells(row, with_output) for row in self.rows]
         text = 3 if with_output else 2  # text columns are left-aligned, numbers right-aligned
         widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
-        widths[:text] = _squeezed(widths[:text], WIDTH - sum(widths[text:]) - 2 * (len(widths) - 1))
+        # the widest columns shrink until the line fits into `room` characters
+        room = WIDTH - sum(widths[text:]) - 2 * (len(widths) - 1)
+        found = list(widths[:text])
+        while sum(found) > room and max(found) > NARROWEST:
+            found[found.index(max(found))] -= 1
+        widths[:text] = found
         lines = []
         for line in cells:
             left = [_cut(each, width).ljust(width) for each, width in zip(line[:text], widths, strict=False)]
             right = [each.rjust(width) for each, width in zip(line[text:], widths[text:], strict=True)]
             lines.append("  ".join([*left, *right]))
         return [lines[0], "-" * len(lines[0]), *lines[1:]]
-
-    def _equilibria(self) -> list[str]:
-        """Return the lines on the equilibrium layers."""
-        lines: list[str] = []
-        for name, settings in self.equilibria.items():
-            lines += ["", f"{name or self.rows[0].kind}: an equilibrium"]
-            for what, text in settings.lines():
-                lines += textwrap.wrap(text, WIDTH, initial_indent=f"  {what:<10} ", subsequent_indent=" " * 13)
-        return lines
-
-    def _totals(self) -> str:
-        total = self.rows[0]
-        return (
-            f"{self.parameters:,} parameters, {total.trained:,} of them trained; {total.buffers:,} numbers in buffers; "
-            f"{self.megabytes:.3g} MB"
-        )
 
 
 def shapes_text(shapes: Shapes) -> str:
@@ -156,14 +159,6 @@ def _cells(row: SummaryRow, with_output: bool) -> list[str]:
 
 def _stop_text(stop: Stop) -> str:
     return f"rtol {stop.rtol:g}, atol {stop.atol:g}, at most {stop.max_steps} steps"
-
-
-def _squeezed(widths: Sequence[int], room: int) -> list[int]:
-    """Shrink the widest columns until they fit into `room` characters."""
-    found = list(widths)
-    while sum(found) > room and max(found) > NARROWEST:
-        found[found.index(max(found))] -= 1
-    return found
 
 
 def _cut(text: str, width: int) -> str:

@@ -228,10 +228,7 @@ def nearest_to(measurements: Sequence[Measurement], residual: float) -> Measurem
 
     def distance(m: Measurement) -> tuple[bool, float]:
         solved = m.residual <= residual
-        return not solved, _or_infinite(-m.cosine if solved else m.residual)
+        value = -m.cosine if solved else m.residual
+        return not solved, (math.inf if math.isnan(value) else value)
 
     return min(measurements, key=distance)
-
-
-def _or_infinite(value: float) -> float:
-    return math.inf if math.isnan(value) else value

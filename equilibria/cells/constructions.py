@@ -227,7 +227,11 @@ class TiedLayers(nn.Module):
         w = torch.block_diag(*[linear.weight for linear in rest]) if rest else first.weight.new_zeros(0, 0)
         w = F.pad(w, (0, self.widths[-1], self.widths[0], 0))  # (n, n), one block below the diagonal
         u = F.pad(first.weight, (0, 0, 0, n - self.widths[0]))  # (n, inputs)
-        return w, u, torch.cat([_bias(linear) for linear in (first, *rest)])
+        layers = (first, *rest)
+        biases: list[Tensor] = [
+            layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers
+        ]
+        return w, u, torch.cat(biases)
 
     def prepare(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return W_z, (1, n, n), and W_x x + b, (..., n)."""
@@ -239,10 +243,6 @@ class TiedLayers(nn.Module):
         """Apply one step to z, (..., n), with w, (1, n, n), and injected, (..., n)."""
         blocks = self.blocks(F.linear(z, w[0]) + injected)
         return torch.cat([sigma(block) for sigma, block in zip(self.activations, blocks, strict=True)], dim=-1)
-
-
-def _bias(linear: nn.Linear) -> Tensor:
-    return linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
 
 
 def _flat(layers: Any) -> Iterator[Any]:

@@ -75,7 +75,12 @@ class Unrolled(Gradient):
         if self.depth is not None:
             return _spared(_Explicit(self.depth, self.truncate, self.checkpoint), problem, z0, args)
         for solver in problem.solver.solvers if isinstance(problem.solver, Fallback) else (problem.solver,):
-            _check_differentiable(solver)
+            if not solver.differentiable:
+                raise TypeError(
+                    f"Unrolled cannot differentiate the steps of {solver!r}, which solves linear systems in place: take "
+                    'Picard, Anderson, Broyden, SteadyState or Newton(linear="dense"), or eq.Implicit(), which works with '
+                    "every solver."
+                )
         if self.checkpoint is None and self.truncate is None:
             return _spared(_direct, problem, z0, args)
         return self._replay(problem, z0, args)
@@ -141,12 +146,7 @@ class _ReplayedStep:
         if self.truncate is None:
             return tensors
         early = time < self.best - self.truncate
-        return [_without_graph(tensor, early) for tensor in tensors]
-
-
-def _without_graph(tensor: Tensor, rows: Tensor) -> Tensor:
-    """`tensor` with the given rows detached."""
-    return torch.where(rows.view(-1, *[1] * (tensor.dim() - 1)), tensor.detach(), tensor)
+        return [torch.where(early.view(-1, *[1] * (tensor.dim() - 1)), tensor.detach(), tensor) for tensor in tensors]
 
 
 def _bind(problem: Problem, args: Sequence[Tensor]) -> Map:
@@ -238,11 +238,3 @@ def _file(problem: Problem, z: Tensor, fz: Tensor, depth: int) -> None:
         residual=length / size.clamp_min(torch.finfo(size.dtype).tiny),
     )
     problem.report.add_evaluations(depth + 1, len(z))
-
-
-def _check_differentiable(solver: Solver[Any]) -> None:
-    if not solver.differentiable:
-        raise TypeError(
-            f"Unrolled cannot differentiate the steps of {solver!r}, which solves linear systems in place: take Picard, "
-            'Anderson, Broyden, SteadyState or Newton(linear="dense"), or eq.Implicit(), which works with every solver.'
-        )

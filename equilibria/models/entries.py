@@ -202,10 +202,6 @@ def _fields() -> list[ModelInfo]:
     return found
 
 
-def _diffusion_models() -> list[ModelInfo]:
-    return [ModelInfo("denoiser-digits", "diffusion model of 8x8 digits", Denoiser, (("config", DIGITS),))]
-
-
 def _flow_models() -> list[ModelInfo]:
     found = []
     for name, config in FLOW_CONFIGS.items():
@@ -220,5 +216,12 @@ def _flow_models() -> list[ModelInfo]:
 def entries() -> list[ModelInfo]:
     """Return all models by name."""
     vision = [*_mdeq_models(), *_skip_models(), *_vision_models(), *_monotone_models(), *_flows()]
-    others = [*_sequence_models(), *_graph_models(), *_reasoners(), *_flow_models(), *_fields(), *_diffusion_models()]
+    others = [
+        *_sequence_models(),
+        *_graph_models(),
+        *_reasoners(),
+        *_flow_models(),
+        *_fields(),
+        ModelInfo("denoiser-digits", "diffusion model of 8x8 digits", Denoiser, (("config", DIGITS),)),
+    ]
     return sorted([*vision, *others], key=lambda entry: entry.name)

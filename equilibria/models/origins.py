@@ -121,12 +121,12 @@ def _lookup(path: str) -> type | None:
     """
     name = path.rpartition(".")[2]
     modules = [module for key, module in sys.modules.items() if key.startswith(PACKAGE)]
-    found = {id(kind): kind for module in modules if _is_settings(kind := vars(module).get(name)) and _is_ours(kind)}
+    found = {
+        id(kind): kind
+        for module in modules
+        if _is_settings(kind := vars(module).get(name)) and kind.__module__.startswith(PACKAGE)
+    }
     return next(iter(found.values())) if len(found) == 1 else None
-
-
-def _is_ours(kind: type) -> bool:
-    return kind.__module__.startswith(PACKAGE)
 
 
 def _is_settings(found: Any) -> TypeGuard[type]:

@@ -43,11 +43,12 @@ class Done:
         late = [each.reason == "late" for each in left]
         done = Done(rows, results.z, carried, results.status, results.steps, residual, late)
         done._settle(results, _doubtful(rows, results.status, numbers, precision), precision)
-        faint = [j for j, size in enumerate(numbers[1]) if 0 < size < least and done._arrived(j)]
+        faint = [
+            j
+            for j, size in enumerate(numbers[1])
+            if 0 < size < least and done.steps[j] > 0 and done.status[j] in (Status.CONVERGED, Status.STALLED)
+        ]
         return done, faint
-
-    def _arrived(self, j: int) -> bool:
-        return self.steps[j] > 0 and self.status[j] in (Status.CONVERGED, Status.STALLED)
 
     def _settle(self, results: RowResults, doubtful: Sequence[int], precision: float) -> None:
         """Decide answers, statuses and residuals of rows that may have failed; rows of one tolerance at once."""

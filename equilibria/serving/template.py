@@ -241,7 +241,7 @@ def _has_rows(two: Any, three: Any, what: str) -> bool:
             return False
         raise UnservableModelError(f"{what} holds {two!r} for two samples and {three!r} for three.")
     if two.dim() and tuple(two.shape) == (2, *two.shape[1:]) and tuple(three.shape) == (3, *two.shape[1:]):
-        if not _close(two, three[:2], _spacing(two)):
+        if not _close(two, three[:2], torch.finfo(two.dtype).eps if two.is_floating_point() or two.is_complex() else 0.0):
             raise UnservableModelError(
                 f"{what} changes for a sample with the other samples of its batch, so rows cannot enter and leave."
             )
@@ -261,10 +261,6 @@ def _all_rows(two: Any, three: Any) -> bool:
         isinstance(x, Tensor) and isinstance(y, Tensor) and x.dim() > 0 and x.shape[0] == 2 and y.shape[0] == 3
         for x, y in zip(a, b, strict=True)
     )
-
-
-def _spacing(tensor: Tensor) -> float:
-    return torch.finfo(tensor.dtype).eps if tensor.is_floating_point() or tensor.is_complex() else 0.0
 
 
 def _close(a: Tensor, b: Tensor, spacing: float) -> bool:

@@ -47,7 +47,11 @@ def measure_attractors(deq: DEQ, inputs: tuple[Any, ...], restarts: int, wrong: 
         solved = [layer.solve(*inputs, init=start) for start in random]
         # the largest distance over the restarts, (batch,): a sample is near only if every start leads there
         first = torch.stack([_distance(_packed(own, own.f(start)), z) for start in random]).amax(dim=0)
-        swapped = layer.solve(*inputs, init=_rolled(own.z)) if own.layout.batched and own.layout.batch > 1 else None
+        swapped = (
+            layer.solve(*inputs, init=pytree.tree_map(lambda leaf: leaf.roll(1, dims=0), own.z))
+            if own.layout.batched and own.layout.batch > 1
+            else None
+        )
         deeper = WeightTied(deq.cell, DRIFT_STEPS, batched=deq.batched)(*inputs, init=own.z)
     others = torch.stack([_packed(s, s.z) for s in solved])
     arrived = torch.stack([s.stats.converged for s in solved])
@@ -106,11 +110,6 @@ def _random_like(s: Solution) -> State:
         return size.view(-1, *[1] * (leaf.dim() - 1)) * torch.randn_like(leaf)
 
     return pytree.tree_map(draw, s.z)
-
-
-def _rolled(state: State) -> State:
-    """Return the states with each row replaced by that of the sample before it."""
-    return pytree.tree_map(lambda leaf: leaf.roll(1, dims=0), state)
 
 
 def _distance(a: Tensor, b: Tensor) -> Tensor:

@@ -183,7 +183,7 @@ class _Patient:
             forward=summary(s.stats),
             adjoint=None if adjoint is None else summary(adjoint),
             adjoint_error=error,
-            radius=_unknown_radius(s) if error else _radius(s),
+            radius=Radius([float("nan")] * s.layout.batch, [False] * s.layout.batch) if error else _radius(s),
             solvers=solvers,
             agreements=agreements,
             memory=Memory(_bytes([s.z]), _bytes(self.inputs), kept),
@@ -284,7 +284,9 @@ class _Patient:
             return Trial(
                 random=_difference(first, second),
                 coupled=_coupling(s, z, first),
-                dropouts=[name or "the cell itself" for name, m in named if _drops(m)],
+                dropouts=[
+                    name or "the cell itself" for name, m in named if (isinstance(m, _DropoutNd) and m.training and m.p > 0)
+                ],
                 batch_statistics=[name or "the cell itself" for name, m in named if uses_batch_statistics(m)],
             )
 
@@ -328,10 +330,6 @@ def _radius(s: Solution) -> Radius:
     return Radius(found.radius.tolist(), found.converged.tolist())
 
 
-def _unknown_radius(s: Solution) -> Radius:
-    return Radius([float("nan")] * s.layout.batch, [False] * s.layout.batch)
-
-
 def _difference(a: Tensor, b: Tensor) -> float:
     """Return the largest difference of finite entries, relative to the norm of `a`."""
     both = torch.isfinite(a) & torch.isfinite(b)
@@ -352,10 +350,6 @@ def _coupling(s: Solution, z: Tensor, fz: Tensor) -> float | None:
     except (RuntimeError, ValueError, IndexError, TypeError):
         return None  # the cell holds data of the full batch
     return _difference(fz[index], alone)
-
-
-def _drops(module: nn.Module) -> bool:
-    return isinstance(module, _DropoutNd) and module.training and module.p > 0
 
 
 def _wants_gradient(leaf: Any) -> bool:

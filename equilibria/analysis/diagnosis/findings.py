@@ -85,13 +85,15 @@ def _below_reach(e: Examination) -> Finding | None:
     if e.rtol >= floor:
         return None
     stalled = e.forward.status.get("stalled", 0)
+    # round up to one digit
+    digit = 10.0 ** math.floor(math.log10(floor))
     return Finding(
         "tolerance below the reach of the dtype",
         Severity.ILL,
         f"rtol={e.rtol:.1e} is asked of {e.dtype}, whose numbers are {e.precision:.1e} apart: rounding alone leaves a "
         f"residual of up to about {floor:.0e}. {stalled} of {e.samples} samples stalled there, the worst at "
         f"{e.forward.worst:.1e}.",
-        f"rtol={_round_up(floor):.0e} or more, or compute in float64.",
+        f"rtol={(math.ceil(floor / digit) * digit):.0e} or more, or compute in float64.",
     )
 
 
@@ -273,9 +275,3 @@ def _best_solver(e: Examination) -> str:
 
 def _counts(status: dict[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in status.items() if name != "converged")
-
-
-def _round_up(value: float) -> float:
-    """Round up to one digit."""
-    digit = 10.0 ** math.floor(math.log10(value))
-    return math.ceil(value / digit) * digit

@@ -49,14 +49,10 @@ def page(layers: Sequence[LayerDiagnosis], drawn: dict[str, bytes], command: str
     verdict = "healthy" if all(layer.healthy for layer in layers) else "needs attention"
     count = len(layers)
     heading = f"<h1>Diagnosis of {count} equilibrium layer{'s' if count > 1 else ''}</h1>"
-    return document(f"Diagnosis: {verdict}", f"{heading}\n{_origin(command)}\n{sections}")
-
-
-def _origin(command: str | None) -> str:
-    """Return when, with which versions and by which command the page was written."""
     versions = f"equilibria {equilibria.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     by = f" Command: <code>{escape(command)}</code>." if command else ""
-    return f"<p>Written {datetime.now():%Y-%m-%d %H:%M} with {versions}.{by}</p>"
+    written = f"<p>Written {datetime.now():%Y-%m-%d %H:%M} with {versions}.{by}</p>"
+    return document(f"Diagnosis: {verdict}", f"{heading}\n{written}\n{sections}")
 
 
 def section(layer: LayerDiagnosis, drawn: dict[str, bytes]) -> str:

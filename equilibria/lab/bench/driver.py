@@ -146,7 +146,8 @@ def _examined(case: Case, method: Method, judge: Judge) -> MethodResult:
         return outcome if outcome.error is not None else replace(outcome, failure="its gradient is not finite")
     except Exception as error:  # of whatever kind: one method must not end the run for the others
         _say(f"{case.name}: {method.name} failed: {error!r}")
-        return replace(outcome, failure=f"{type(error).__name__}: {_without_paths(str(error))[:200]}")
+        message = re.sub(r"(/[\w.-]+){2,}", "...", str(error))  # results are published, so that paths are removed
+        return replace(outcome, failure=f"{type(error).__name__}: {message[:200]}")
 
 
 def _step(case: Case, method: Method, outcome: MethodResult) -> Any:
@@ -166,11 +167,6 @@ def _case_results(read: dict[str, Any]) -> CaseResults:
 def _outcome(read: dict[str, Any]) -> MethodResult:
     work = None if read["work"] is None else Work(**read["work"])
     return MethodResult(**read | {"work": work, "times": tuple(read["times"])})
-
-
-def _without_paths(message: str) -> str:
-    """Remove paths from an error message, because results are published."""
-    return re.sub(r"(/[\w.-]+){2,}", "...", message)
 
 
 def _finite(value: float) -> float | None:

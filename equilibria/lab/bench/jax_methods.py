@@ -113,10 +113,11 @@ class JaxOpt(JaxMethod):
         linear = partial(
             getattr(jaxopt.linear_solve, self.linear), tol=problem.tol, maxiter=math.ceil(problem.max_steps / restart)
         )
+        samples = len(load().tree_util.tree_leaves(problem.start)[0])
         solver = getattr(jaxopt, self.solver)(
             problem.f,
             maxiter=problem.max_steps,
-            tol=problem.tol * problem.norm * _samples(problem.start) ** 0.5,  # it looks at the norm of the whole batch
+            tol=problem.tol * problem.norm * samples**0.5,  # it looks at the norm of the whole batch
             implicit_diff_solve=linear,
             **self.options,
         )
@@ -187,10 +188,6 @@ def _worst_sample(state: Array) -> Array:
     """The largest root mean square over samples, the same norm that `Judge` uses."""
     parts = [part.reshape(len(part), -1) for part in load().tree_util.tree_leaves(state)]
     return (sum((part * part).sum(1) for part in parts) / _numbers(state)).max() ** 0.5
-
-
-def _samples(state: Array) -> int:
-    return len(load().tree_util.tree_leaves(state)[0])
 
 
 def _numbers(state: Array) -> int:

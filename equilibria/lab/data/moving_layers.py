@@ -39,7 +39,9 @@ class Scenes:
         flat = points.flatten(1, -2)
         u = self._inverse(flat, time)
         layer = self._front(u)
-        texture = self._texture(u).gather(1, layer[:, None, :, None].expand(-1, 1, -1, 3)).squeeze(1)
+        values = (u @ self.waves.mT + self.phases.unsqueeze(2)).cos()
+        textures = (values @ self.colours[..., :-1, :] + self.colours[..., -1:, :]).clamp(0, 1)  # (n, layers, p, 3)
+        texture = textures.gather(1, layer[:, None, :, None].expand(-1, 1, -1, 3)).squeeze(1)
         return texture.view(*points.shape[:-1], 3), layer.view(points.shape[:-1])
 
     def flow(self, points: Tensor, time: float, later: float) -> tuple[Tensor, Tensor]:
@@ -73,11 +75,6 @@ class Scenes:
         inside = u.norm(dim=-1) <= self.radius.unsqueeze(2) * (1 + waves.sum(dim=(-1, -2)))
         order = torch.arange(u.shape[1]).view(1, -1, 1)
         return torch.where(inside, order, 0).amax(dim=1)
-
-    def _texture(self, u: Tensor) -> Tensor:
-        """(n, layers, p, 3)."""
-        values = (u @ self.waves.mT + self.phases.unsqueeze(2)).cos()
-        return (values @ self.colours[..., :-1, :] + self.colours[..., -1:, :]).clamp(0, 1)
 
 
 def draw_scenes(

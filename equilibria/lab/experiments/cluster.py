@@ -58,7 +58,9 @@ def run_on_cluster(
             error = handle.exception()
             watch(job, "finished" if error is None else "failed")
             if error is not None:
-                failures.append(Failure(job, f"{_last_line(error)}; its log is {handle.paths.stderr}"))
+                # the last line of an error is the one that names it
+                last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+                failures.append(Failure(job, f"{last}; its log is {handle.paths.stderr}"))
         if waiting:
             time.sleep(POLL)
     return failures
@@ -75,8 +77,3 @@ def _executor(cluster: Cluster, options: Mapping[str, Any], logs: Path) -> Any:
     except (NameError, TypeError) as error:
         raise ValueError(f"submitit refuses these options of --cluster: {error}") from error
     return executor
-
-
-def _last_line(error: BaseException) -> str:
-    """The last line of an error, which is the one that names it."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1]

@@ -156,7 +156,10 @@ def run_apart(
                     continue
                 del running[job]
                 if process.returncode:
-                    failures.append(Failure(job, _last_words(job, process.returncode)))
+                    lines = (job.folder / LOG).read_text(errors="replace").strip().splitlines()[-6:]
+                    failures.append(
+                        Failure(job, "\n".join([f"exit code {process.returncode}; {job.folder / LOG} ends with:", *lines]))
+                    )
                 watch(job, "failed" if process.returncode else "finished")
     return failures
 
@@ -224,11 +227,6 @@ def _tell_epochs(job: Job, seen: dict[Job, int], watch: Callable[[Job, str], Non
     for record in records[seen.get(job, 0) :]:
         watch(job, f"epoch {record['epoch']}")
     seen[job] = len(records)
-
-
-def _last_words(job: Job, code: int) -> str:
-    lines = (job.folder / LOG).read_text(errors="replace").strip().splitlines()[-6:]
-    return "\n".join([f"exit code {code}; {job.folder / LOG} ends with:", *lines])
 
 
 def _processor() -> str:

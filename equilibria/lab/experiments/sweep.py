@@ -76,9 +76,11 @@ def points(
         changed = experiment.changed(changes)
         label = ", ".join(f"{name}={value}" for name, value in own.items())
         jobs = []
+        # values may contain characters that a file system refuses
+        place_of_point = folder / re.sub(r"[^\w.=,+-]", "_", ",".join(f"{name}={value}" for name, value in own.items()))
         for place in range(seeds):
             number = changed.training.seed if "training.seed" in own else seed_number(changed, place)
-            jobs.append(Job(label, changed.seeded(number), folder / _folder_name(own) / f"seed-{number}", tuple(changes)))
+            jobs.append(Job(label, changed.seeded(number), place_of_point / f"seed-{number}", tuple(changes)))
         found.append(Point(own, tuple(jobs)))
     if (count := len(found) * seeds) > MOST:
         raise SettingError(f"This grid has {count} runs, at most {MOST} are allowed. Name fewer values or seeds.")
@@ -127,8 +129,3 @@ def _result(point: Point, metric: str) -> PointResult:
         statistics.fmean(summary["seconds_train"] for summary in summaries if summary is not None) if finals else None,
         len(finals),
     )
-
-
-def _folder_name(values: dict[str, str]) -> str:
-    """The values as the name of a folder."""
-    return re.sub(r"[^\w.=,+-]", "_", ",".join(f"{name}={value}" for name, value in values.items()))

@@ -55,13 +55,19 @@ def write_overview(folder: Path, tables: Mapping[str, Table]) -> Path:
 
 def page(tables: Mapping[str, Mapping[str, Any]], others: Sequence[Table], notes: str = "") -> str:
     """`tables` are what `reports.table.plain` gives, by name; `others` have not been run."""
+    lines = ["| table | source | scale | runs | claims |", "|---|---|---|---:|---|"]
+    for name, table in tables.items():
+        runs = sum(len(row["runs"]) for row in table["rows"].values())
+        verdicts = [WORDS[claim["held"]] for claim in table["claims"]]
+        counted = ", ".join(f"{verdicts.count(word)} {word}" for word in WORDS.values() if word in verdicts)
+        lines.append(f"| [{name}]({name}/{TEXT}) | {table['source']} | {table['scale']} | {runs} | {counted or '–'} |")
     parts = [
         "# Results",
         "Every folder is the report of one table, written from its runs: figures beside the published ones, the claims, the "
         "protocol, curves. The tables on this page are written from them; only the notes at its end are by hand. Each "
         "command runs its table; finished runs are not run again. `equilibria reproduce --all --scale reduced --report "
         "results` runs all of them, and leaves reports of the full scale as they are.",
-        "\n".join([*_listing(tables), *map(_unreported, others)]),
+        "\n".join([*lines, *map(_unreported, others)]),
         *_speed_ups(tables),
         "## Claims",
         _counts(tables),
@@ -105,16 +111,6 @@ def _read_table(file: Path) -> dict[str, Any]:
     return found
 
 
-def _listing(tables: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    lines = ["| table | source | scale | runs | claims |", "|---|---|---|---:|---|"]
-    for name, table in tables.items():
-        runs = sum(len(row["runs"]) for row in table["rows"].values())
-        verdicts = [WORDS[claim["held"]] for claim in table["claims"]]
-        counted = ", ".join(f"{verdicts.count(word)} {word}" for word in WORDS.values() if word in verdicts)
-        lines.append(f"| [{name}]({name}/{TEXT}) | {table['source']} | {table['scale']} | {runs} | {counted or '–'} |")
-    return lines
-
-
 def _unreported(table: Table) -> str:
     return f"| `equilibria reproduce {table.name}` | {table.source} | | not run | {len(table.claims)} to judge |"
 
@@ -126,14 +122,9 @@ def _claims(tables: Mapping[str, Mapping[str, Any]]) -> list[str]:
         verdict = MARKS[WORDS[claim["held"]]]
         published, scale = claim.get("published", "–"), tables[name]["scale"]
         command = f"[`reproduce {name} --scale {scale}`]({name}/{TEXT})"
-        lines.append(
-            f"| {identity} | {claim['claim']} | {published} | {claim['seen']} | {verdict}{_because(claim)} | {command} |"
-        )
+        because = f": {claim['reason']}" if claim.get("reason") else ""
+        lines.append(f"| {identity} | {claim['claim']} | {published} | {claim['seen']} | {verdict}{because} | {command} |")
     return lines
-
-
-def _because(claim: Mapping[str, Any]) -> str:
-    return f": {claim['reason']}" if claim.get("reason") else ""
 
 
 def _place(identity: str) -> int:

@@ -108,7 +108,12 @@ def _pictures(run: Run) -> dict[str, bytes]:
         for split, name, value in found:
             if isinstance(value, (int, float)) and (value > 0 or name not in LOGARITHMIC):
                 lines.setdefault(name, {}).setdefault(split, []).append((record["epoch"], _meaning(name)[2] * value))
-    return {name: _drawn(name, splits) for name, splits in lines.items() if not _is_zero(splits)}
+    # the plot of a metric that was zero throughout would show nothing
+    return {
+        name: _drawn(name, splits)
+        for name, splits in lines.items()
+        if not all(value == 0 for points in splits.values() for _, value in points)
+    }
 
 
 def words(name: str) -> str:
@@ -121,11 +126,6 @@ def _meaning(name: str) -> tuple[str, str, float]:
     """The words of a metric, its unit, and the factor from the stored unit to this one."""
     own, (unit, factor) = WORDS.get(name, (name.replace("_", " "), PLAIN))
     return own, unit, factor
-
-
-def _is_zero(splits: Mapping[str, list[tuple[float, float]]]) -> bool:
-    """True for a metric that was zero throughout: its plot would show nothing."""
-    return all(value == 0 for points in splits.values() for _, value in points)
 
 
 def _drawn(name: str, splits: Mapping[str, list[tuple[float, float]]]) -> bytes:

@@ -42,12 +42,11 @@ class PlainLog(Silent):
         self.out = out
 
     def epoch_done(self, record: Mapping[str, Any]) -> None:
-        parts = [f"{split} {_shown(values)}" for split, values in record["split"].items()]
+        parts = []
+        for split, values in record["split"].items():
+            shown = [f"{name} {value:.4g}" for name, value in values.items() if isinstance(value, (int, float))]
+            parts.append(f"{split} {', '.join(shown)}")
         self.message(f"epoch {record['epoch']}: {'; '.join(parts)}; {record['seconds_train']:.1f} s")
 
     def message(self, text: str) -> None:
         print(text, file=self.out or sys.stderr, flush=True)
-
-
-def _shown(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value:.4g}" for name, value in values.items() if isinstance(value, (int, float)))

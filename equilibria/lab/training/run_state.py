@@ -88,9 +88,7 @@ class State:
         self.progress = Progress(**parts["progress"])
         self.loaders.train.resume(parts["data"])
         self.fabric.strategy.precision.load_state_dict(parts["precision"])
-        self._restore_own(parts["processes"])
-
-    def _restore_own(self, processes: list[Any]) -> None:
+        processes = parts["processes"]
         rank = self.fabric.global_rank
         if len(processes) == self.fabric.world_size:
             own = processes[rank]

@@ -85,20 +85,17 @@ class Meter:
         values = {} if skipped else {"loss": seen.loss, **seen.metrics}
         for name, value in values.items():
             self.add(name, value * seen.size, seen.size)
-        if seen.solves is not None:
-            self._add_solves(seen.solves)
-
-    def _add_solves(self, s: BatchSolves) -> None:
-        self.add("evaluations", s.evaluations, 1)
-        if s.adjoint_evaluations is not None:
-            self.add("adjoint_evaluations", s.adjoint_evaluations, 1)
-        self.add("depth", s.depth, s.samples)
-        self.add("failed", s.failed, s.samples)
-        if s.adjoint_evaluations is not None:
-            self.add("adjoint_failed", s.adjoint_failed, s.samples)
-        self.add("residual", s.residual, s.finite)
-        if s.finite:
-            self.add_max("residual_max", s.residual_max)
+        if (s := seen.solves) is not None:
+            self.add("evaluations", s.evaluations, 1)
+            if s.adjoint_evaluations is not None:
+                self.add("adjoint_evaluations", s.adjoint_evaluations, 1)
+            self.add("depth", s.depth, s.samples)
+            self.add("failed", s.failed, s.samples)
+            if s.adjoint_evaluations is not None:
+                self.add("adjoint_failed", s.adjoint_failed, s.samples)
+            self.add("residual", s.residual, s.finite)
+            if s.finite:
+                self.add_max("residual_max", s.residual_max)
 
     def means(self) -> dict[str, float]:
         """Weighted means of all names with a positive weight, and the maxima."""

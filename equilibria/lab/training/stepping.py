@@ -47,8 +47,9 @@ class Stepper:
     def step(self, batch: Any, asked: bool, due: bool) -> Stepped:
         """Train on a batch. All processes agree on what to do, and on the two flags."""
         state, before = self.state, self._buffers()
-        set_lr(state.optimizer, self._lr())
-        momentum = momentum_at(self.training.schedule, state.progress.step, self.steps)
+        schedule, step = self.training.schedule, state.progress.step
+        set_lr(state.optimizer, self.training.optimizer.lr * lr_factor(schedule, step, self.steps))
+        momentum = momentum_at(schedule, step, self.steps)
         if momentum is not None:
             set_momentum(state.optimizer, momentum)
         with self.fabric.autocast(), record(state.model) as solutions:
@@ -121,9 +122,6 @@ class Stepper:
         sizes = torch.tensor([size], dtype=torch.float64, device=self.fabric.device)
         dist.all_reduce(sizes)
         return size * self.fabric.world_size / float(sizes)
-
-    def _lr(self) -> float:
-        return self.training.optimizer.lr * lr_factor(self.training.schedule, self.state.progress.step, self.steps)
 
 
 def _failed(seen: Observed) -> bool:

@@ -117,7 +117,11 @@ class Trainer:
         except Interrupted as interruption:
             path = self._checkpoint()
             raise Interrupted(f"{interruption} The checkpoint is in {path}: the same call goes on from it.") from None
-        summary = self._summary()
+        progress = self._state.progress
+        parameters = sum(weight.numel() for weight in self._state.module.parameters())
+        summary = RunSummary(
+            self.training.epochs, progress.last or {}, progress.best or {}, progress.seconds_train, parameters
+        )
         if self.fabric.is_global_zero:
             self.folder.finish(summary)
         self.fabric.barrier()
@@ -153,19 +157,17 @@ class Trainer:
             except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
                 raise does_not_fit(Path(path), error) from error
             self._tell(f"Going on from {path}.")
-            self._tell_processes(len(parts["processes"]))
+            before = len(parts["processes"])
+            if before != self.fabric.world_size:
+                self._tell(
+                    f"There were {before} processes, now there are {self.fabric.world_size}: random numbers and what the "
+                    "task itself remembers begin anew."
+                )
         if self.fabric.is_global_zero:
             self.folder.cut_metrics(self._state.progress.epoch - 1)
             self._step_log = StepLog(self.folder.path, self.training.epochs * len(self._state.loaders.train))
             self._step_log.cut(self._state.progress.step)
         self._written = time.monotonic()
-
-    def _tell_processes(self, before: int) -> None:
-        if before != self.fabric.world_size:
-            self._tell(
-                f"There were {before} processes, now there are {self.fabric.world_size}: random numbers and what the task "
-                "itself remembers begin anew."
-            )
 
     @contextmanager
     def _writer(self) -> Iterator[SummaryWriter | None]:
@@ -199,7 +201,11 @@ class Trainer:
             step, limit = self._state.progress.step, self.training.pretrain_steps
             if limit and step in (0, limit):
                 self._tell(f"Unrolled pre-training {'begins' if step == 0 else 'ends'} at step {step + 1}.")
-            stepped = self._stepper.step(self.fabric.to_device(batch), self._interrupts.asked, self._checkpoint_is_due())
+            stepped = self._stepper.step(
+                self.fabric.to_device(batch),
+                self._interrupts.asked,
+                time.monotonic() - self._written >= 60 * self.training.checkpoint_minutes,
+            )
             self._seconds.append(clock() - step_begin)
             self._backward.append(stepped.backward)
             self._count(stepped, time.perf_counter() - begin)
@@ -296,20 +302,12 @@ class Trainer:
             if self.fabric.is_global_zero:  # inside the block: these are the model's own tensors
                 self.folder.best.write(progress.step, {"model": weights})
 
-    def _checkpoint_is_due(self) -> bool:
-        return time.monotonic() - self._written >= 60 * self.training.checkpoint_minutes
-
     def _checkpoint(self) -> Path | None:
         parts = self._state.snapshot()
         path = self.folder.checkpoints.write(self._state.progress.step, parts) if self.fabric.is_global_zero else None
         self.fabric.barrier()
         self._written = time.monotonic()
         return path
-
-    def _summary(self) -> RunSummary:
-        progress = self._state.progress
-        parameters = sum(weight.numel() for weight in self._state.module.parameters())
-        return RunSummary(self.training.epochs, progress.last or {}, progress.best or {}, progress.seconds_train, parameters)
 
     def _tell(self, text: str) -> None:
         if self.fabric.is_global_zero:

@@ -122,10 +122,8 @@ class BasicBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.dropout(F.leaky_relu(self.norm1(self.conv1(x)), self.slope))
         h = self.dropout(self.norm2(self.conv2(h)))
-        return F.leaky_relu(h + self._shortcut(x), self.slope)
-
-    def _shortcut(self, x: Tensor) -> Tensor:
-        return F.pad(x[..., :: self.stride, :: self.stride], (0, 0, 0, 0, self.added, self.added))
+        shortcut = F.pad(x[..., :: self.stride, :: self.stride], (0, 0, 0, 0, self.added, self.added))
+        return F.leaky_relu(h + shortcut, self.slope)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,21 +167,17 @@ class ResNet(nn.Module):
         self.stem = nn.Sequential(
             nn.Conv2d(config.in_channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
         )
-        self.stages = nn.Sequential(*_stages(config))
+        # the first block of every stage but the first has stride 2
+        blocks, before = [], config.channels[0]
+        for stage, channels in enumerate(config.channels):
+            for block in range(config.blocks):
+                blocks.append(BasicBlock(before, channels, 2 if stage and not block else 1))
+                before = channels
+        self.stages = nn.Sequential(*blocks)
         self.head = nn.Linear(config.channels[-1], config.classes)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.head(self.stages(self.stem(images)).mean(dim=(2, 3)))
-
-
-def _stages(config: ResNetConfig) -> list[BasicBlock]:
-    """Return the blocks of all stages; the first block of later stages has stride 2."""
-    blocks, before = [], config.channels[0]
-    for stage, channels in enumerate(config.channels):
-        for block in range(config.blocks):
-            blocks.append(BasicBlock(before, channels, 2 if stage and not block else 1))
-            before = channels
-    return blocks
 
 
 def _replaced(model: nn.Module, build: Callable[[DEQ], nn.Module]) -> nn.Module:

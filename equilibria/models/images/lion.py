@@ -219,7 +219,10 @@ class Pruning:
     @torch.no_grad()
     def select(self) -> None:
         """Make the weights with the largest scores, over all parameters together, critical, and reset the scores."""
-        self._check_open("select")
+        if self.removed:
+            raise RuntimeError(
+                "select cannot be called after remove_: removed weights have no score. Make a new Pruning to prune further."
+            )
         scores = torch.cat([score.flatten() for score in self.scores.values()])
         chosen = torch.zeros_like(scores, dtype=torch.bool)
         chosen[scores.topk(round(self.config.keep * len(scores))).indices] = True
@@ -251,12 +254,6 @@ class Pruning:
         self.critical = {name: critical[name].clone() for name in self.parameters}
         self.scores = {name: scores[name].clone() for name in self.parameters}
         self.removed = bool(state["removed"])
-
-    def _check_open(self, what: str) -> None:
-        if self.removed:
-            raise RuntimeError(
-                f"{what} cannot be called after remove_: removed weights have no score. Make a new Pruning to prune further."
-            )
 
 
 def _small(layer: M) -> M:

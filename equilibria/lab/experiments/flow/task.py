@@ -103,7 +103,8 @@ class OpticalFlow(Task[Batch]):
         with record(net) as solutions:
             flows = torch.stack([net(frames[:, i : i + 2]) for i in range(truth.shape[1])], dim=1)
         metrics: dict[str, Tensor | float] = {"epe": end_point_error(flows, truth)}
-        metrics["epe_visible"] = _mean_where(_distances(flows, truth), y[:, :, 2] > 0)
+        mask = y[:, :, 2] > 0
+        metrics["epe_visible"] = torch.where(mask, _distances(flows, truth), 0).sum() / mask.sum().clamp_min(1)
         metrics["epe_zero"] = end_point_error(torch.zeros_like(truth), truth)
         if solutions:
             metrics |= _costs("cold", solutions, len(y))
@@ -111,16 +112,13 @@ class OpticalFlow(Task[Batch]):
                 warm = net.video(frames)
             metrics |= {"epe_warm": end_point_error(warm, truth)} | _costs("warm", solutions, len(y))
         else:
-            metrics |= self._by_depth(net, frames, truth)
+            # errors of an unrolled network on the first pair of frames, with other numbers of updates than in training
+            found: dict[str, Tensor | float] = {}
+            states = net.layer.trajectory(*net.inputs(frames[:, :2]), depth=max(self.settings.depths)).states  # type: ignore[operator]
+            for depth in self.settings.depths:
+                found[f"epe_{depth}"] = end_point_error(net.upsample(states[depth]), truth[:, 0])
+            metrics |= found
         return Outcome((flows - truth).abs().mean(), metrics, len(y))
-
-    def _by_depth(self, net: DEQFlow, frames: Tensor, truth: Tensor) -> dict[str, Tensor | float]:
-        """Errors of an unrolled network on the first pair of frames, with other numbers of updates than in training."""
-        found: dict[str, Tensor | float] = {}
-        states = net.layer.trajectory(*net.inputs(frames[:, :2]), depth=max(self.settings.depths)).states  # type: ignore[operator]
-        for depth in self.settings.depths:
-            found[f"epe_{depth}"] = end_point_error(net.upsample(states[depth]), truth[:, 0])
-        return found
 
 
 def make_model(s: FlowSettings) -> DEQFlow:
@@ -144,10 +142,6 @@ def end_point_error(flow: Tensor, truth: Tensor) -> Tensor:
 
 def _distances(flow: Tensor, truth: Tensor) -> Tensor:
     return (flow - truth).norm(dim=-3)
-
-
-def _mean_where(values: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask, values, 0).sum() / mask.sum().clamp_min(1)
 
 
 def _costs(name: str, solutions: list[Any], rows: int) -> dict[str, Tensor | float]:

@@ -199,12 +199,10 @@ class Multiscale(ImageTask):
             warnings.simplefilter("always")
             with torch.no_grad():
                 injected = mdeq.stem(x)
-            found = gradient_agreement(_stronger(mdeq.layer), injected, gradients, lambda z: judged(mdeq.head(z), y)[0])
+            own = mdeq.layer
+            # this solver finds the equilibrium for the exact gradient also where the cell does not contract
+            layer = DEQ(own.cell, own.init, Anderson(history=20), own.stop, batched=own.batched).train(own.training)
+            found = gradient_agreement(layer, injected, gradients, lambda z: judged(mdeq.head(z), y)[0])
         if any(issubclass(warning.category, ConvergenceWarning) for warning in told):
             return {"cosines_known": 0.0}
         return {"cosines_known": 1.0} | {agreement.name: agreement.cosine for agreement in found}
-
-
-def _stronger(layer: DEQ) -> DEQ:
-    """The layer, with a solver that finds the equilibrium for the exact gradient also where the cell does not contract."""
-    return DEQ(layer.cell, layer.init, Anderson(history=20), layer.stop, batched=layer.batched).train(layer.training)

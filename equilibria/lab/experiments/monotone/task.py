@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from equilibria.lab.experiments.image_task import Batch, ImageSettings, ImageTask, inside
 from equilibria.lab.training.task import Outcome
@@ -60,7 +60,7 @@ class Monotone(ImageTask):
     def loss(self, model: nn.Module, batch: Batch, step: int) -> Outcome:
         net = inside(model, MonotoneNet)
         if step % RETUNE == 0:
-            self._alpha = self._tuned(net, batch[0])
+            self._alpha = net.tune_alpha_(batch[0]) if self.settings.method == "peaceman-rachford" else net.make_safe_()
         elif self._alpha is not None:
             net.splitting.alpha = self._alpha
         return super().loss(model, batch, step)
@@ -75,9 +75,6 @@ class Monotone(ImageTask):
 
     def resume(self, state: Any) -> None:
         self._alpha = state["alpha"]
-
-    def _tuned(self, net: MonotoneNet, x: Tensor) -> float:
-        return net.tune_alpha_(x) if self.settings.method == "peaceman-rachford" else net.make_safe_()
 
     def _config(self) -> MonotoneConfig:
         s = self.settings
