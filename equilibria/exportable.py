@@ -80,14 +80,13 @@ class Traced(Gradient):
         assert isinstance(problem.solver, Solver)
         result = Loop(problem.solver, problem.stop, problem.equation.precision).solve(problem.equation, z0, args)
         problem.report.stats = result.stats
-        return self._follow(problem.equation, result, args) if self.steps else result.z
-
-    def _follow(self, equation: Equation, result: SolveResult, args: Sequence[Tensor]) -> Tensor:
-        h = result.z
-        for _ in range(self.steps):
-            fh = equation(h, *args)
-            h = fh if self.damping == 1 else torch.lerp(h, fh, self.damping)
-        return torch.where((result.stats.status != Status.NONFINITE).unsqueeze(1), h, result.z)
+        if self.steps:
+            h = result.z
+            for _ in range(self.steps):
+                fh = problem.equation(h, *args)
+                h = fh if self.damping == 1 else torch.lerp(h, fh, self.damping)
+            return torch.where((result.stats.status != Status.NONFINITE).unsqueeze(1), h, result.z)
+        return result.z
 
 
 class Loop(Program):

@@ -26,6 +26,20 @@ class Zeros:
     def __repr__(self) -> str:
         return f"Zeros({', '.join(map(str, self.shape))})"
 
+    def make(self, cell: Any, inputs: Sequence[Any], *, batched: bool) -> Tensor:
+        """The start of a solve with these inputs, whose first tensor has the batch size."""
+        tensors = [leaf for leaf in pytree.tree_leaves(tuple(inputs)) if isinstance(leaf, Tensor)]
+        if not tensors:
+            raise ValueError(
+                "eq.Zeros takes the batch size from the inputs, and there is no tensor among them. Pass z0 or a "
+                "callable init."
+            )
+        parameters = list(cell.parameters()) if isinstance(cell, nn.Module) else []
+        real = [tensor for tensor in (*tensors, *parameters) if tensor.is_floating_point()]
+        dtype = real[0].dtype if real else torch.get_default_dtype()
+        size = (tensors[0].shape[0], *self.shape) if batched else self.shape
+        return torch.zeros(size, dtype=dtype, device=tensors[0].device)
+
 
 @dataclass(frozen=True)
 class FirstStep:
@@ -80,22 +94,9 @@ def start_of(init: Init, cell: Any, f: Callable[[State], State], inputs: Sequenc
     if init is None:
         return zeros_like_first(inputs)
     if isinstance(init, Zeros):
-        return _zeros(init.shape, cell, inputs, batched)
+        return init.make(cell, inputs, batched=batched)
     if isinstance(init, FirstStep):
         return f(start_of(init.start, cell, f, inputs, batched=batched))
     if isinstance(init, Remember):
         return init.recall(start_of(init.start, cell, f, inputs, batched=batched), batched)
     return init(*inputs)
-
-
-def _zeros(shape: tuple[int, ...], cell: Any, inputs: Sequence[Any], batched: bool) -> Tensor:
-    tensors = [leaf for leaf in pytree.tree_leaves(tuple(inputs)) if isinstance(leaf, Tensor)]
-    if not tensors:
-        raise ValueError(
-            "eq.Zeros takes the batch size from the inputs, and there is no tensor among them. Pass z0 or a callable init."
-        )
-    parameters = list(cell.parameters()) if isinstance(cell, nn.Module) else []
-    real = [tensor for tensor in (*tensors, *parameters) if tensor.is_floating_point()]
-    dtype = real[0].dtype if real else torch.get_default_dtype()
-    size = (tensors[0].shape[0], *shape) if batched else shape
-    return torch.zeros(size, dtype=dtype, device=tensors[0].device)

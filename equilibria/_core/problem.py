@@ -207,7 +207,19 @@ def solve_coupled(
     result = solve(
         whole, join(z0), solver, stop, scale=scale, precision=precision, known=None if known is None else join(known)
     )
-    return dataclasses.replace(result, z=result.z.reshape(batch, n), stats=_spread(result.stats, batch))
+    row = result.stats
+    stats = dataclasses.replace(
+        row,
+        status=row.status.repeat(batch),
+        steps=row.steps.repeat(batch),
+        rejected=row.rejected.repeat(batch),
+        best=row.best.repeat(batch),
+        residual=row.residual.repeat(batch),
+        sample_evaluations=row.sample_evaluations * batch,
+        trace=None if row.trace is None else row.trace * batch,
+        iterates=tuple(z.reshape(batch, -1) for z in row.iterates),
+    )
+    return dataclasses.replace(result, z=result.z.reshape(batch, n), stats=stats)
 
 
 def solve_rows_as_one(f: FlatMap, z0: Tensor, solver: AnySolver, stop: Stop, *, precision: float) -> SolveResult:
@@ -246,18 +258,3 @@ def go_on(first: SolveResult, then: SolveResult) -> SolveResult:
         handovers=a.handovers + b.handovers,
     )
     return dataclasses.replace(then, stats=stats, taken=first.taken + then.taken, coupled=True)
-
-
-def _spread(stats: Stats, batch: int) -> Stats:
-    """The statistics of one row, repeated for every sample of the batch."""
-    return dataclasses.replace(
-        stats,
-        status=stats.status.repeat(batch),
-        steps=stats.steps.repeat(batch),
-        rejected=stats.rejected.repeat(batch),
-        best=stats.best.repeat(batch),
-        residual=stats.residual.repeat(batch),
-        sample_evaluations=stats.sample_evaluations * batch,
-        trace=None if stats.trace is None else stats.trace * batch,
-        iterates=tuple(z.reshape(batch, -1) for z in stats.iterates),
-    )

@@ -38,17 +38,13 @@ def _args_with_rows(equation: Equation, z: Tensor, args: Sequence[Tensor], index
     rows = list(equation.rowwise)
     with torch.no_grad():
         # a second state without zeros is tested too: a state of zero hides a change of the weight that multiplies it
-        for state in (z, _another_state(z)):
+        largest = torch.nan_to_num(z, nan=0.0, posinf=0.0, neginf=0.0).abs().amax(dim=1, keepdim=True)
+        largest = largest.masked_fill(largest == 0, 1.0)
+        another = largest * (1 + torch.arange(z.shape[1], device=z.device, dtype=z.dtype) / z.shape[1])
+        for state in (z, another):
             expected = equation(state, *args)[good]
             for i, looks_like in enumerate(rows):
                 if looks_like:
                     exchanged = [*args[:i], args[i][index], *args[i + 1 :]]
                     rows[i] = torch.equal(equation(state, *exchanged)[good].nan_to_num(), expected.nan_to_num())
     return rows
-
-
-def _another_state(z: Tensor) -> Tensor:
-    """A state of about the magnitude of `z` without zero entries."""
-    largest = torch.nan_to_num(z, nan=0.0, posinf=0.0, neginf=0.0).abs().amax(dim=1, keepdim=True)
-    largest = largest.masked_fill(largest == 0, 1.0)
-    return largest * (1 + torch.arange(z.shape[1], device=z.device, dtype=z.dtype) / z.shape[1])

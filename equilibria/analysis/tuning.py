@@ -206,7 +206,10 @@ class _Search:
 
     def _result(self, name: str, best: _Trial | None, trials: Sequence[_Trial]) -> Tuning:
         """Return the Tuning with the best setting, or the nearest one if none was accepted."""
-        measured = sorted((trial.measurement(self.unit) for trial in trials), key=_rank)
+        measured = sorted(
+            (trial.measurement(self.unit) for trial in trials),
+            key=lambda m: (not m.accepted, math.isnan(m.seconds), m.seconds),
+        )
         chosen = nearest_to(measured, self.residual) if best is None else best.measurement(self.unit)
         setting = chosen.setting
         if math.isnan(chosen.cosine):  # a rejected solver ran only with CHEAP
@@ -311,10 +314,6 @@ def _leaders(trials: Sequence[_Trial], factor: float) -> list[_Trial]:
     """Return the trials at most `factor` times as slow as the fastest, and those not timed yet."""
     best = min((trial.step for trial in trials), default=NAN)
     return [trial for trial in trials if not trial.step > factor * best]
-
-
-def _rank(m: Measurement) -> tuple[bool, bool, float]:
-    return not m.accepted, math.isnan(m.seconds), m.seconds
 
 
 def _silent(part: T) -> T:

@@ -174,7 +174,16 @@ def weight_tied_form(layers: Any) -> TiedLayers:
     activations: list[nn.Sequential] = []
     for part in _flat(layers):
         if isinstance(part, nn.Linear):
-            _check_linear(part, linears)
+            if type(part).forward is not nn.Linear.forward:
+                raise TypeError(
+                    f"A layer must be a plain nn.Linear: got {part!r}, which overrides forward. Merge what it adds into an "
+                    "nn.Linear."
+                )
+            if linears and part.in_features != linears[-1].out_features:
+                raise ValueError(
+                    f"The widths of consecutive layers must match: layer {len(linears) + 1} takes {part.in_features} "
+                    f"inputs, layer {len(linears)} has {linears[-1].out_features} outputs."
+                )
             linears.append(part)
             activations.append(nn.Sequential())
         else:
@@ -252,20 +261,6 @@ def _flat(layers: Any) -> Iterator[Any]:
             yield from _flat(part)
     elif layers is not None:
         yield layers
-
-
-def _check_linear(linear: nn.Linear, before: Sequence[nn.Linear]) -> None:
-    """Raise if `linear` overrides forward (TypeError) or does not fit the width of the layer before (ValueError)."""
-    if type(linear).forward is not nn.Linear.forward:
-        raise TypeError(
-            f"A layer must be a plain nn.Linear: got {linear!r}, which overrides forward. Merge what it adds into an "
-            "nn.Linear."
-        )
-    if before and linear.in_features != before[-1].out_features:
-        raise ValueError(
-            f"The widths of consecutive layers must match: layer {len(before) + 1} takes {linear.in_features} inputs, "
-            f"layer {len(before)} has {before[-1].out_features} outputs."
-        )
 
 
 def _check_activation(activation: Any, before: Sequence[nn.Linear]) -> None:

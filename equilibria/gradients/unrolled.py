@@ -82,7 +82,7 @@ class Unrolled(Gradient):
                     "every solver."
                 )
         if self.checkpoint is None and self.truncate is None:
-            return _spared(_direct, problem, z0, args)
+            return _spared(lambda problem, z0, args: problem.run(z0, f=_bind(problem, args)).z, problem, z0, args)
         return self._replay(problem, z0, args)
 
     def _replay(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
@@ -154,10 +154,6 @@ def _bind(problem: Problem, args: Sequence[Tensor]) -> Map:
     return Map(lambda z: guarded(problem, problem.equation(z, *args)))
 
 
-def _direct(problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
-    return problem.run(z0, f=_bind(problem, args)).z
-
-
 @dataclass(frozen=True)
 class _Explicit:
     """`depth` plain steps; the statistics contain the residual after the last."""
@@ -177,14 +173,12 @@ class _Explicit:
         with torch.no_grad():
             (fz,) = step(z, None)
         _file(problem, z[0], fz, self.depth)
-        return z[0] if not problem.report.nonfinite else _finite_rows(problem, z[0], z0)
-
-
-def _finite_rows(problem: Problem, z: Tensor, z0: Tensor) -> Tensor:
-    """`z` with the start in place of rows that are not finite, so that the result is finite."""
-    assert problem.report.stats is not None
-    start = torch.where(torch.isfinite(z0), z0, torch.zeros_like(z0)).detach()
-    return torch.where((problem.report.stats.status != Status.NONFINITE).unsqueeze(1), z, start)
+        if not problem.report.nonfinite:
+            return z[0]
+        # the start replaces rows that are not finite
+        assert problem.report.stats is not None
+        start = torch.where(torch.isfinite(z0), z0, torch.zeros_like(z0)).detach()
+        return torch.where((problem.report.stats.status != Status.NONFINITE).unsqueeze(1), z[0], start)
 
 
 @dataclass(frozen=True)

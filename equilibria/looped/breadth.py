@@ -112,10 +112,23 @@ class Breadth:
         converged = _filled(parts, batch, self.starts, lambda part: part.converged, False)
         ran = _filled(parts, batch, self.starts, lambda part: torch.ones_like(part.converged), False)
         answers = None if self.answer is None else self._answers(wide, structure)
-        score = residual if self.keep == "residual" or answers is None else _outvoted(answers, ran, residual)
+        if self.keep == "residual" or answers is None:
+            score = residual
+        else:
+            # (starts, batch): starts that agree with fewer others come after those with more, then by residual
+            agree = (answers.unsqueeze(0) == answers.unsqueeze(1)).all(dim=-1) & ran.unsqueeze(0) & ran.unsqueeze(1)
+            votes = agree.sum(dim=0)
+            least = torch.where(votes == votes.amax(dim=0), residual, torch.inf)
+            # a majority that is not finite still wins against what was not run
+            score = torch.where(torch.isinf(least) & (votes == votes.amax(dim=0)), torch.finfo(residual.dtype).max, least)
         winner, places = score.argmin(dim=0), torch.arange(batch, device=residual.device)
         z = [leaf[winner, places] for leaf in wide]
-        spread = _distance(wide, z, ran) if answers is None else _dissent(answers, winner, ran)
+        if answers is None:
+            spread = _distance(wide, z, ran)
+        else:
+            kept = answers[winner, places]
+            other = (answers != kept).any(dim=-1) & ran
+            spread = other.sum(dim=0) / ran.sum(dim=0)
         return BreadthSolution(
             z=pytree.tree_unflatten(z, structure),
             winner=winner,
@@ -193,21 +206,6 @@ def _filled(parts: list[_Round], batch: int, starts: int, what: Callable[[_Round
     for part in parts:
         wide[part.before : part.before + part.count, part.rows] = what(part)
     return wide
-
-
-def _outvoted(answers: Tensor, ran: Tensor, residual: Tensor) -> Tensor:
-    """(starts, batch): starts that agree with fewer others come after those with more, then by residual."""
-    agree = (answers.unsqueeze(0) == answers.unsqueeze(1)).all(dim=-1) & ran.unsqueeze(0) & ran.unsqueeze(1)
-    votes = agree.sum(dim=0)
-    least = torch.where(votes == votes.amax(dim=0), residual, torch.inf)
-    # a majority that is not finite still wins against what was not run
-    return torch.where(torch.isinf(least) & (votes == votes.amax(dim=0)), torch.finfo(residual.dtype).max, least)
-
-
-def _dissent(answers: Tensor, winner: Tensor, ran: Tensor) -> Tensor:
-    kept = answers[winner, torch.arange(len(winner), device=winner.device)]
-    other = (answers != kept).any(dim=-1) & ran
-    return other.sum(dim=0) / ran.sum(dim=0)
 
 
 def _distance(wide: list[Tensor], z: list[Tensor], ran: Tensor) -> Tensor:

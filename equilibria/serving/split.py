@@ -224,7 +224,12 @@ class CellSplit:
                 return layer.cell(state, *reached.given)
 
             steps = advance(layer.gradient, int(layer.solves) if layer.solves is not None else 0)
-            there = z if steps is None else _advanced(steps, f, z, layout, stats)
+            if steps is None:
+                there = z
+            else:
+                # take the steps of a gradient from the equilibrium; rows that are not finite stay unchanged
+                out = steps(lambda h: layout.pack_output(f(layout.unpack(h)), len(h)), z)
+                there = torch.where((stats.status != Status.NONFINITE).unsqueeze(1), out, z)
             return solution(there, layout, f, None, stats)
 
         self._replay = {}
@@ -279,12 +284,6 @@ class CellSplit:
             return output
 
         return run
-
-
-def _advanced(steps: Any, f: Callable[[State], State], z: Tensor, layout: Layout, stats: Stats) -> Tensor:
-    """Take the steps of a gradient from the equilibrium; rows that are not finite stay unchanged."""
-    out = steps(lambda h: layout.pack_output(f(layout.unpack(h)), len(h)), z)
-    return torch.where((stats.status != Status.NONFINITE).unsqueeze(1), out, z)
 
 
 def _copy(model: nn.Module) -> nn.Module:

@@ -94,7 +94,9 @@ class Ours(LayerMethod):
         options: dict[str, Any] = {} if self.solver is None else {"solver": self.solver}
         if self.adjoint is not None:
             options["gradient"] = Implicit(solver=self.adjoint)
-        if not _starts_by_default(case):
+        start = case.start
+        # zeros shaped like the first input are the default of a DEQ
+        if not (isinstance(start, Tensor) and start.shape == case.inputs[0].shape and not bool(start.any())):
             options["init"] = lambda *inputs: case.start
         return DEQ(case.cell, stop=stop, compile=self.compile, **options)
 
@@ -162,9 +164,3 @@ def torchdeq() -> list[Method]:
         TorchDEQ(f"{TORCHDEQ} Anderson, ridge repaired, hook", "anderson", hook=True, options=repaired),
         TorchDEQ(f"{TORCHDEQ} Broyden", "broyden"),
     ]
-
-
-def _starts_by_default(case: Case) -> bool:
-    """True if the case starts at zeros shaped like the first input, the default of a DEQ."""
-    start = case.start
-    return isinstance(start, Tensor) and start.shape == case.inputs[0].shape and not bool(start.any())

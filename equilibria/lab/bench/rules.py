@@ -91,17 +91,13 @@ def tighten(case: Case, method: Method, judge: Judge) -> Tightened:
         if residual <= case.rtol:
             return Tightened(tol, residual, reached=True)
         first = first or Tightened(tol, residual, reached=False)
-        if _exhausted(case, method, tol):
+        # a method that used all of its steps does not change with a tighter tolerance
+        with counting(case.cell) as counter:
+            method.counted().solve(case, tol)
+        if counter.work().calls >= case.max_steps:
             break
     assert first is not None
     return first
-
-
-def _exhausted(case: Case, method: Method, tol: float) -> bool:
-    """True if the method used all of its steps, so that a tighter tolerance changes nothing."""
-    with counting(case.cell) as counter:
-        method.counted().solve(case, tol)
-    return counter.work().calls >= case.max_steps
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,15 @@ class Checkpoints:
             self._put(temporary, path)
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
-            raise OSError(error.errno, self._failure(path, error)) from error
+            kept = self.paths()
+            last = (
+                f"{kept[-1].name} is kept: make room and start the run again to go on from it"
+                if kept
+                else "there is none yet"
+            )
+            raise OSError(
+                error.errno, f"cannot write the checkpoint {path.name} in {self.folder}: {error.strerror or error}; {last}"
+            ) from error
         for old in self.paths()[: -self.keep]:
             shutil.rmtree(old)
         return path
@@ -133,13 +141,6 @@ class Checkpoints:
             shutil.rmtree(aside) if path.exists() else aside.rename(path)
         for path in self.folder.glob(".step-*.tmp-*"):
             shutil.rmtree(path, ignore_errors=True)
-
-    def _failure(self, path: Path, error: OSError) -> str:
-        kept = self.paths()
-        last = (
-            f"{kept[-1].name} is kept: make room and start the run again to go on from it" if kept else "there is none yet"
-        )
-        return f"cannot write the checkpoint {path.name} in {self.folder}: {error.strerror or error}; {last}"
 
 
 def read(path: Path, parts: Collection[str] | None = None) -> Found:

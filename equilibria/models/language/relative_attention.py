@@ -97,15 +97,12 @@ class RelativeAttention(nn.Module):
         scaled = (query + self.distance_bias.unsqueeze(1)) * self.head_width**-0.5
         bias = relative_shift(scaled @ around.distances.mT).masked_fill(around.hidden, -math.inf)
         query = query + self.content_bias.unsqueeze(1)
-        if self._may_fuse(bias):
+        differentiated = torch.is_grad_enabled() or autodiff_modes.inside_transform() or autodiff_modes.inside_dual_level()
+        large = bias.shape[-2] * bias.shape[-1] >= FUSED_FROM
+        if self.fused and large and not differentiated and not self.dropout.active:
             return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias)
         scores = torch.softmax((query * self.head_width**-0.5) @ keys.mT + bias, dim=-1)
         return self.dropout(scores) @ values
-
-    def _may_fuse(self, bias: Tensor) -> bool:
-        differentiated = torch.is_grad_enabled() or autodiff_modes.inside_transform() or autodiff_modes.inside_dual_level()
-        large = bias.shape[-2] * bias.shape[-1] >= FUSED_FROM
-        return self.fused and large and not differentiated and not self.dropout.active
 
     def _split(self, x: Tensor) -> Tensor:
         """(batch, time, heads e) -> (batch, heads, time, e)."""

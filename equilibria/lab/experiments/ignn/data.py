@@ -77,15 +77,14 @@ def random_labels(graphs: tuple[int, int, int] = (4, 1, 1), *, nodes: int = 40, 
 
 
 def _random_graph(nodes: int, kind: int, draws: torch.Generator) -> Graph:
-    edges = _preferred(nodes, draws) if kind else _even(nodes, 2 * nodes - 3, draws)
+    if kind:
+        edges = _preferred(nodes, draws)
+    else:
+        pairs = torch.combinations(torch.arange(nodes))
+        edges = pairs[torch.randperm(len(pairs), generator=draws)[: (2 * nodes - 3)]].t()
     edges = _undirected(edges)
     degree = edges[0].bincount(minlength=nodes).clamp(max=DEGREES - 1)
     return Graph(one_hot(degree, DEGREES).float(), edges, torch.tensor([kind]))
-
-
-def _even(nodes: int, count: int, draws: torch.Generator) -> Tensor:
-    pairs = torch.combinations(torch.arange(nodes))
-    return pairs[torch.randperm(len(pairs), generator=draws)[:count]].t()
 
 
 def _preferred(nodes: int, draws: torch.Generator) -> Tensor:

@@ -74,7 +74,13 @@ class _SkipTask(Task[Batch]):
         x, y = batch
         prediction, s = self._run(model, x)
         loss, metrics = self.judge(prediction, y)
-        for name, weight, penalty in self._penalties(s):
+        # (name, weight, value) of the penalties with a positive weight
+        found = []
+        if s is not None and self.settings.variant != "vanilla" and self.settings.skip_weight:
+            found.append(("skip", self.settings.skip_weight, skip_penalty(s)))
+        if s is not None and self.settings.jacobian_weight:
+            found.append(("jacobian", self.settings.jacobian_weight, jacobian_penalty(s)))
+        for name, weight, penalty in found:
             metrics[name] = penalty.detach()
             loss = loss + weight * penalty
         return Outcome(loss, metrics | self._counts(s), len(y))
@@ -98,15 +104,6 @@ class _SkipTask(Task[Batch]):
         with record(model) as solutions:
             prediction, z = model(x, with_state=True)
         return prediction, dataclasses.replace(solutions[0], z=z) if solutions else None
-
-    def _penalties(self, s: Solution | None) -> list[tuple[str, float, Tensor]]:
-        """(name, weight, value) of the penalties with a positive weight."""
-        found = []
-        if s is not None and self.settings.variant != "vanilla" and self.settings.skip_weight:
-            found.append(("skip", self.settings.skip_weight, skip_penalty(s)))
-        if s is not None and self.settings.jacobian_weight:
-            found.append(("jacobian", self.settings.jacobian_weight, jacobian_penalty(s)))
-        return found
 
     def _counts(self, s: Solution | None) -> dict[str, Tensor | float]:
         if s is None:
