@@ -15,7 +15,6 @@ from equilibria._core.autodiff_modes import Autocast, not_traced
 from equilibria._core.compile import Compiler
 from equilibria._core.equation import CellEquation
 from equilibria._core.frozen_cell import FrozenCell
-from equilibria._core.loop import check_solver
 from equilibria._core.packing import Layout, State, zeros_like_first
 from equilibria._core.problem import Problem
 from equilibria.gradients.base import Gradient
@@ -24,7 +23,7 @@ from equilibria.gradients.warmup import Warmup
 from equilibria.remember import Keys
 from equilibria.solution import Report, Solution, note, recordings
 from equilibria.solvers.anderson import Anderson
-from equilibria.solvers.fallback import AnySolver
+from equilibria.solvers.fallback import AnySolver, check_solver
 from equilibria.solvers.robust import Robust
 from equilibria.starts import Init, check_cell, check_init, first_steps, memory_of, prepared, start_of
 from equilibria.stop import Stop

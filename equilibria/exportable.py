@@ -20,6 +20,7 @@ from equilibria._core.bookkeeping import SolveRecord
 from equilibria._core.checks import require
 from equilibria._core.compile import Parts, Program
 from equilibria._core.equation import uses_batch_statistics
+from equilibria._core.loop import finished
 from equilibria._core.maps import Counter, Equation
 from equilibria._core.problem import Problem
 from equilibria._core.results import SolveResult
@@ -106,7 +107,7 @@ class Loop(Program):
                 _, *tensors = self._loop(Parts(lambda *args: args, equation), z0, *args)
                 record.load(tensors)
             closed = record.close()
-            z, stats, _ = closed.settle(closed.stats(Counter()))
+            z, stats, _ = closed.settle(finished(closed, Counter(), settle=False).stats)
             least = usual_range(z0.dtype)[0]
             if self.stop.atol < least:  # else these are within atol, whatever is lost of their squares
                 unknown = stats.converged & (closed.size < least)

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equilibria._core.compaction import ROUNDING
-from equilibria._core.results import LoopRun, SolveResult, confirm, merge
+from equilibria._core.results import LoopRun, SolveResult, merge
 from equilibria.solution import Handover, Status
 from equilibria.solvers.base import Solver
 from equilibria.solvers.fallback import Fallback
@@ -19,16 +18,7 @@ Solve = Callable[[LoopRun, Tensor, Solver[Any]], SolveResult]  # by one solver
 
 
 def solve_chain(run: LoopRun, z0: Tensor, chain: Fallback, solve: Solve) -> SolveResult:
-    """The result of a chain; `solve` runs one of its solvers."""
-    result = _chain(run, z0, chain, solve)
-    # a chain joins rows of several solves: where they may depend on each other, these were not evaluated together
-    if run.scale is not None or result.coupled is False or not (result.coupled or result.stats.handovers):
-        return result
-    return confirm(run, result, 0.0 if result.coupled else ROUNDING * run.precision)
-
-
-def _chain(run: LoopRun, z0: Tensor, chain: Fallback, solve: Solve) -> SolveResult:
-    """Run each solver of a Fallback in turn on the samples that are not solved yet.
+    """Run each solver of a Fallback in turn on the samples that are not solved yet; `solve` runs one of them.
 
     A solver may fail from the best iterate of another one and succeed from the start. Samples that all solvers leave are
     therefore solved again from the start, by the last solver first: the chain solves every sample that one of them solves.

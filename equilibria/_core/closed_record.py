@@ -14,9 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from equilibria._core.maps import Counter
 from equilibria.solution import Stats, Status
-from equilibria.stop import USUAL
 
 RUNNING = -1
 GROWN = 2.0  # a state this many times as large as at the start has grown
@@ -61,28 +59,8 @@ class ClosedRecord:
     moved: bool = True
     trace: tuple[Tensor, ...] | None = None
     iterates: tuple[Tensor, ...] = ()
-    faint: Tensor | None = None  # (batch,) converged samples whose squares underflow; set by `stats`
-
-    def stats(self, counter: Counter) -> Stats:
-        """The statistics, which are final unless a sample has failed."""
-        status = torch.where(self.status == RUNNING, Status.MAX_STEPS, self.status)
-        if not self.linear and self.moved:
-            least, _ = USUAL[self.size.dtype]
-            self.faint = (status == Status.CONVERGED) & (self.size < least) & (self.best > 0)
-            status = torch.where(self.faint, Status.STALLED, status)
-            status = torch.where(self._doubtful(), Status.DIVERGED, status)
-        return Stats(
-            status=status.to(torch.int8),
-            steps=self.steps,
-            rejected=self.rejected,
-            best=self.best,
-            residual=self.length / self.size.clamp_min(torch.finfo(self.size.dtype).tiny),
-            evaluations=counter.evaluations,
-            sample_evaluations=counter.rows,
-            products=counter.products,
-            trace=self.trace,
-            iterates=self.iterates,
-        )
+    faint: Tensor | None = None  # (batch,) converged samples whose squares underflow; set by `loop.finished`
+    doubtful: Tensor | None = None  # (batch,) samples whose state has grown too far for their residual to mean anything
 
     def settle(self, stats: Stats) -> tuple[Tensor, Stats, Tensor]:
         """Result and statistics where a sample has failed, and (batch,) True where the residual is below the start's.
@@ -100,8 +78,9 @@ class ClosedRecord:
             status = torch.where(self.faint, Status.STALLED, status)
         most = length + self.precision * size  # what the residual is at most
         fallen = most <= peak  # by more than rounding can account for; not where `size` is infinite
-        grown = (status == Status.CONVERGED) & self._doubtful() & ~fallen
-        status = torch.where(grown, Status.DIVERGED, status)
+        if self.doubtful is not None:
+            grown = (status == Status.CONVERGED) & self.doubtful & ~fallen
+            status = torch.where(grown, Status.DIVERGED, status)
         near = size <= DIVERGENCE * scale.clamp_min(self.natural)
         recovered = (length <= RECOVERED * peak) & (length <= RECOVERED * size) & near
         # a residual that has not fallen says nothing for a state that may have grown: a chain goes on from the start then
@@ -115,12 +94,3 @@ class ClosedRecord:
         status = torch.where(unfinished & (last > RUNAWAY * scale) & (last > RECOVERED * peak), Status.DIVERGED, status)
         residual = length / size.clamp_min(torch.finfo(size.dtype).tiny)
         return z, dataclasses.replace(stats, status=status.to(torch.int8), residual=residual, best=best), sound
-
-    def _doubtful(self) -> Tensor:
-        """(batch,) samples whose state has grown so far that the residual of their start would be within the tolerance.
-
-        A residual is known up to the spacing of the numbers beside the state.
-        """
-        beyond = (self.first_length - self.atol).clamp_min(0.0)  # what rtol must account for
-        enough = beyond * (FALL / (self.rtol + self.precision))
-        return self.size > torch.maximum(GROWN * self.first_size, enough)

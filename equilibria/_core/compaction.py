@@ -64,7 +64,7 @@ def is_trusted(cell: CellIdentity) -> bool:
 
 def remember_measured(cell: CellIdentity, agreed: bool) -> None:
     """Store for later solves of a cell that is a module whether the answer had the residuals that were told."""
-    if cell.trusted is not agreed and cell.lasting and cell.owner is not None:
+    if cell.lasting and cell.owner is not None:
         cell.trusted, known = agreed, _verdicts.setdefault(cell.owner, {})
         if agreed:
             known["apart", cell.mode] = True

@@ -32,9 +32,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from equilibria._core import autodiff_modes
 from equilibria._core.autodiff_modes import no_autocast
 from equilibria._core.bookkeeping import SolveRecord
-from equilibria._core.loop import finished, solve
+from equilibria._core.loop import finished, measure, solve
 from equilibria._core.maps import Counter, Equation, FlatMap, Map
-from equilibria._core.results import SolveResult, measure
+from equilibria._core.results import SolveResult
 from equilibria.solution import Status
 from equilibria.solvers.base import Solver
 from equilibria.solvers.picard import Picard

@@ -17,18 +17,19 @@ from equilibria._core import autodiff_modes
 from equilibria._core.autodiff_modes import no_autocast
 from equilibria._core.bookkeeping import SolveRecord
 from equilibria._core.chain import solve_chain
-from equilibria._core.closed_record import ClosedRecord
+from equilibria._core.closed_record import FALL, GROWN, RUNNING, ClosedRecord
 from equilibria._core.compaction import ROUNDING, TRUSTED, RowCheck, compare_answer, compare_rows, is_to_compare
+from equilibria._core.magnitude import Unusual, is_unusual, solve_divided
 from equilibria._core.maps import Counter, FlatMap, Map
-from equilibria._core.results import VERIFICATIONS, LoopRun, SolveResult, confirm, merge, within_dtype
+from equilibria._core.results import VERIFICATIONS, LoopRun, SolveResult, merge
 from equilibria.native import solve as native_solve
 from equilibria.native.solve import Iteration, Krylov
 from equilibria.solution import Stats, Status
 from equilibria.solvers.base import Iterate, Solver
-from equilibria.solvers.fallback import AnySolver, Fallback
+from equilibria.solvers.fallback import AnySolver, Fallback, check_solver
 from equilibria.solvers.krylov import GMRES
 from equilibria.solvers.rowwise import compact_rows, gather, map_tensors, rejected
-from equilibria.stop import FLOOR, RECURRENCE, USUAL, Stop, binary_size, max_norm
+from equilibria.stop import FLOOR, RECURRENCE, USUAL, Stop, binary_size
 
 
 def solve(
@@ -62,66 +63,26 @@ def solve(
     precision, ordinary = precision or torch.finfo(z0.dtype).eps, autodiff_modes.is_ordinary()
     # a linear system stands alone if the forward solve found that rows do not depend on each other and can be taken. That
     # rows do not mix is not enough: a weight with as many rows as the batch must not be restricted
-    cell = None if scale is None else f.equation
-    alone = cell is not None and cell.separable and cell.identity.coupled is False
-    asked = measured_later and scale is None and stop.process_group is None
-    trusted = asked and f.equation is not None and f.equation.identity.trusted
-    run = LoopRun(f, stop, scale, precision, keep_state, verify, measured_later, alone, trusted, ordinary, origin=z0)
+    rows, cell = None, f.equation
+    if cell is not None and scale is not None and cell.separable and cell.identity.coupled is False:
+        rows = RowCheck()
+    elif cell is not None and scale is None and measured_later and stop.process_group is None and cell.identity.trusted:
+        rows = TRUSTED
+    run = LoopRun(f, stop, scale, precision, keep_state, verify, measured_later, rows, ordinary, origin=z0)
     with no_autocast(z0.device):
         try:
             result = _verified(run, z0, solver)
-        except _Unusual as start:
-            result = _divided(run, z0, start.fz, solver)
+        except Unusual as start:
+            result = solve_divided(run, z0, start.fz, solver, _verified)
         for _ in range(VERIFICATIONS):
             if result.faint is None:
                 break
             # continue the solve of samples whose results have become too small to be squared
             left = run.with_stop(max_steps=max(stop.max_steps - result.taken, 0))
-            result = merge(result, _divided(left, result.z, f(result.z), solver))
+            result = merge(result, solve_divided(left, result.z, f(result.z), solver, _verified))
             if scale is None and result.coupled is None:  # rows of two solves, which may depend on each other
                 result = confirm(run, result, ROUNDING * precision)
         return result
-
-
-class _Unusual(Exception):  # noqa: N818, no error
-    """The start is so small or large that squares leave the dtype."""
-
-    def __init__(self, fz: Tensor) -> None:
-        super().__init__()
-        self.fz = fz
-
-
-def _divided(run: LoopRun, z0: Tensor, fz: Tensor, solver: AnySolver) -> SolveResult:
-    """Solve g(y) = f(unit y) / unit, whose states have a usual magnitude; units are powers of two per sample."""
-    unit = binary_size(z0, fz).unsqueeze(1)
-    y0 = z0 / unit
-    f = run.f.divided(unit).remember(y0, fz / unit)
-    inner = dataclasses.replace(run.with_stop(compact=False), f=f, unit=unit.squeeze(1), origin=None)
-    result = _verified(inner, y0, solver)
-    stats = dataclasses.replace(result.stats, iterates=tuple(y * unit for y in result.stats.iterates))
-    state = None if result.state is None else result.state.rescaled(unit)
-    result = within_dtype(dataclasses.replace(result, z=result.z * unit, stats=stats, state=state), z0)
-    return result if run.scale is not None or not result.failed else _with_scaled_residuals(run, result)
-
-
-def _with_scaled_residuals(run: LoopRun, result: SolveResult) -> SolveResult:
-    """The result with the residuals of failed samples measured: |f(z)| may be too small beside the start to be squared.
-
-    A relative residual that the dtype cannot hold is inf.
-    """
-    fz, norm, stats = run.f(result.z), run.stop.norm, result.stats
-    unit = binary_size(result.z, fz)
-    difference = fz / unit.unsqueeze(1) - result.z / unit.unsqueeze(1)
-    above, below = binary_size(difference), binary_size(fz)
-    length, size = norm(difference / above.unsqueeze(1)), norm(fz / below.unsqueeze(1))
-    powers = (above.double() * unit.double()) / below.double()
-    residual = (length / size.clamp_min(torch.finfo(fz.dtype).tiny) * powers).to(length.dtype)
-    told = torch.where(stats.failed & ~torch.isnan(residual), residual, stats.residual)
-    counter = run.f.counter
-    stats = dataclasses.replace(
-        stats, residual=told, evaluations=counter.evaluations, sample_evaluations=counter.rows, products=counter.products
-    )
-    return dataclasses.replace(result, stats=stats)
 
 
 def _verified(run: LoopRun, z0: Tensor, solver: AnySolver) -> SolveResult:
@@ -130,12 +91,25 @@ def _verified(run: LoopRun, z0: Tensor, solver: AnySolver) -> SolveResult:
     Rows that depend on each other are left where they are: the caller solves them as one problem.
     """
     if isinstance(solver, Fallback):
-        return solve_chain(run, z0, solver, _verified)
+        result = solve_chain(run, z0, solver, _verified)
+        # a chain joins rows of several solves: where they may depend on each other, these were not evaluated together
+        if run.scale is not None or result.coupled is False or not (result.coupled or result.stats.handovers):
+            return result
+        return confirm(run, result, 0.0 if result.coupled else ROUNDING * run.precision)
     result = _run(run, z0, solver)
-    measured = _is_to_be_measured(run, solver, result)
+    if not solver.evaluates_residual:
+        due = run.verify
+    elif run.scale is not None:  # the residual of a linear system is measured by whoever asked for its solution
+        due = False
+    elif not result.unmeasured or result.coupled:
+        due = bool(result.coupled)
+    else:
+        # a backward pass that has samples to set aside does not evaluate the answer as it is
+        later = run.measured_later and result.coupled is False
+        due = not later or (result.failed and result.stats.count(Status.NONFINITE) > 0)
     if run.scale is None and run.f.any_rank is not None:  # with sharded weights an evaluation waits for all ranks
-        measured = run.f.any_rank(measured)
-    if not measured:
+        due = run.f.any_rank(due)
+    if not due:
         return result
     carried = min(FLOOR * run.precision, RECURRENCE * run.stop.rtol)
     rounding = ROUNDING * run.precision if solver.evaluates_residual else carried
@@ -153,34 +127,19 @@ def _verified(run: LoopRun, z0: Tensor, solver: AnySolver) -> SolveResult:
     return result
 
 
-def _is_to_be_measured(run: LoopRun, solver: Solver[Any], result: SolveResult) -> bool:
-    if not solver.evaluates_residual:
-        return run.verify
-    if run.scale is not None:  # the residual of a linear system is measured by whoever asked for its solution
-        return False
-    if not result.unmeasured or result.coupled:
-        return bool(result.coupled)
-    # a backward pass that has samples to set aside does not evaluate the answer as it is
-    later = run.measured_later and result.coupled is False
-    return not (later and not (result.failed and result.stats.count(Status.NONFINITE)))
-
-
 def _run(run: LoopRun, z0: Tensor, solver: Solver[Any]) -> SolveResult:
     """Run the loop, with native steps if the solver and the map support them."""
     f, stop = run.f, run.stop
-    if native_solve.can_run(run, z0, solver):
-        fz = f(z0)
-        if native_solve.is_readable(fz):  # the map may close over tensors that are differentiated
-            return _run_native(run, z0, fz, solver)
-        f.remember(z0, fz)
+    if (natively := _run_native(run, z0, solver)) is not None:
+        return natively
     state = solver.init(f, z0)
     record = SolveRecord(stop, z0, run.scale, run.precision, run.unit)
     often = stop.check_every == 1
     record.record(state, step=0, look=often)
-    if z0 is run.origin and record.unusual() and _unusual(z0, state.fz):
-        raise _Unusual(state.fz)
+    if z0 is run.origin and record.unusual() and is_unusual(z0, state.fz):
+        raise Unusual(state.fz)
     compact = stop.compact and stop.process_group is None
-    kept, taken, rows = None, 0, known_rows(run)
+    kept, taken, rows = None, 0, run.rows
     for step in range(1, stop.max_steps + 1):
         if often or step % stop.check_every == 0 or step == 1:
             running = record.running()  # the read-back
@@ -210,9 +169,15 @@ def _run(run: LoopRun, z0: Tensor, solver: Solver[Any]) -> SolveResult:
     return _with_rows(run, solver, result, rows, apart=apart, dropped=record.index is not None)
 
 
-def _run_native(run: LoopRun, z0: Tensor, fz: Tensor, solver: Solver[Any]) -> SolveResult:
-    """As `_run`, with a native call for all that is done between two evaluations."""
+def _run_native(run: LoopRun, z0: Tensor, solver: Solver[Any]) -> SolveResult | None:
+    """As `_run`, with a native call for all that is done between two evaluations; None if that is not possible."""
+    if not native_solve.can_run(run, z0, solver):
+        return None
     f, stop, shape = run.f, run.stop, z0.shape
+    fz = f(z0)
+    if not native_solve.is_readable(fz):  # the map may close over tensors that are differentiated
+        f.remember(z0, fz)
+        return None
     method = Krylov(run, z0, fz, solver) if isinstance(solver, GMRES) else Iteration(run, z0, fz, solver)
     work, compact, taken = method.work, stop.compact, 0
     running = method.step(0, last=stop.max_steps == 0)
@@ -220,9 +185,9 @@ def _run_native(run: LoopRun, z0: Tensor, fz: Tensor, solver: Solver[Any]) -> So
     if run.scale is None and z0 is run.origin:
         least, most = USUAL[z0.dtype]
         usual = work.context.lowest >= least and work.context.highest <= most and work.context.longest < float("inf")
-        if not usual and _unusual(z0, fz):  # nan is not usual
-            raise _Unusual(fz)
-    rows = known_rows(run)
+        if not usual and is_unusual(z0, fz):  # nan is not usual
+            raise Unusual(fz)
+    rows = run.rows
     for step in range(1, stop.max_steps + 1):
         if running == 0:
             break
@@ -235,7 +200,8 @@ def _run_native(run: LoopRun, z0: Tensor, fz: Tensor, solver: Solver[Any]) -> So
                 work.keep_running(method.z)
                 break
         if compact and rows is not None and f.is_worth_restricting(stopped, (work.rows, shape[1])):
-            index = work.running_rows()
+            status = work.status if work.place is None else work.status.index_select(0, work.place)
+            index = (status < 0).nonzero().squeeze(1)  # the rows that still run
             smaller = f.take(index)
             compact = smaller is not None
             if smaller is not None:
@@ -247,14 +213,9 @@ def _run_native(run: LoopRun, z0: Tensor, fz: Tensor, solver: Solver[Any]) -> So
             opened_at = step
     apart = opened_at is not None and opened_at < taken and shape[0] > 1
     result = finished(work.close(run, z0), run.f.counter, taken)
+    if run.scale is not None and run.rows is not None:  # of a linear system whose rows stand alone no more is asked
+        return result
     return _with_rows(run, solver, result, rows, apart=apart, dropped=work.place is not None)
-
-
-def known_rows(run: LoopRun) -> RowCheck | None:
-    """What is known about the rows before the first step; None if they are to be compared."""
-    if run.stands_alone:
-        return RowCheck()
-    return TRUSTED if run.trusted else None
 
 
 def _with_rows(
@@ -282,13 +243,38 @@ def _is_joined(stats: Stats) -> bool:
     return bool(((stats.best != stats.best[0]) | (stats.status == Status.NONFINITE)).any())
 
 
-def finished(record: ClosedRecord, counter: Counter, taken: int, state: Any = None) -> SolveResult:
-    """The result of a closed record; reads back once whether a sample has failed, and settles it only then.
+def finished(
+    record: ClosedRecord, counter: Counter, taken: int = 0, state: Any = None, *, settle: bool = True
+) -> SolveResult:
+    """The result of a closed record; reads back once whether a sample has failed, and only then settles it.
 
-    Linear systems have a fixed scale and are not settled, so that nothing is read back.
+    Linear systems have a fixed scale and are not settled, so that nothing is read back. Without `settle` nothing is read
+    back either, and the statistics are final only if no sample has failed.
     """
-    stats = record.stats(counter)
-    if record.linear:
+    status = torch.where(record.status == RUNNING, Status.MAX_STEPS, record.status)
+    if not record.linear and record.moved:
+        least, _ = USUAL[record.size.dtype]
+        record.faint = (status == Status.CONVERGED) & (record.size < least) & (record.best > 0)
+        # a state may have grown so far that the residual of its start would be within the tolerance; a residual is known up
+        # to the spacing of the numbers beside the state
+        beyond = (record.first_length - record.atol).clamp_min(0.0)  # what rtol must account for
+        enough = beyond * (FALL / (record.rtol + record.precision))
+        record.doubtful = record.size > torch.maximum(GROWN * record.first_size, enough)
+        status = torch.where(record.faint, Status.STALLED, status)
+        status = torch.where(record.doubtful, Status.DIVERGED, status)
+    stats = Stats(
+        status=status.to(torch.int8),
+        steps=record.steps,
+        rejected=record.rejected,
+        best=record.best,
+        residual=record.length / record.size.clamp_min(torch.finfo(record.size.dtype).tiny),
+        evaluations=counter.evaluations,
+        sample_evaluations=counter.rows,
+        products=counter.products,
+        trace=record.trace,
+        iterates=record.iterates,
+    )
+    if record.linear or not settle:
         return SolveResult(record.z, stats, taken, state)
     asked = [(stats.status != Status.CONVERGED).any(), *([] if record.faint is None else [record.faint.any()])]
     failed, *fainted = autodiff_modes.numbers(torch.stack(asked))
@@ -298,11 +284,45 @@ def finished(record: ClosedRecord, counter: Counter, taken: int, state: Any = No
     return SolveResult(z, stats, taken, state, sound=sound, faint=record.faint if any(fainted) else None)
 
 
-def _unusual(z: Tensor, fz: Tensor) -> bool:
-    """True if the squares of a row leave the dtype."""
-    least, most = USUAL[z.dtype]
-    largest = torch.maximum(max_norm(z), max_norm(fz))
-    return bool((((largest > most) & (largest < float("inf"))) | ((largest > 0) & (largest < least))).any())
+def confirm(run: LoopRun, claimed: SolveResult, rounding: float) -> SolveResult:
+    """The result with measured residuals; samples are CONVERGED only if the measured residual is within the tolerance.
+
+    A sample marked CONVERGED that is not becomes STALLED, because by its own residual the solver had finished. `rounding`
+    is by how much the relative residual of such a sample may exceed the tolerance: 0 for rows that depend on each other,
+    whose change is no rounding.
+    """
+    fz = run.f(claimed.z)
+    run.f.remember(claimed.z, fz)
+    # statistics of one iterate; rows are divided by their magnitude before entries are squared
+    z = claimed.z
+    unit = None if run.scale is not None else binary_size(z, fz)
+    if unit is not None:
+        z, fz = z / unit.unsqueeze(1), fz / unit.unsqueeze(1)
+    by = run.unit if unit is None else unit if run.unit is None else unit * run.unit
+    record = SolveRecord(run.stop, z, run.scale, run.precision, by)
+    record.record(Iterate(z, fz), step=0, look=False)
+    seen = finished(record.close(), run.f.counter, settle=False).stats
+    unless = torch.where(claimed.stats.converged, Status.STALLED, claimed.stats.status)
+    # beside a state that has grown enough any residual is small: what has diverged stays so
+    within = seen.converged & (claimed.stats.status != Status.DIVERGED)
+    holds = within | (claimed.stats.converged & (seen.residual <= run.stop.rtol + rounding))
+    status = torch.where(holds, Status.CONVERGED, unless).to(torch.int8)
+    before = claimed.stats
+    # a cell that fails from some call on has failed here too: its best iterate keeps the residual that was measured before
+    kept = (before.status == Status.NONFINITE) & ~torch.isfinite(seen.residual)
+    stats = dataclasses.replace(seen, status=status, residual=torch.where(kept, before.residual, seen.residual))
+    stats = dataclasses.replace(stats, steps=before.steps, rejected=before.rejected, best=before.best)
+    stats = dataclasses.replace(stats, trace=before.trace, iterates=before.iterates, handovers=before.handovers)
+    return dataclasses.replace(claimed, stats=stats, failed=True, unmeasured=False)
+
+
+def measure(result: SolveResult, f: FlatMap, stop: Stop, precision: float) -> SolveResult:
+    """The result of a solve with its residuals measured by one evaluation of `f`."""
+    before = result.stats
+    f = Map(f.raw if isinstance(f, Map) else f)
+    f.counter = Counter(before.evaluations, before.sample_evaluations, before.products)
+    with no_autocast(result.z.device):
+        return confirm(LoopRun(f, stop, None, precision), result, 0.0)
 
 
 def _compact(f: Map, state: Iterate, record: SolveRecord, *, over: bool) -> tuple[Map, Iterate] | None:
@@ -313,9 +333,3 @@ def _compact(f: Map, state: Iterate, record: SolveRecord, *, over: bool) -> tupl
         return None
     record.drop_finished(index)
     return smaller, map_tensors(state, lambda tensor: compact_rows(tensor, index, over=over))
-
-
-def check_solver(solver: Any) -> None:
-    """Raise TypeError unless `solver` is a solver or a chain of solvers."""
-    if isinstance(solver, type) or not isinstance(solver, (Solver, Fallback)):
-        raise TypeError(f"A solver is an object such as Anderson() or Fallback(Picard(), Newton()), got {solver!r}.")

@@ -82,7 +82,9 @@ class Map:
     def take(self, index: Tensor) -> Map | None:
         """The map of the rows at `index`, with the same counter; None if rows cannot be taken."""
         if self.equation is not None:
-            smaller = self.equation.bind(self.equation.take(self.args, index)) if self.equation.restrictable else None
+            rowwise = zip(self.args, self.equation.rowwise, strict=True)
+            args = [arg[index] if rows else arg for arg, rows in rowwise]  # args without rows are shared
+            smaller = self.equation.bind(args) if self.equation.restrictable else None
         else:
             restrict = getattr(self.raw, "take", None)  # a plain function may have this method
             raw = None if restrict is None else restrict(index)
@@ -232,7 +234,7 @@ class Equation(ABC):
     rowwise: tuple[bool, ...]  # True for each arg that has a row per sample
     precision: float  # machine epsilon of the dtype F computes in
     identity: CellIdentity  # of the cell, shared by the linear equations of its derivatives
-    restrictable: bool = False  # True if `take` works; before rows are dropped, it is verified that they give the same
+    restrictable: bool = False  # True if `Map.take` works; before rows are dropped, it is verified that they give the same
     separable: bool = False  # True if a solve ran rows without the others, and they gave the same
 
     @abstractmethod
@@ -242,10 +244,6 @@ class Equation(ABC):
     def bind(self, args: Sequence[Tensor]) -> Map:
         """The map z -> F(z, *args) for the solver loop, which does not differentiate it."""
         return Map(lambda z: self(z, *args), self, args)
-
-    def take(self, args: Sequence[Tensor], index: Tensor) -> list[Tensor]:
-        """The args restricted to the rows at `index`; args without rows are returned unchanged."""
-        return [arg[index] if rows else arg for arg, rows in zip(args, self.rowwise, strict=True)]
 
     def right(self, *args: Tensor) -> Tensor | None:
         """The right-hand side of a linear equation, to which its tolerance is relative; None for other equations."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,13 +20,13 @@ from torch import Tensor
 from equilibria._core.compaction import ROUNDING, remember_measured, rows_mix
 from equilibria._core.compile import Compiler
 from equilibria._core.failures import report_failures
-from equilibria._core.loop import solve
+from equilibria._core.loop import measure, solve
 from equilibria._core.maps import Equation, FlatMap, LinearEquation, LinearMap, Map
-from equilibria._core.results import VERIFICATIONS, SolveResult, measure
+from equilibria._core.results import VERIFICATIONS, SolveResult
 from equilibria.solution import Report, Stats, Status
 from equilibria.solvers.fallback import AnySolver
 from equilibria.solvers.krylov import GMRES
-from equilibria.stop import Stop, euclidean_norm, rms_norm
+from equilibria.stop import Stop, rms_norm
 
 if TYPE_CHECKING:
     from equilibria.gradients.approximations import Approximation
@@ -159,13 +160,14 @@ class Problem:
         assert stats is not None
         self.report.unmeasured = None
         # ratios of root mean squares are those of lengths. This runs in every training step: few operations, one read-back
-        norm = euclidean_norm if stop.norm is rms_norm else stop.norm
+        norm = partial(torch.linalg.vector_norm, dim=1) if stop.norm is rms_norm else stop.norm
         residual, rounding = norm(fz - z) / norm(fz), ROUNDING * precision
         agreed = float(torch.dist(residual, stats.residual, float("inf"))) <= rounding
         # nan is a row of zeros, or in quarantine
         agreed = agreed or not bool(((residual - stats.residual).abs() > rounding).any())
-        if trust and self.equation.separable and not self.equation.identity.coupled:
-            remember_measured(self.equation.identity, agreed)
+        cell = self.equation.identity
+        if trust and self.equation.separable and not cell.coupled and cell.trusted is not agreed:
+            remember_measured(cell, agreed)
         if agreed:
             return
         length, size = stop.norm(fz - z), stop.norm(fz)

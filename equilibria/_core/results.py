@@ -1,4 +1,4 @@
-"""The result of a solve of a map, what the loop is given for it, and how results are measured and joined."""
+"""What a run of the loop is given and what it returns, and how the results of two runs are joined."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equilibria._core.autodiff_modes import no_autocast
-from equilibria._core.bookkeeping import SolveRecord
-from equilibria._core.compaction import warn_once
-from equilibria._core.maps import Counter, FlatMap, Map
+from equilibria._core.compaction import RowCheck, warn_once
+from equilibria._core.maps import Map
 from equilibria.solution import Stats, Status
-from equilibria.solvers.base import Iterate
-from equilibria.stop import Stop, binary_size
+from equilibria.stop import Stop
 
 VERIFICATIONS = 3  # how often a result found by recurrence may miss the tolerance and be improved
 
@@ -29,8 +26,7 @@ class LoopRun:
     keep_state      return the state of the solver
     verify          evaluate `f` once more if the solver updates f(z) by a recurrence
     measured_later  True if the caller evaluates `f` at the result
-    stands_alone    True for a linear system whose rows are known not to depend on each other
-    trusted         True if rows are not compared, because the last answer was right and this one is measured later
+    rows            what is known about the rows before the first step; None if they are to be compared
     ordinary        True if no transform, forward mode or trace is active
     origin          (batch, n), the start, if its magnitude is checked
     unit            (batch,), by which f and z are divided; None for no division
@@ -43,8 +39,7 @@ class LoopRun:
     keep_state: bool = False
     verify: bool = True
     measured_later: bool = False
-    stands_alone: bool = False
-    trusted: bool = False
+    rows: RowCheck | None = None
     ordinary: bool = False
     origin: Tensor | None = None
     unit: Tensor | None = None
@@ -71,47 +66,6 @@ class SolveResult:
     failed: bool = True  # False if no sample has failed, as known on the host
     sound: Tensor | None = None  # (batch,) True for results with a smaller residual than the start; None for all
     faint: Tensor | None = None  # (batch,) True for results whose squares underflow; None if there are none
-
-
-def confirm(run: LoopRun, claimed: SolveResult, rounding: float) -> SolveResult:
-    """The result with measured residuals; samples are CONVERGED only if the measured residual is within the tolerance.
-
-    A sample marked CONVERGED that is not becomes STALLED, because by its own residual the solver had finished. `rounding`
-    is by how much the relative residual of such a sample may exceed the tolerance: 0 for rows that depend on each other,
-    whose change is no rounding.
-    """
-    fz = run.f(claimed.z)
-    run.f.remember(claimed.z, fz)
-    # statistics of one iterate; rows are divided by their magnitude before entries are squared
-    z = claimed.z
-    unit = None if run.scale is not None else binary_size(z, fz)
-    if unit is not None:
-        z, fz = z / unit.unsqueeze(1), fz / unit.unsqueeze(1)
-    by = run.unit if unit is None else unit if run.unit is None else unit * run.unit
-    record = SolveRecord(run.stop, z, run.scale, run.precision, by)
-    record.record(Iterate(z, fz), step=0, look=False)
-    seen = record.close().stats(run.f.counter)
-    unless = torch.where(claimed.stats.converged, Status.STALLED, claimed.stats.status)
-    # beside a state that has grown enough any residual is small: what has diverged stays so
-    within = seen.converged & (claimed.stats.status != Status.DIVERGED)
-    holds = within | (claimed.stats.converged & (seen.residual <= run.stop.rtol + rounding))
-    status = torch.where(holds, Status.CONVERGED, unless).to(torch.int8)
-    before = claimed.stats
-    # a cell that fails from some call on has failed here too: its best iterate keeps the residual that was measured before
-    kept = (before.status == Status.NONFINITE) & ~torch.isfinite(seen.residual)
-    stats = dataclasses.replace(seen, status=status, residual=torch.where(kept, before.residual, seen.residual))
-    stats = dataclasses.replace(stats, steps=before.steps, rejected=before.rejected, best=before.best)
-    stats = dataclasses.replace(stats, trace=before.trace, iterates=before.iterates, handovers=before.handovers)
-    return dataclasses.replace(claimed, stats=stats, failed=True, unmeasured=False)
-
-
-def measure(result: SolveResult, f: FlatMap, stop: Stop, precision: float) -> SolveResult:
-    """The result of a solve with its residuals measured by one evaluation of `f`."""
-    before = result.stats
-    f = Map(f.raw if isinstance(f, Map) else f)
-    f.counter = Counter(before.evaluations, before.sample_evaluations, before.products)
-    with no_autocast(result.z.device):
-        return confirm(LoopRun(f, stop, None, precision), result, 0.0)
 
 
 def merge(first: SolveResult, then: SolveResult, rows: Tensor | None = None) -> SolveResult:

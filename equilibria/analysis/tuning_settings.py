@@ -11,7 +11,6 @@ from typing import cast
 import torch
 from torch import nn
 
-from equilibria._core.loop import check_solver
 from equilibria.analysis.measuring import brief
 from equilibria.deq import DEQ
 from equilibria.gradients.base import Gradient
@@ -20,7 +19,7 @@ from equilibria.gradients.phantom import JFB, NeumannPhantom, UnrolledPhantom
 from equilibria.gradients.warmup import Warmup
 from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.broyden import Broyden
-from equilibria.solvers.fallback import AnySolver
+from equilibria.solvers.fallback import AnySolver, check_solver
 from equilibria.solvers.krylov import GMRES, BiCGSTAB
 from equilibria.solvers.newton import Newton
 from equilibria.solvers.picard import Picard

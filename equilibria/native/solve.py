@@ -270,11 +270,6 @@ class Workspace:
             self.core, self.context.core, self.context.core_size = core, core.data_ptr(), larger
         return running
 
-    def running_rows(self) -> Tensor:
-        """Return the indices of the carried rows that still run."""
-        status = self.status if self.place is None else self.status.index_select(0, self.place)
-        return (status < 0).nonzero().squeeze(1)
-
     def close(self, run: LoopRun, z0: Tensor) -> ClosedRecord:
         """Return the record of the whole batch, at the end of the solve."""
         numbers = dict(zip(NUMBERS, self.numbers.unbind(), strict=True))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from equilibria._core.bookkeeping import DIVERGENCE_EVERY, FLOOR_PATIENCE, LEAST, PROGRESS
 from equilibria._core.closed_record import DIVERGENCE, FALL, GROWN, ClosedRecord
+from equilibria._core.loop import finished
 from equilibria._core.maps import Counter
 from equilibria._core.packing import Layout, State
 from equilibria.deq import DEQ, constant
@@ -133,5 +134,5 @@ def settle(
     nothing, extremes = torch.zeros_like(steps), lambda: (last, peak)
     first = (z0, first_length, first_size)
     record = ClosedRecord(z, status, length, size, steps, steps, nothing, *first, extremes, rtol, precision, roots)
-    answer, stats, _ = record.settle(record.stats(Counter()))
+    answer, stats, _ = record.settle(finished(record, Counter(), settle=False).stats)
     return answer, stats.status.tolist(), stats.residual.tolist()

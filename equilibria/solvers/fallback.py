@@ -42,3 +42,9 @@ class Fallback:
 
 
 AnySolver = Solver[Any] | Fallback
+
+
+def check_solver(solver: Any) -> None:
+    """Raise TypeError unless `solver` is a solver or a chain of solvers."""
+    if isinstance(solver, type) or not isinstance(solver, (Solver, Fallback)):
+        raise TypeError(f"A solver is an object such as Anderson() or Fallback(Picard(), Newton()), got {solver!r}.")

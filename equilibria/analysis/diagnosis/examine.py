@@ -345,8 +345,9 @@ def _coupling(s: Solution, z: Tensor, fz: Tensor) -> float | None:
     if batch < 2 or not s.layout.batched:
         return None
     index = torch.arange(0, batch, 2, device=z.device)
+    args = [arg[index] if rows else arg for arg, rows in zip(s.equation.args, s.equation.rowwise, strict=True)]
     try:
-        alone = s.equation(z[index], *s.equation.take(s.equation.args, index))
+        alone = s.equation(z[index], *args)
     except (RuntimeError, ValueError, IndexError, TypeError):
         return None  # the cell holds data of the full batch
     return _difference(fz[index], alone)
