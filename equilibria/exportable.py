@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from equilibria._core import autodiff_modes
 from equilibria._core.bookkeeping import SolveRecord
 from equilibria._core.checks import require
-from equilibria._core.compile import Parts, Program
 from equilibria._core.equation import uses_batch_statistics
 from equilibria._core.loop import finished
 from equilibria._core.maps import Counter, Equation
 from equilibria._core.problem import Problem
+from equilibria._core.program import Parts, Program
 from equilibria._core.results import SolveResult
 from equilibria.deq import DEQ
 from equilibria.gradients.base import Gradient

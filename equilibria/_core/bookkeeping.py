@@ -13,7 +13,7 @@ In a trace iterates are recorded by `record_rows`, which reads no value.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from equilibria._core import autodiff_modes
 from equilibria._core.closed_record import DIVERGENCE, RUNNING, ClosedRecord
+from equilibria._core.iterate_log import IterateLog, beyond_rounding, larger
 from equilibria._core.maps import FALLEN
 from equilibria.solution import Status
 from equilibria.solvers.base import Iterate
@@ -31,7 +32,6 @@ FLOOR_PATIENCE = 5  # steps without progress below that floor after which a samp
 LEAST = 1e-6  # smallest tolerance in machine epsilons, which has the effect of none
 PROGRESS = 0.9  # a step makes progress if the residual falls below this share of the smallest before
 DIVERGENCE_EVERY = 8  # steps between two checks of divergence
-FOLD = 64  # number of residuals stored until they are replaced by their maximum
 
 
 class SolveRecord:
@@ -55,8 +55,7 @@ class SolveRecord:
         self.precision, self.start, self.whole_scale = precision, z0, scale
         self.first_length: Tensor | None = None  # (batch,), of the residual of the start; never without dropped rows
         self.first_size: Tensor
-        # of all iterates: their places, residuals and sizes (None: accounted for), to look at in a failure
-        self.lengths: list[tuple[Tensor | None, Tensor, Tensor | None]] = []
+        self.log = IterateLog(stop, precision, linear=scale is not None)
         self.peak: Tensor  # the largest residual beyond rounding: in a trace, where no list can be kept
         self.last: Tensor  # of the last iterate before a row stopped, where progress is followed, and in a trace
         self.diverged: Tensor | None = None  # rows given up far away; None: not looked for yet
@@ -78,9 +77,7 @@ class SolveRecord:
         self.growth = 0.0  # of the worst row: its excess, over the least it had before
         self.better: Tensor | None = None  # rows whose last iterate is their best; None: all, or not known
         self.watchful = patience is not None or rtol < self.floor  # True if progress is checked in every step
-        self.trace: list[tuple[Tensor | None, Tensor]] | None = [] if stop.trace else None
         self.keep_every = stop.keep_every
-        self.iterates: list[tuple[int, Tensor | None, Tensor | None, Tensor]] = []
         self.index: Tensor | None = None  # (rows,) places in the batch of the rows carried; None: all
         self.closed: dict[str, Tensor] = {}
         self.opened_at: int | None = None  # the first step at which a row stopped; None: no row has
@@ -89,14 +86,15 @@ class SolveRecord:
         """Record an iterate; `rejected` marks rows whose step was discarded. Waits for the device only if `look`."""
         length = without_graph(state.length) if self.norm is euclidean_norm else self.norm(without_graph(state.residual))
         size = self.norm(without_graph(state.fz)) if self.scale is None else self.scale
-        if self.trace is not None:
-            self.trace.append((self.index, length / size.clamp_min(torch.finfo(size.dtype).tiny)))
-        self._note(length, size)
+        if self.first_length is None:
+            self.first_length, self.first_size = length, size
+        self.log.note(self.index, length, size)
         quiet = look and self.open is None and not self.watchful and rejected is None
         if not (quiet and self._record_fast(state.z, length, size, step)):
             self._update_rows(state.z, length, size, step, rejected)
         if self.keep_every is not None and step > 0 and step % self.keep_every == 0:
-            self._keep(state.z.detach(), step)
+            on_their_way = None if self.open is None else (self.steps == step) & (self._status() != Status.NONFINITE)
+            self.log.iterates.append((step, self.index, on_their_way, state.z.detach()))
 
     def record_rows(self, state: Iterate, step: int | Tensor) -> None:
         """Record an iterate row by row without a device sync; works in a trace too."""
@@ -104,23 +102,8 @@ class SolveRecord:
         if self.first_length is None:
             self.first_length, self.first_size, self.peak, self.last, self.traced = length, size, length, length, True
             self.diverged = torch.zeros_like(length, dtype=torch.bool)
-        self.peak = _larger(self.peak, self._beyond_rounding(length, size))
+        self.peak = larger(self.peak, beyond_rounding(length, size, self.precision))
         self._update_rows(state.z, length, size, step, None)
-
-    def _note(self, length: Tensor, size: Tensor) -> None:
-        """Keep references to the norms, which are needed only if a row fails; many are replaced by their maximum."""
-        if self.first_length is None:
-            self.first_length, self.first_size = length, size
-        if self.scale is not None:  # the best iterate is then the one with the least residual, which needs no judgement
-            self.lengths.clear()
-        elif len(self.lengths) >= FOLD and self.lengths[-FOLD][0] is self.index:  # a solve may take thousands of steps
-            largest = torch.stack([self._beyond_rounding(kept, of) for _, kept, of in self.lengths[-FOLD:]]).amax(dim=0)
-            self.lengths[-FOLD:] = [(self.index, largest, None)]
-        self.lengths.append((self.index, length, size))
-
-    def _beyond_rounding(self, length: Tensor, size: Tensor | None) -> Tensor:
-        """What a residual is at least: beside a state that has run away far enough, all of it is rounding."""
-        return length if size is None else length - self.precision * size
 
     def _names(self) -> list[str]:
         """The names of the tensors per row that are kept once a row has stopped."""
@@ -260,10 +243,6 @@ class SolveRecord:
             self.milestone, self.waiting, self.stalled = self.excess, self.rejected, ~self.open
             self.last = self.length
 
-    def _keep(self, z: Tensor, step: int) -> None:
-        on_their_way = None if self.open is None else (self.steps == step) & (self._status() != Status.NONFINITE)
-        self.iterates.append((step, self.index, on_their_way, z))
-
     def _watch_divergence(self, length: Tensor, step: int | Tensor) -> None:
         """Stop rows whose residual exceeds the limit of divergence."""
         assert self.open is not None
@@ -355,8 +334,13 @@ class SolveRecord:
     def close(self) -> ClosedRecord:
         """The record of the whole batch."""
         self._write_off()
-        closed = self.closed
-        assert self.first_length is not None
+        closed, log, first = self.closed, self.log, self.first_length
+        assert first is not None
+
+        def extremes() -> tuple[Tensor, Tensor]:
+            last = closed["last"] if self.watchful or self.traced else log.last(first)
+            return last, self.peak if self.traced else log.peak(first)
+
         return ClosedRecord(
             closed["z"],
             closed["status"],
@@ -366,72 +350,15 @@ class SolveRecord:
             closed["best"],
             closed["rejected"],
             start=self.start,
-            first_length=self.first_length,
+            first_length=first,
             first_size=self.first_size,
-            extremes=lambda: (self._last(), self._peak()),
+            extremes=extremes,
             rtol=self.rtol,
             precision=self.precision,
             natural=self.natural,
             atol=self.atol,
             linear=self.whole_scale is not None,
-            moved=self.traced or len(self.lengths) > 1,
-            trace=None if self.trace is None else self._traces(self.trace),
-            iterates=self._iterates() if self.iterates else (),
+            moved=self.traced or len(log.lengths) > 1,
+            trace=log.traces(closed["steps"]),
+            iterates=log.placed_iterates(closed["z"], closed["steps"]),
         )
-
-    def _peak(self) -> Tensor:
-        """(batch,), the largest residual of each sample, beyond rounding."""
-        if self.traced:
-            return self.peak
-        assert self.first_length is not None
-        beyond = [(index, self._beyond_rounding(length, size)) for index, length, size in self.lengths]
-        return self._placed_lengths(self.first_length, _larger, beyond)
-
-    def _last(self) -> Tensor:
-        """(batch,), the residual of the last iterate of samples that have not finished."""
-        assert self.first_length is not None
-        if self.watchful or self.traced:
-            return self.closed["last"]
-        index, length, _ = self.lengths[-1]
-        return self._placed_lengths(self.first_length, lambda old, new: new, [(index, length)])
-
-    @staticmethod
-    def _placed_lengths(
-        whole: Tensor, join: Callable[[Tensor, Tensor], Tensor], lengths: Sequence[tuple[Tensor | None, Tensor]]
-    ) -> Tensor:
-        for index, length in lengths:
-            if index is None:
-                whole = join(whole, length)
-            else:
-                whole = whole.index_copy(0, index, join(whole.index_select(0, index), length))
-        return whole
-
-    def _iterates(self) -> tuple[Tensor, ...]:
-        """(batch, n) each, but for the last step's, which is the answer."""
-        answer, last = self.closed["z"], int(self.closed["steps"].max()) if len(self.closed["steps"]) else 0
-        return tuple(_placed(answer, index, rows, z) for step, index, rows, z in self.iterates if step < last)
-
-    def _traces(self, trace: list[tuple[Tensor | None, Tensor]]) -> tuple[Tensor, ...]:
-        """One row per sample, cut where that sample stopped."""
-        batch = self.closed["steps"].shape[0]
-        whole = torch.full((len(trace), batch), float("nan"), dtype=self.length.dtype, device=self.length.device)
-        for step, (index, residual) in enumerate(trace):
-            if index is None:
-                whole[step] = residual
-            else:
-                whole[step].index_copy_(0, index, residual)
-        return tuple(whole[: int(steps) + 1, sample].clone() for sample, steps in enumerate(self.closed["steps"]))
-
-
-def _placed(answer: Tensor, index: Tensor | None, rows: Tensor | None, z: Tensor) -> Tensor:
-    """(batch, n), z in its place where a row was still on its way (None: all), else the answer."""
-    if rows is None:
-        return z
-    if index is None:
-        return torch.where(rows.unsqueeze(1), z, answer)
-    return answer.index_copy(0, index, torch.where(rows.unsqueeze(1), z, answer.index_select(0, index)))
-
-
-def _larger(a: Tensor, b: Tensor) -> Tensor:
-    """The larger one; `a` where `b` is nan. ONNX knows no fmax."""
-    return torch.where(b > a, b, a)

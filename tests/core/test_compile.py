@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, fx, nn
 
 import equilibria as eq
-from equilibria._core.compile import Compiler, _split
+from equilibria._core.compile import Compiler
 from equilibria._core.equation import CellEquation
+from equilibria._core.program import split
 from tests.problems import TIGHT, TORCH, TanhCell, inputs, matrix
 
 LOOSE = eq.Stop(rtol=1e-6, max_steps=200)
@@ -107,7 +108,7 @@ def test_what_does_not_depend_on_the_state_is_computed_once() -> None:
     z, w, u, x = inputs(3, 4), matrix("orthogonal", 4, 0.5), matrix("orthogonal", 4, 1.0), inputs(3, 4, seed=1)
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    parts = _split(make_fx(f)(z, w, u, x))
+    parts = split(make_fx(f)(z, w, u, x))
     saved = parts.prepare(w, u, x)
     torch.testing.assert_close(parts.apply(z, *saved), f(z, w, u, x))
     assert isinstance(parts.apply, fx.GraphModule)
