@@ -77,6 +77,9 @@ def solve(
         for _ in range(VERIFICATIONS):
             if result.faint is None:
                 break
+            if keep_state:  # states of two solves cannot be joined: measure how far the first one came
+                result = dataclasses.replace(confirm(run, result, ROUNDING * precision), faint=None)
+                break
             # continue the solve of samples whose results have become too small to be squared
             left = run.with_stop(max_steps=max(stop.max_steps - result.taken, 0))
             result = merge(result, solve_divided(left, result.z, f(result.z), solver, _verified))
@@ -313,7 +316,10 @@ def confirm(run: LoopRun, claimed: SolveResult, rounding: float) -> SolveResult:
     stats = dataclasses.replace(seen, status=status, residual=torch.where(kept, before.residual, seen.residual))
     stats = dataclasses.replace(stats, steps=before.steps, rejected=before.rejected, best=before.best)
     stats = dataclasses.replace(stats, trace=before.trace, iterates=before.iterates, handovers=before.handovers)
-    return dataclasses.replace(claimed, stats=stats, failed=True, unmeasured=False)
+    faint = claimed.faint
+    if faint is not None and unit is not None:  # measured in units of their own, small rows are as good as others
+        faint = faint & ~holds if bool((faint & ~holds).any()) else None
+    return dataclasses.replace(claimed, stats=stats, failed=True, unmeasured=False, faint=faint)
 
 
 def measure(result: SolveResult, f: FlatMap, stop: Stop, precision: float) -> SolveResult:

@@ -186,3 +186,18 @@ def test_a_relative_residual_that_the_dtype_cannot_hold_is_infinite(
     s = eq.fixed_point(lambda z: small * torch.tanh(z), z0, solver=solver, stop=stop)
     assert bool(s.stats.failed.all())
     assert float(s.stats.residual[0]) == float("inf") and 0 < float(s.stats.residual[1]) * small < 4
+
+
+@pytest.mark.parametrize("spread", [1.0, 3.0])
+@pytest.mark.parametrize(("gradient", "solver"), [(eq.Reversible(), eq.Picard()), (eq.Shine(), eq.Broyden())], ids=name)
+def test_states_that_are_kept_for_backward_may_shrink_below_the_range_of_squares(
+    gradient: Any, solver: Any, spread: float
+) -> None:
+    """Squares of the answer underflow: its residual is measured in units of its own, and no second solve follows."""
+    x = (1e-14 * torch.tensor([[1.0, 2.0], [spread, -1.0], [1.0, 1.0]])).requires_grad_()
+    stop = eq.Stop(rtol=1e-4, atol=0.0, max_steps=200, on_failure="ignore")
+    s = eq.fixed_point(lambda z, x: 0.5 * z + x, torch.full((3, 2), 1e-10), x, solver=solver, gradient=gradient, stop=stop)
+    assert bool(s.stats.converged.all())
+    torch.testing.assert_close(s.z.detach() * 1e14, 2e14 * x.detach(), rtol=1e-3, atol=0.0)
+    (grad,) = torch.autograd.grad(s.z.sum(), x)
+    torch.testing.assert_close(grad, torch.full_like(grad, 2.0), rtol=1e-2, atol=0.0)
