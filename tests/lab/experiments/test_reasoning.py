@@ -135,7 +135,8 @@ def test_the_stacks_have_equal_parameters_and_equal_depth() -> None:
         head = puzzle.config.width + 1  # the halting head, which a stack does not have
         assert counts["eqr"] == counts["trm"] == counts["stack"] + head
         deep = experiment(name, "deep-stack", "reduced").settings.stack_layers
-        assert deep == puzzle.steps * puzzle.config.h_cycles * (puzzle.config.l_cycles + 1) * puzzle.config.layers
+        unrolled = experiment(name, "bptt", "reduced").settings.unrolled
+        assert deep == unrolled * (puzzle.config.l_cycles + 1) * puzzle.config.layers
     assert len(tables()) == len(PUZZLES)
 
 

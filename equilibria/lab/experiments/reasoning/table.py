@@ -20,14 +20,13 @@ SOURCE = (
 )
 TITLES = {
     "stack": "feed-forward stack, equal parameters",
-    "deep-stack": "feed-forward stack, equal depth",
+    "deep-stack": "feed-forward stack, depth of the recurrent row",
     "bptt": "recurrent, full back-propagation",
     "trm": "Tiny Recursive Model",
     "eqr": "Equilibrium Reasoner",
     "eqr-exact": "Equilibrium Reasoner, exact gradient",
     "eqr-jacobian": "Equilibrium Reasoner, Jacobian penalty",
 }
-FULL_PRECISION = ("eqr-exact", "eqr-jacobian")  # adjoint solves and second derivatives; the others train in bfloat16
 _DEBUG_DEPTHS = (1, 2, 4)
 
 
@@ -42,6 +41,7 @@ class Puzzle:
                  to rounding
     explore      share of the rows that may not halt before a random number of steps; published 0.1. With more of them,
                  states after the answer was found are trained as well, and more depth costs less
+    noise        of Equilibrium Reasoners in training; published 0.01. With more of it attractors become wider
     """
 
     title: str
@@ -54,8 +54,9 @@ class Puzzle:
     ema: float = 0.995
     rise: float = 30.0  # points that depth and breadth add to one step
     relaxation: float = 0.5
-    explore: float = 0.1
-    watched: int = 64
+    explore: float = 0.5
+    noise: float = 0.1
+    watched: int = 32
 
     @property
     def depths(self) -> tuple[int, ...]:
@@ -64,43 +65,41 @@ class Puzzle:
 
 BATCH = 32
 STARTS = (1, 2, 4)
-_SMALL = ReasonerConfig(heads=4, layers=1, multiple=16, h_cycles=1)
+_SMALL = ReasonerConfig(heads=4, layers=1, multiple=16, h_cycles=3, l_cycles=1)
 VALID, TEST = 256, 512  # puzzles
 PUZZLES = {
     "sudoku-4x4": Puzzle(
         "Sudoku 4x4",
         PuzzleData(size=4, train=400, low=4, high=7, valid=VALID, test=TEST),
-        dataclasses.replace(_SMALL, tokens=5, positions=16, width=32, l_cycles=1),
+        dataclasses.replace(_SMALL, tokens=5, positions=16, width=32),
         steps=16,
         updates=1_500,
-        watched=32,
-        explore=0.5,
     ),
     "sudoku-6x6": Puzzle(
         "Sudoku 6x6",
         PuzzleData(size=6, train=2_000, low=8, high=14, valid=VALID, test=TEST),
-        dataclasses.replace(_SMALL, tokens=7, positions=36, width=64, l_cycles=2),
+        dataclasses.replace(_SMALL, tokens=7, positions=36, width=64),
         steps=16,
         updates=4_500,
     ),
     "sudoku-9x9": Puzzle(
         "Sudoku 9x9, easy",
         PuzzleData(size=9, train=1_000, low=40, high=50, valid=VALID, test=TEST),
-        dataclasses.replace(_SMALL, tokens=10, positions=81, width=64, l_cycles=2),
+        dataclasses.replace(_SMALL, tokens=10, positions=81, width=64),
         steps=16,
         updates=3_000,
     ),
     "mazes": Puzzle(
         "Mazes 9x9",
         PuzzleData(name="mazes", size=9, train=2_000, low=4, high=24, valid=VALID, test=TEST),
-        dataclasses.replace(_SMALL, tokens=5, positions=81, width=48, l_cycles=1, mixer="attention"),
+        dataclasses.replace(_SMALL, tokens=5, positions=81, width=48, mixer="attention"),
         steps=16,
         updates=3_000,
     ),
     "prefix-sums": Puzzle(
         "Prefix sums",
         PuzzleData(name="prefix-sums", size=16, train=4_000, valid=VALID, test=TEST),
-        dataclasses.replace(_SMALL, tokens=2, positions=16, width=32, l_cycles=1, mixer="attention"),
+        dataclasses.replace(_SMALL, tokens=2, positions=16, width=32, mixer="attention"),
         steps=32,  # a recursion moves a parity on by a position or two
         updates=2_000,
     ),
@@ -113,18 +112,17 @@ def experiment(puzzle: str, row: str, scale: Scale = "full") -> Experiment[Reaso
         name=f"reasoner-{puzzle}-{row}",
         summary=f"{TITLES[row]}, {PUZZLES[puzzle].title}",
         settings=_settings(PUZZLES[puzzle], row, scale),
-        training=_training(PUZZLES[puzzle], row, scale),
+        training=_training(PUZZLES[puzzle], scale),
         make=Reasoning,
         scale=scale,
     )
 
 
 def _settings(puzzle: Puzzle, row: str, scale: Scale) -> ReasoningSettings:
-    loops = puzzle.steps * puzzle.config.h_cycles
     by_row: dict[str, dict[str, Any]] = {
         "stack": {"kind": "stack", "stack_layers": puzzle.config.layers},
-        "deep-stack": {"kind": "stack", "stack_layers": loops * (puzzle.config.l_cycles + 1) * puzzle.config.layers},
-        "bptt": {"kind": "bptt", "unrolled": puzzle.steps // 2},
+        "deep-stack": {"kind": "stack", "stack_layers": puzzle.steps * (puzzle.config.l_cycles + 1) * puzzle.config.layers},
+        "bptt": {"kind": "bptt", "unrolled": puzzle.steps},
         "eqr-exact": {"kind": "exact"},
         "eqr-jacobian": {"jacobian_weight": 0.1},
     }
@@ -132,7 +130,9 @@ def _settings(puzzle: Puzzle, row: str, scale: Scale) -> ReasoningSettings:
     config = (
         puzzle.config
         if plain
-        else dataclasses.replace(puzzle.config.attractor(), relaxation=puzzle.relaxation, eval_noise=False)
+        else dataclasses.replace(
+            puzzle.config.attractor(), relaxation=puzzle.relaxation, noise=puzzle.noise, eval_noise=False
+        )
     )
     depths = _DEBUG_DEPTHS if scale == "debug" else puzzle.depths
     return ReasoningSettings(
@@ -159,7 +159,7 @@ def _updates(puzzle: Puzzle, scale: Scale) -> int:
     return puzzle.updates if scale == "reduced" else 8 * puzzle.updates
 
 
-def _training(puzzle: Puzzle, row: str, scale: Scale) -> Training:
+def _training(puzzle: Puzzle, scale: Scale) -> Training:
     debug = scale == "debug"
     return Training(
         epochs=1,
@@ -168,7 +168,6 @@ def _training(puzzle: Puzzle, row: str, scale: Scale) -> Training:
         optimizer=Optimizer(name="adamw", lr=puzzle.lr, betas=(0.9, 0.95), weight_decay=puzzle.weight_decay),
         schedule=Schedule(name="cosine", warmup_steps=1 if debug else 100, final=0.05),
         ema=puzzle.ema,
-        precision="32-true" if row in FULL_PRECISION else "bf16-mixed",
     )
 
 
@@ -186,8 +185,15 @@ def _claims(p: Puzzle) -> tuple[Claim, ...]:
         column_higher(
             last, f"exact_{half}x1", "eqr", "exact answers rise by a point beyond half the depth of training", by=1.0
         ),
-        column_higher(
-            f"exact_{deep}x{wide}", last, "eqr", f"at {deep} steps {wide} starts add a point of exact answers", by=1.0
+        *(
+            column_higher(
+                f"exact_{depth}x{wide}",
+                f"exact_{depth}x1",
+                "eqr",
+                f"at {depth} steps {wide} starts add a point of exact answers",
+                by=1.0,
+            )
+            for depth in (trained, deep)
         ),
         column_higher(
             last, f"exact_{trained}x1", "eqr", "four times the depth of training costs at most one point", by=-1.0
@@ -243,16 +249,19 @@ def _protocol(name: str, p: Puzzle) -> dict[Scale, tuple[str, ...]]:
     common = (
         f"{d.train:,} puzzles to train on{'' if name == 'prefix-sums' else ', under random symmetries'}, {d.valid} to "
         f"validate on, {d.test} to test on{images}. The depth and breadth of each run are chosen on the validation puzzles; "
-        "so were the settings and the depth of the AUC, with seeds 0 and 1 of 4x4 and seed 0 of 6x6.",
-        f"Deep supervision with carried states, at most {p.steps} supervised steps of {p.config.h_cycles} recursion with "
-        f"{p.config.l_cycles} updates of the scratch pad. Rows are replaced when the halting head is positive; those of "
+        "so were the settings and the depth of the AUC, with all seeds of 4x4 and seed 0 of 6x6.",
+        f"Deep supervision with carried states, at most {p.steps} supervised steps of {p.config.h_cycles} recursions with "
+        f"{p.config.l_cycles} update of the scratch pad. Rows are replaced when the halting head is positive; those of "
         "Equilibrium Reasoners only if the residual is below 0.05 as well.",
         f"Equilibrium Reasoners: relaxation {p.relaxation:g} (published 0.95), and {p.explore:g} of the rows may not halt "
-        "before a random number of steps (published 0.1). Noise is in training alone: without it the state settles.",
+        f"before a random number of steps (published 0.1). Noise {p.noise:g} (published 0.01) is in training alone: without "
+        "it the state settles.",
+        f"The recurrent row is unrolled for {p.steps} recursions, and the stack of equal depth has as many layers as these "
+        f"apply: {p.steps * (p.config.l_cycles + 1) * p.config.layers}.",
         "An answer is exact if every position is right. With several starts the one with the smallest change over the last "
         f"three steps counts. One start: the mean over {max(STARTS)}, and over one for models whose start is fixed.",
         f"Weights are averaged with a decay of {p.ema:g}. AdamW {p.lr:g}, betas 0.9 and 0.95, decay {p.weight_decay:g}, "
-        f"batch {BATCH}. Training in bfloat16 autocast but for the exact gradient and the penalty, evaluation in float32.",
+        f"batch {BATCH}.",
     )
     return {
         "debug": ("Debug scale: 24 puzzles, 3 steps. It proves nothing.", *common),
