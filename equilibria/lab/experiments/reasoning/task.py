@@ -89,6 +89,7 @@ class ReasoningSettings:
     kind             how it is trained: the published one-step gradient ("jfb"), the "exact" one, back-propagation through
                      `unrolled` recursions from the start ("bptt"), or a "stack" of `stack_layers` layers of their own
     halt_by, rtol    when a row is replaced in training: see `Halting`
+    eval_rtol        in place of rtol where rows halt in evaluation: nothing is learned there from states that still move
     max_steps        supervised steps of a row at most
     jacobian_weight  of the penalty on the Jacobian at the state after a step
     depths, starts   that are measured on the validation and test splits; `depths` in supervised steps
@@ -101,6 +102,7 @@ class ReasoningSettings:
     unrolled: int = 8
     halt_by: By = "head"
     rtol: float = 0.05
+    eval_rtol: float = 0.01
     max_steps: int = 16
     explore: float = 0.1
     likelihood: Likelihood = "softmax"
@@ -224,8 +226,10 @@ class Reasoning(Task[Batch]):
         return Outcome(answer_loss(model.think(x).logits, y, s.likelihood), metrics, len(y))
 
     def _halted(self, model: Reasoner, x: Tensor, y: Tensor) -> dict[str, Tensor | float]:
-        """Accuracy and steps where rows halt as in training, within the largest depth that is measured."""
-        found = dataclasses.replace(self.halting, max_steps=max(self.settings.depths)).run(plain_steps(model), x)
+        """Accuracy and steps where rows halt by the same rule as in training, within the largest depth that is measured."""
+        s = self.settings
+        halting = dataclasses.replace(self.halting, stop=Stop(rtol=s.eval_rtol), max_steps=max(s.depths))
+        found = halting.run(plain_steps(model), x)
         right = (found.answer.argmax(dim=-1) == y).all(dim=-1)
         return {"exact_halted": right.float().mean(), "steps_halted": found.steps.float().mean()}
 
