@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from equilibria._core.checks import require
 from equilibria._core.packing import State
 
 
@@ -25,9 +26,14 @@ class Carry:
     A row that has halted takes the sample in the same row of the next batch; samples in rows that are not free are not used.
     States are kept without their graphs. A row whose state is not finite halts. `state_dict` holds everything, so that a run
     resumes to the bit; every process carries rows of its own.
+
+    stagger  the count of steps of the first samples is drawn from 0 to stagger - 1. Rows that run to a limit are then
+             replaced at different times; with 1 all begin at 0, and all rows of a batch have the same depth
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stagger: int = 1) -> None:
+        require(stagger >= 1, f"stagger must be at least 1, got {stagger}.")
+        self.stagger = stagger
         self._rows: tuple[Any, Any] | None = None  # samples and states
         self.steps = torch.zeros(0, dtype=torch.int64)  # (batch,) supervised steps each row has behind it
         self.halted = torch.zeros(0, dtype=torch.bool)  # (batch,) rows that are free
@@ -42,7 +48,7 @@ class Carry:
         rows, device = len(leaves[0]), leaves[0].device
         if self._rows is None:
             self._rows = batch, pytree.tree_map(torch.Tensor.detach, start(batch))
-            self.steps = torch.zeros(rows, dtype=torch.int64, device=device)
+            self.steps = torch.randint(self.stagger, (rows,)).to(device)
             self.halted = torch.zeros(rows, dtype=torch.bool, device=device)
             return self._rows
         if rows != len(self.halted):

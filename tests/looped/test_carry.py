@@ -37,6 +37,19 @@ def test_rows_are_replaced_as_they_halt_and_the_others_go_on() -> None:
     assert state[:, 0].tolist() == [0, 1, 2]
 
 
+def test_staggered_rows_reach_the_limit_at_different_times() -> None:
+    torch.manual_seed(0)
+    carry, limit, rows = eq.looped.Carry(stagger=4), 4, 64
+    batch, replaced = torch.zeros(rows, 1), []
+    for _ in range(2 * limit):
+        _, state = carry.admit(batch, lambda fresh: torch.zeros(len(fresh), 2))
+        carry.advance(state, carry.steps + 1 >= limit)
+        replaced.append(int(carry.halted.sum()))
+    assert all(0 < count < rows for count in replaced) and sum(replaced[:limit]) == sum(replaced[limit:]) == rows
+    with pytest.raises(ValueError, match="stagger must be at least 1"):
+        eq.looped.Carry(stagger=0)
+
+
 def test_starts_are_drawn_for_the_samples_that_are_taken_alone() -> None:
     asked: list[list[float]] = []
 

@@ -252,7 +252,8 @@ def _protocol(name: str, p: Puzzle) -> dict[Scale, tuple[str, ...]]:
         "so were the settings and the depth of the AUC, with all seeds of 4x4 and seed 0 of 6x6.",
         f"Deep supervision with carried states, at most {p.steps} supervised steps of {p.config.h_cycles} recursions with "
         f"{p.config.l_cycles} update of the scratch pad. Rows are replaced when the halting head is positive; those of "
-        "Equilibrium Reasoners only if the residual is below 0.05 as well, in evaluation below 0.01.",
+        "Equilibrium Reasoners only if the residual is below 0.05 as well, in evaluation below 0.01. With the noise of "
+        "training it rarely is: most of their rows run to the limit. Rows begin at different depths.",
         f"Equilibrium Reasoners: relaxation {p.relaxation:g} (published 0.95), and {p.explore:g} of the rows may not halt "
         f"before a random number of steps (published 0.1). Noise {p.noise:g} (published 0.01) is in training alone: without "
         "it the state settles.",

@@ -120,7 +120,7 @@ class Reasoning(Task[Batch]):
         s = self.settings = settings
         steps = s.max_steps if s.kind in ("jfb", "exact") else 1
         self.halting = Halting(by=s.halt_by, stop=Stop(rtol=s.rtol), max_steps=steps, explore=s.explore)
-        self.carry = Carry()
+        self.carry = Carry(stagger=steps)
 
     def model(self) -> nn.Module:
         s = self.settings
