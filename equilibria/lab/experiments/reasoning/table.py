@@ -80,7 +80,7 @@ PUZZLES = {
         PuzzleData(size=6, train=2_000, low=8, high=14, valid=VALID, test=TEST),
         dataclasses.replace(_SMALL, tokens=7, positions=36, width=64),
         steps=16,
-        updates=9_000,
+        updates=6_000,
     ),
     "sudoku-9x9": Puzzle(
         "Sudoku 9x9, easy",
