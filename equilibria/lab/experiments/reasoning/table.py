@@ -249,7 +249,7 @@ def _protocol(name: str, p: Puzzle) -> dict[Scale, tuple[str, ...]]:
     common = (
         f"{d.train:,} puzzles to train on{'' if name == 'prefix-sums' else ', under random symmetries'}, {d.valid} to "
         f"validate on, {d.test} to test on{images}. The depth and breadth of each run are chosen on the validation puzzles; "
-        "so were the settings and the depth of the AUC, with all seeds of 4x4 and seed 0 of 6x6.",
+        "so were the settings and the depth of the AUC, with all seeds of 4x4 and seeds 0 and 1 of 6x6.",
         f"Deep supervision with carried states, at most {p.steps} supervised steps of {p.config.h_cycles} recursions with "
         f"{p.config.l_cycles} update of the scratch pad. Rows are replaced when the halting head is positive; those of "
         "Equilibrium Reasoners only if the residual is below 0.05 as well, in evaluation below 0.01. With the noise of "
