@@ -12,7 +12,7 @@ import equilibria as eq
 
 
 def test_plots_name_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     solution = eq.DEQ(lambda z, x: torch.cos(z) + x, stop=eq.Stop(trace=True)).solve(torch.zeros(2, 3))
     with pytest.raises(ImportError, match=r"pip install 'equilibria\[train\]'"):
         eq.analysis.plot_trace(solution)

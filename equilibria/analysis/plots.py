@@ -14,6 +14,7 @@ from equilibria.solution import Solution, Stats
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+SIZE = (5.2, 3.4)  # inches
 INK, MUTED = "#1f2a44", "#8a94a6"
 COLOURS = ("#3b5bdb", "#e8590c", "#2b8a3e", "#9c36b5", "#0c8599")
 
@@ -23,7 +24,7 @@ def plot_trace(s: Solution | Stats, axes: Axes | None = None) -> Axes:
     stats = s.stats if isinstance(s, Solution) else s
     if stats.trace is None:
         raise ValueError("This solve kept no trace of its residuals; solve with Stop(trace=True).")
-    axes = new_axes() if axes is None else axes
+    axes = _shown_axes() if axes is None else axes
     slowest = int(stats.steps.argmax()) if len(stats.steps) else 0
     for sample, trace in enumerate(stats.trace):
         bold = sample == slowest
@@ -34,13 +35,13 @@ def plot_trace(s: Solution | Stats, axes: Axes | None = None) -> Axes:
 def plot_steps(s: Solution | Stats, axes: Axes | None = None) -> Axes:
     """Plot a histogram of steps per sample; failed samples have another colour."""
     stats = s.stats if isinstance(s, Solution) else s
-    axes = new_axes() if axes is None else axes
+    axes = _shown_axes() if axes is None else axes
     return histogram(axes, stats.steps[stats.converged].tolist(), stats.steps[stats.failed].tolist())
 
 
 def plot_spectrum(eigenvalues: Tensor, axes: Axes | None = None) -> Axes:
     """Plot the eigenvalues of `jacobian_spectrum` in the complex plane; inside the unit circle plain iteration converges."""
-    axes = new_axes() if axes is None else axes
+    axes = _shown_axes() if axes is None else axes
     values = eigenvalues.detach().cpu().flatten()
     circle = torch.linspace(0, 2 * torch.pi, 200)
     axes.plot(circle.cos().tolist(), circle.sin().tolist(), color=MUTED, lw=1)
@@ -61,8 +62,15 @@ def histogram(axes: Axes, converged: Sequence[int], failed: Sequence[int]) -> Ax
     return finish(axes, "steps", "samples", legend=bool(len(failed)))
 
 
-def new_axes(width: float = 5.2, height: float = 3.4) -> Axes:
-    """Return the axes of a new figure that is drawn without a display."""
+def _shown_axes() -> Axes:
+    """Return the axes of a new figure of pyplot, which notebooks and `plt.show()` show."""
+    _, axes = optional("matplotlib.pyplot", "train").subplots(figsize=SIZE, layout="constrained")
+    found: Axes = axes
+    return found
+
+
+def new_axes(width: float = SIZE[0], height: float = SIZE[1]) -> Axes:
+    """Return the axes of a new figure that is drawn without a display, for files; pyplot does not know of it."""
     figure = optional("matplotlib.figure", "train").Figure(figsize=(width, height), layout="constrained")
     optional("matplotlib.backends.backend_agg", "train").FigureCanvasAgg(figure)
     axes: Axes = figure.add_subplot()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -9,6 +11,14 @@ import equilibria as eq
 from tests.problems import TanhCell, inputs
 
 pytest.importorskip("matplotlib")
+from matplotlib import pyplot as plt
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    plt.close("all")
+
 
 TRACED = eq.Stop(rtol=1e-6, atol=0, max_steps=15, trace=True, on_failure="ignore")
 
@@ -43,3 +53,8 @@ def test_a_spectrum_is_drawn_with_the_unit_circle() -> None:
     _, points = axes.lines
     assert len(points.get_xdata()) == 7 * 5  # type: ignore[arg-type]
     assert axes.dataLim.x1 == pytest.approx(1)
+
+
+def test_plots_are_figures_of_pyplot_which_notebooks_show() -> None:
+    axes = eq.analysis.plot_steps(solution())
+    assert plt.gcf() is axes.figure
