@@ -102,7 +102,7 @@ def test_pages_are_readable_on_a_phone(site: Path, tmp_path: Path) -> None:
     wrong = {}
     for page in sorted(path for path in site.rglob("index.html")):
         page.write_text(page.read_text().replace("</body>", f"{LOOK}</body>"))
-        own = ["--window-size=500,900", f"--user-data-dir={tmp_path}", "--dump-dom", page.as_uri()]
+        own = ["--window-size=400,900", f"--user-data-dir={tmp_path}", "--dump-dom", page.as_uri()]
         shown = subprocess.run([str(BROWSER), *FLAGS, *own], capture_output=True, text=True, timeout=600, check=True).stdout
         seen = re.findall(r'data-seen="([^"]*)"', shown)
         if seen != ["fits "]:
