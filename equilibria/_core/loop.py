@@ -316,10 +316,7 @@ def confirm(run: LoopRun, claimed: SolveResult, rounding: float) -> SolveResult:
     stats = dataclasses.replace(seen, status=status, residual=torch.where(kept, before.residual, seen.residual))
     stats = dataclasses.replace(stats, steps=before.steps, rejected=before.rejected, best=before.best)
     stats = dataclasses.replace(stats, trace=before.trace, iterates=before.iterates, handovers=before.handovers)
-    faint = claimed.faint
-    if faint is not None and unit is not None:  # measured in units of their own, small rows are as good as others
-        faint = faint & ~holds if bool((faint & ~holds).any()) else None
-    return dataclasses.replace(claimed, stats=stats, failed=True, unmeasured=False, faint=faint)
+    return dataclasses.replace(claimed, stats=stats, failed=True, unmeasured=False)
 
 
 def measure(result: SolveResult, f: FlatMap, stop: Stop, precision: float) -> SolveResult:

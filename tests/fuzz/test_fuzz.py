@@ -86,6 +86,8 @@ FOUND = [
     numbered(61, 6362),
     numbered(61, 6589),
     numbered(83, 3479),
+    numbered(19, 4938),
+    numbered(19, 7127),
     Case(change="gain-before-backward", seed=29256),
     # no fixed point: states that grow until any residual is small beside them
     Case(batch=5, gain=1.0, scale=1e30, start="random", solver="broyden-search", rtol=1e-2, max_steps=100, seed=45770),
