@@ -22,7 +22,7 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
     "wide": ("4 explicit layers, equal memory", {"network": "explicit", "layers": 4}),
 }
 KINDS = {"siren": "sinusoids", "fourier": "Fourier filters"}
-WIDE = {"siren": 128, "fourier": 100}  # a training step of four such layers takes the memory of the implicit row
+WIDE = {"siren": 180, "fourier": 100}  # a training step of four such layers takes the memory of the implicit row
 RATES = {
     "siren": {"implicit": 5e-3, "jfb": 5e-3, "explicit": 5e-3, "deep": 2e-3, "wide": 2e-3},
     "fourier": {"implicit": 5e-3, "jfb": 5e-3, "explicit": 2e-2, "deep": 2e-2, "wide": 2e-2},
