@@ -74,6 +74,7 @@ class SpectralNorm(nn.Module):
             )
         self.clip, self.exact, self.iterations, self.eps, self.dimension = clip, exact, iterations, eps, dimension
         self._bound = float(bound)
+        # the logarithm, so that a learned bound stays positive
         logarithm = torch.tensor(math.log(bound), dtype=weight.dtype.to_real(), device=weight.device)
         self.log_bound = nn.Parameter(logarithm) if learnable else None
         if not exact:

@@ -196,6 +196,7 @@ def _solve(
         autodiff_modes.check_recordable()
         if not gradient.exports_loop:
             autodiff_modes.check_not_exported()
+    # from here to the end of backward, masks, computed weights and buffers stay the same
     fixed, prepares = FrozenCell(cell), hasattr(cell, "prepare")
     bad = _nonfinite_samples(inputs, batched) if prepares or init is not None else None
     # `prepare` and `init` are not part of the equation, whose backward quarantines samples. They get zeros for samples that
@@ -214,23 +215,28 @@ def _solve(
     start = zeros_like_first(clean) if usual else start_of(init, cell, lambda z: fixed(z, *sound), clean, batched=batched)
     layout = Layout.of(start, batched=batched)
     z0 = layout.pack(start) if gradient.follows_start else layout.pack(start).detach()
+    # the evaluation that draws the masks is also the first one of the solve
     known = _draw_masks(f, start, layout) if fixed.dropouts and fixed.undrawn() else None
     equation = CellEquation(fixed, layout, given)
     if equation.opaque:
         _check_ranks_agree(stop)
+    # an autograd.Function cannot give gradients to tensors in a closure, so that another path is taken for them
     opaque = equation.opaque
     if fixed.module is None and _differentiating():
         known, opaque = equation.captures(z0)
     report = Report()
+    # a default tolerance below the precision of the cell would never be met
     stop = stop if stop.rtol >= equation.precision else stop.reachable(equation.precision)
     problem = Problem(equation, solver, stop, report, known=known, opaque=opaque, solves=solves, compiler=compiler)
     z = gradient(problem, z0, equation.args)
+    # evaluations outside of the loop count in the statistics too
     extra = int(known is not None) + int(bool(equation.moves_buffers) and equation.settle(z.detach()))
     extra += 0 if init is None else first_steps(init)
     if extra:
         report.add_evaluations(extra, layout.batch)
-    if fixed.cell is not fixed.original:
+    if fixed.cell is not fixed.original:  # the cell may have set attributes on itself, such as a counter
         fixed.hand_back()
+    # the matrix has a larger range than float16: inf would otherwise leave the layer
     z = layout.saturate(z) if layout.narrow else z
     return Solution(z if layout.flat else layout.unpack(z), start, f, report, layout, equation)
 

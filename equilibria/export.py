@@ -18,7 +18,7 @@ from equilibria._core.files import optional, replace_file
 from equilibria.exportable import exportable
 from equilibria.solution import record
 
-MOST_ROWS = 2**31 - 1
+MOST_ROWS = 2**31 - 1  # the bound of the batch size that torch.export is told
 ONNX_TORCH = (2, 11)  # the oldest whose exporter knows while_loop
 ONNX_LIMIT = 2**31  # bytes of a protobuf message
 

@@ -49,7 +49,9 @@ def jacobian_penalty(s: Solution, probes: int = 1, generator: torch.Generator | 
             'train with strategy="ddp", or leave the penalty out.'
         )
     good = s.report.finite
-    z, args, _ = quarantine(s.equation, *_point(s), good)
+    z = s.layout.pack(s.z).detach()
+    # a sample that is not finite would make the sum over the batch nan, even with weight zero
+    z, args, _ = quarantine(s.equation, z, s.equation.args, z, good)
     pull = _pull(lambda t: s.equation(t, *args), z)
     total = z.new_zeros(())
     for _ in range(probes):
@@ -190,11 +192,6 @@ def random_max_steps(stop: Stop, step: int, below: int = 2, above: int = 0, seed
 def _uniform(purpose: str, seed: int, step: int) -> float:
     """A pseudo-random number in [0, 1) for a step; different purposes get independent numbers."""
     return Random(f"{purpose} {seed} {step}").random()
-
-
-def _point(s: Solution) -> tuple[Tensor, Sequence[Tensor], Tensor]:
-    z = s.layout.pack(s.z).detach()
-    return z, s.equation.args, z
 
 
 def _pull(f: Callable[[Tensor], Tensor], z: Tensor) -> Callable[[Tensor], Tensor]:

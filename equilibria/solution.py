@@ -21,7 +21,7 @@ __all__ = ["ConvergenceError", "ConvergenceWarning", "Handover", "Solution", "St
 
 
 class Status(IntEnum):
-    """How a sample's solve ended."""
+    """The end of a sample's solve: converged, or why not."""
 
     CONVERGED = 0
     """The residual is within the tolerance."""
@@ -275,7 +275,7 @@ def record(model: nn.Module) -> Iterator[list[Solution]]:
 
 @contextmanager
 def collecting(model: nn.Module) -> Iterator[list[Solution]]:
-    """As `record`, for statistics alone: in a model that torch compiles, solutions have no gradients of the layers below."""
+    """Collect solutions for statistics alone: in a model that torch compiles, they have no gradients of the layers below."""
     solutions: list[Solution] = []
     names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
     token = recordings.set((*recordings.get(), (names, solutions)))

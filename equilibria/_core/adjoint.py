@@ -31,7 +31,7 @@ def backward_first_order(
     """Gradients of the args without derivatives of their own: one run of the cell with a graph, then only products."""
     equation, good = problem.equation, status != Status.NONFINITE
     some_bad, adjoint = problem.report.nonfinite, problem.derived(AdjointEquation)
-    lost, whole_z = None, z
+    lost, whole_z = None, z  # `lost`: samples that are found on the way and reported at the end
     while True:
         if some_bad:
             if not bool(good.any()):
@@ -48,6 +48,7 @@ def backward_first_order(
         u = cotangent(adjoint, system)
         if some_bad:  # a formula may give a sample with a zero cotangent another value
             u = torch.where(good.unsqueeze(1), u, torch.zeros_like(u))
+        # one pull-back gives the gradients and, as a by-product, the residual of the adjoint system
         pull = _Pull(equation, at, scale, rhs)
         residual = pull(u)
         # nan compares false; the residual of a sample in quarantine is not that of its own system
@@ -106,6 +107,7 @@ def cotangent(adjoint: Problem, system: LinearMap) -> Tensor:
 
 def rest(adjoint: Problem, system: LinearMap, residual: Tensor, u: Tensor) -> Tensor:
     """Solve for the correction of a cotangent u with this residual; add the statistics to those of finding u."""
+    # a formula takes no steps, so that there is nothing to add to
     before = adjoint.report.adjoint if adjoint.linear.approximation is None else None
     remainder = system.with_rhs(residual)
     adjoint = dataclasses.replace(adjoint, known=residual)  # J'0 + residual
@@ -243,6 +245,7 @@ class _Pull:
         self.runs = 0
 
     def __call__(self, u: Tensor) -> Tensor:
+        """Pull the scaled cotangent u back, store the gradients, and return the residual of u."""
         self.runs += 1
         if self.common is None:
             self.grads, product = self.at.pull(u * self.scale)

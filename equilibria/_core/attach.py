@@ -44,11 +44,14 @@ class _Attach(Function):
     def forward(
         ctx: Any, problem: Problem, z: Tensor, out: Tensor, leaf: Tensor, good: Tensor, inputs: list[Tensor]
     ) -> Tensor:
+        """Store the graph of the cell for backward, and return a copy of z."""
+        # not by save_for_backward: `out` carries the graph that backward differentiates
         ctx.problem, ctx.out, ctx.leaf, ctx.good, ctx.inputs = problem, out, leaf, good, inputs
         return z.clone()
 
     @staticmethod
     def backward(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the adjoint solution as the gradient of `out`, for each cotangent of a batch of them."""
         if torch.is_grad_enabled() or autodiff_modes.inside_transform():
             raise RuntimeError(OUT_OF_REACH)
         (u,) = autodiff_modes.pull_each(lambda v: _Attach._cotangent(ctx, v), v)
@@ -81,7 +84,7 @@ class _Attach(Function):
 
 
 def _overflowing(system: LinearMap, u: Tensor, precision: float) -> Tensor | None:
-    """(batch,) samples whose cotangent overflows on its way back through the cell; None if there are none.
+    """(batch,) samples whose cotangent overflows when it is pulled back through the cell; None if there are none.
 
     The adjoint system is solved for cotangents of size 1. Autograd propagates them at their own size, which may leave the
     range of half precision, or that of any dtype if they are huge.
@@ -98,10 +101,12 @@ def _adjoint_map(ctx: Any, rhs: Tensor) -> LinearMap:
     out, leaf, equation = ctx.out, ctx.leaf, ctx.problem.equation
 
     def transposed(u: Tensor) -> Tensor:
+        """J'u on the graph that forward kept."""
         (product,) = torch.autograd.grad(out, leaf, u, retain_graph=True, allow_unused=True)
         return torch.zeros_like(u) if product is None else product
 
     def product(t: Tensor) -> Tensor:
+        """J t, by forward mode."""
         return autodiff_modes.jvp(lambda z: equation(z, *ctx.inputs), [leaf.detach()], [t])
 
     return LinearMap(transposed, product, rhs)

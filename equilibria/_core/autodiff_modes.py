@@ -1,4 +1,4 @@
-"""Which modes of torch are active (transforms, forward mode, traces, autocast), and derivatives that work in all of them.
+"""Queries of the active modes of torch (transforms, forward mode, traces, autocast), and derivatives that work in all.
 
 PyTorch has two interfaces to forward mode, `torch.func.jvp` and `torch.autograd.forward_ad`, and they do not nest: inside
 an open `forward_ad.dual_level()` a `torch.func.jvp` raises. This module is the only one that distinguishes the two. It
@@ -38,6 +38,7 @@ def not_traced(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the function, behind `torch.compiler.disable` if torch._dynamo is loaded."""
         # `is_compiling` first: it is a constant in a trace, and sys.modules cannot be traced
         if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
             if not disabled:

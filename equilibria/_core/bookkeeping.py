@@ -115,6 +115,7 @@ class SolveRecord:
         return names + (["peak", "first_length", "first_size"] if self.traced else [])
 
     def tensors(self) -> list[Tensor]:
+        """The tensors per row, in the order of `_names`; a compiled loop carries them."""
         return [getattr(self, name) for name in self._names()]
 
     def load(self, tensors: Sequence[Tensor]) -> None:
@@ -154,6 +155,7 @@ class SolveRecord:
 
     @staticmethod
     def _is_due(step: int) -> bool:
+        """True if divergence is checked in this step."""
         return step > 0 and step % DIVERGENCE_EVERY == 0
 
     def _limit(self) -> Tensor:
@@ -223,7 +225,13 @@ class SolveRecord:
             self.last = torch.where(self.open, length, self.last)
         self.open = self.open & (excess > 1) & (excess < float("inf"))  # not where it is nan
         if isinstance(step, Tensor) or self._is_due(step):
-            self._watch_divergence(length, step)
+            # stop rows whose residual exceeds the limit of divergence
+            assert self.open is not None
+            away = self.open & (length > self._limit())
+            if isinstance(step, Tensor):
+                away = away & (step % DIVERGENCE_EVERY == 0)
+            self.diverged = away if self.diverged is None else self.diverged | away
+            self.open = self.open ^ away
         if self.watchful:
             self._watch_progress()
 
@@ -242,15 +250,6 @@ class SolveRecord:
         if self.watchful:
             self.milestone, self.waiting, self.stalled = self.excess, self.rejected, ~self.open
             self.last = self.length
-
-    def _watch_divergence(self, length: Tensor, step: int | Tensor) -> None:
-        """Stop rows whose residual exceeds the limit of divergence."""
-        assert self.open is not None
-        away = self.open & (length > self._limit())
-        if isinstance(step, Tensor):
-            away = away & (step % DIVERGENCE_EVERY == 0)
-        self.diverged = away if self.diverged is None else self.diverged | away
-        self.open = self.open ^ away
 
     def _watch_progress(self) -> None:
         """Mark rows as stalled that made no progress for `patience` steps, or whose residual is at the level of rounding."""
@@ -301,6 +300,7 @@ class SolveRecord:
         return self.excess if self.open is None else torch.where(self.open, self.excess, -1.0)
 
     def running_rows(self) -> Tensor:
+        """The indices of the rows that still run, among the rows carried; waits for the device."""
         assert self.open is not None
         return self.open.nonzero().squeeze(1)
 
@@ -320,6 +320,7 @@ class SolveRecord:
         self.index, self.rows = place, index.shape[0]
 
     def _write_off(self) -> None:
+        """Write the current values of all carried rows into `closed`, at their places in the batch."""
         if self.open is None:
             self._open(self.step + 1)
         names = ["z", "length", "steps", "rejected", "best", *(["size"] if self.scale is None else [])]
@@ -338,6 +339,7 @@ class SolveRecord:
         assert first is not None
 
         def extremes() -> tuple[Tensor, Tensor]:
+            """The residual of the last iterate and the largest residual, (batch,) each."""
             last = closed["last"] if self.watchful or self.traced else log.last(first)
             return last, self.peak if self.traced else log.peak(first)
 

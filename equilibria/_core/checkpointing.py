@@ -60,12 +60,14 @@ def check_checkpoint(checkpoint: Any) -> None:
 
 
 def _plain(step: Step, z: Tensors, times: int, buffers: Buffers) -> Tensors:
+    """Take all steps and keep every activation."""
     for _ in range(times):
         z = step(z, buffers)
     return z
 
 
 def _sqrt(step: Step, z: Tensors, times: int, buffers: Buffers) -> Tensors:
+    """Replay segments of about sqrt(times) steps; the last segment is kept."""
     segment = isqrt(max(times - 1, 0)) + 1  # √times, rounded up
     while times > segment:
         z = _forgotten(_plain, step, z, segment, buffers)
@@ -74,6 +76,7 @@ def _sqrt(step: Step, z: Tensors, times: int, buffers: Buffers) -> Tensors:
 
 
 def _recursive(step: Step, z: Tensors, times: int, buffers: Buffers) -> Tensors:
+    """Replay halves, which are replayed in halves themselves; memory grows with the logarithm of `times`."""
     while times > 1:
         half = times // 2
         z = _forgotten(_recursive, step, z, half, buffers)
@@ -90,6 +93,7 @@ def _forgotten(plan: Plan, step: Step, z: Tensors, times: int, buffers: Buffers)
     before, draws, replaying = _copy(step.buffers() if buffers is None else buffers), _Draws(z[0].device), False
 
     def segment(*z: Tensor) -> Tensors:
+        """Run the segment, for the first time or again."""
         nonlocal replaying
         if replaying:
             with draws.again():
@@ -113,6 +117,7 @@ class _Draws:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
+        """A context that stores the random states before the segment, and whether it drew numbers."""
         start = self._states()
         yield
         if not all(map(torch.equal, start, self._states())):
@@ -131,9 +136,11 @@ class _Draws:
             yield
 
     def _states(self) -> tuple[Tensor, ...]:
+        """The random states of the CPU and of the device."""
         cpu = torch.get_rng_state()
         return (cpu,) if self.device is None else (cpu, torch.cuda.get_rng_state(self.device))
 
 
 def _copy(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of the buffers, which a replay may write to."""
     return {name: buffer.clone() for name, buffer in buffers.items()}

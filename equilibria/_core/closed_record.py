@@ -2,7 +2,8 @@
 
 While a solve runs, a sample is judged by the residual of its best iterate alone. `ClosedRecord` looks at the whole solve: a
 sample that came near its tolerance only because its state grew has diverged, and one whose answer is worse than its start
-gets the start back. `stats` is enough if no sample has failed; `settle` decides about those that have.
+gets the start back. `loop.finished` computes the statistics, which are final if no sample has failed; `settle` decides
+about samples that have.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from equilibria.solution import Stats, Status
 
-RUNNING = -1
+RUNNING = -1  # the status of a row that has not stopped, beside those of Status
 GROWN = 2.0  # a state this many times as large as at the start has grown
 FALL = 0.99  # a residual above this share of its largest has not fallen
 RUNAWAY = 10.0  # an iterate whose residual exceeds this many times the start's is worse than the start, at any size of state
@@ -26,7 +27,7 @@ DIVERGENCE = 1e6  # a sample diverges if its residual exceeds this many times th
 
 @dataclass
 class ClosedRecord:
-    """What a solve has recorded, per sample of the whole batch.
+    """The record of a solve that has ended, per sample of the whole batch.
 
     z, length, size    (batch, n) the best iterates, (batch,) their residuals and what these are relative to
     status             (batch,) Status, or RUNNING for samples that had not stopped

@@ -34,7 +34,7 @@ FEW = 4  # up to so many rows, to evaluate all costs no more than to evaluate tw
 
 @dataclass(eq=False)
 class CellIdentity:
-    """What results of checks are stored under, which warnings a cell gets, and whether its rows depend on each other.
+    """The identity of a cell: the key of stored results, its warnings, and whether its rows depend on each other.
 
     One object per solve, shared by the equation of the cell and the linear equations of its derivatives.
     """
@@ -58,12 +58,12 @@ def is_known_to_couple(cell: CellIdentity) -> bool:
 
 
 def is_trusted(cell: CellIdentity) -> bool:
-    """True if the last answer of this cell that a backward pass measured had the residuals that were told."""
+    """True if the last answer of this cell that a backward pass measured had the residuals of its statistics."""
     return cell.lasting and cell.owner is not None and ("apart", cell.mode) in _verdicts.get(cell.owner, {})
 
 
 def remember_measured(cell: CellIdentity, agreed: bool) -> None:
-    """Store for later solves of a cell that is a module whether the answer had the residuals that were told."""
+    """Store for later solves of a cell that is a module whether an answer had the residuals of its statistics."""
     if cell.lasting and cell.owner is not None:
         cell.trusted, known = agreed, _verdicts.setdefault(cell.owner, {})
         if agreed:
@@ -86,7 +86,7 @@ def remember_coupling(cell: CellIdentity, coupled: bool, *, warn: bool = True) -
 
 @dataclass(frozen=True)
 class RowCheck:
-    """What running some rows without the others has shown; of a linear system the cell's own rows have shown it before."""
+    """The result of running some rows without the others; a linear system uses the result for the rows of its cell."""
 
     harmless: bool = False  # whatever the others do changes no status of the rows that were compared
     weakly: bool = False  # but it changes more than rounding does

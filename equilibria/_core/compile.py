@@ -33,9 +33,8 @@ from equilibria.solvers.picard import Picard
 from equilibria.stop import FLOOR, Stop, euclidean_norm, rms_norm
 
 SHAPES = 8  # programs made for one layer, of forward solves and of adjoint ones each; further shapes take the plain loop
-SIGHTINGS = (
-    3  # times a further batch size must come up to be compiled, which takes half a minute; before, the plain loop runs
-)
+# times a further batch size must come up to be compiled, which takes half a minute; before, the plain loop runs
+SIGHTINGS = 3
 PADDING = 2  # times its rows that a batch may get, so that the program of a larger one runs it
 TRIALS = 5  # of either loop, when a shape comes up first
 SLACK = 10.0  # residuals may differ by this factor: linear solvers carry theirs by recurrence
@@ -49,7 +48,7 @@ def inductor(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Run:
 
 
 class Compiler:
-    """Compiled solves of one layer, by what they depend on; where one cannot be had the plain loop runs, with a warning.
+    """The compiled solves of one layer; a call that cannot be compiled runs in the plain loop, with a warning.
 
     backend  what makes a function of a graph
     trials   how often either loop is timed for the choice between them; 0: the compiled one is taken unasked
@@ -64,7 +63,7 @@ class Compiler:
         self._failed = False
 
     def solve(self, f: FlatMap, z0: Tensor, solver: Any, stop: Stop, **options: Any) -> SolveResult:
-        """As `equilibria._core.loop.solve`, by the compiled or the plain loop, whichever is faster."""
+        """Solve as `loop.solve` does, by the compiled or the plain loop, whichever is faster."""
 
         def plain() -> SolveResult:
             return solve(f, z0, solver, stop, **options)
@@ -107,7 +106,7 @@ class Compiler:
         )
 
     def _program(self, call: Call, plain: Callable[[], SolveResult]) -> Program | None:
-        """What runs this call; None: the plain loop.
+        """The program that runs this call; None for the plain loop.
 
         The first batch size is compiled at once. A further one is padded to one that is compiled already, if that is not
         much larger, and compiled itself when it has come up several times: the last batch of an epoch need not be.
@@ -154,6 +153,7 @@ class Compiler:
         return program if ours <= theirs else None
 
     def _give_up(self, cause: str) -> None:
+        """Warn once, and use the plain loop for all later calls."""
         self._failed = True
         warnings.warn(
             f"Solves run without being compiled: {cause}. Leave compile=True out, or make the cell one that torch can "
@@ -182,6 +182,7 @@ def _believable(found: SolveResult, expected: SolveResult, call: Call) -> bool:
 
 
 def _seconds(run: Callable[[], Any]) -> float:
+    """The time of one call."""
     begin = time.perf_counter()
     run()
     return time.perf_counter() - begin

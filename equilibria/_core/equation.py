@@ -51,6 +51,7 @@ class CellEquation(Equation):
         masks = tuple(own.masks.values())
         self._own = (*still, *masks, *kept)
         self.args: tuple[Tensor, ...] = (*tensors, *self._own)
+        # backward runs elsewhere, perhaps outside of the autocast block, and must compute the same numbers
         self.autocast = Autocast.current(layout.device)
         self.precision = torch.finfo(self.autocast.dtype).eps if self.autocast.enabled else layout.precision
         self._needs_context = self.autocast.enabled or cell.holds
@@ -67,9 +68,11 @@ class CellEquation(Equation):
         self.restrictable = not statistics and not (self.opaque and cell.dropouts)
 
     def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
+        """F(z, *args) with all tensors replaced by `args`, differentiable in them."""
         return self._run(z, args, self._unflatten(args), direct=False)
 
     def bind(self, args: Sequence[Tensor]) -> Map:
+        """The map z -> F(z, *args); it calls the module itself if the args are the module's own tensors."""
         # the module itself may be called if the args are its own tensors
         own = all(a is b for a, b in zip(args[self._inputs :], self._own, strict=True))
         same = own and all(a is b for a, b in zip(args, self.args, strict=True))
@@ -77,6 +80,7 @@ class CellEquation(Equation):
         return Map(lambda z: self._run(z, args, inputs, direct=own), self, args)
 
     def untraceable(self) -> str | None:
+        """The reason why the cell cannot be traced; None if it can."""
         if self.cell.module is None:
             return "the cell is a function, which may close over other data every time; an nn.Module can be compiled"
         if self.opaque or self.identity.coupled or self.moves_buffers is not False:
@@ -84,6 +88,7 @@ class CellEquation(Equation):
         return None
 
     def fingerprint(self) -> Hashable:
+        """A key of the settings of the cell that a trace takes as constants."""
         constants = tuple(_known(leaf) for leaf in self._leaves if not isinstance(leaf, Tensor))
         settings = tuple(_settings(module) for module in self.cell.sources)
         # TreeSpecs are not hashable in torch 2.6, their text is
@@ -175,15 +180,19 @@ class FoldedEquation(Equation):
         self.precision, self.identity = of.precision, of.identity
 
     def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
+        """F over all mapped samples, (size * batch, n)."""
         mapped = torch.func.vmap(self.of, in_dims=(0, *self.fold.dims), randomness=self.fold.randomness)
         out: Tensor = mapped(self.fold.unfold(z), *args)
         return out.flatten(0, 1)
 
     def bind(self, args: Sequence[Tensor]) -> Map:
+        """The map over all rows, a `LinearMap` if the equation is linear."""
         right = self.right(*args)
         return super().bind(args) if right is None else self._linear_map(args, right)
 
     def _linear_map(self, args: Sequence[Tensor], right: Tensor) -> Map:
+        """The linear map whose products are those of the mapped equation."""
+
         def product(t: Tensor) -> Tensor:
             return self(t, *args) - right
 
@@ -193,12 +202,14 @@ class FoldedEquation(Equation):
         return LinearMap(product, transposed, right, self, args)
 
     def right(self, *args: Tensor) -> Tensor | None:
+        """The right-hand sides of all mapped samples, (size * batch, n); None if the equation is not linear."""
         if not self.linear:
             return None
         mapped: Any = torch.func.vmap(self.of.right, in_dims=self.fold.dims)(*args)
         return mapped.flatten(0, 1)
 
     def set_coupled(self, coupled: bool, *, warn: bool = True) -> None:
+        """Store that rows depend on each other."""
         if coupled:  # False is not stored: with a batch of one, the rows compared are different mapped samples
             super().set_coupled(coupled, warn=warn)
 

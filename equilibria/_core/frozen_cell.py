@@ -45,7 +45,7 @@ from equilibria._core import autodiff_modes
 from equilibria._core.packing import State
 from equilibria.nn import VariationalDropout
 
-REGISTERED = ("_parameters", "_buffers", "_modules")
+REGISTERED = ("_parameters", "_buffers", "_modules")  # attributes that hold tensors and submodules; a copy gets new ones
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type, torch.Generator)
 _CONTAINERS = (dict, OrderedDict, set, list, tuple)  # most are empty: hooks that nobody registered
 _DEPTH = 3  # nesting of plain objects up to which references to the tree are searched
@@ -66,6 +66,7 @@ class HeldWeight(nn.Module):
         self.register_buffer("value", value, persistent=False)
 
     def forward(self) -> Tensor:
+        """The weight that was computed once."""
         return self.value
 
     @staticmethod
@@ -112,6 +113,7 @@ class FrozenCell:
         self._is_in_place = False
 
     def __call__(self, z: State, *inputs: Any) -> State:
+        """Run the cell with its held weights and masks; buffers that it moves are copies."""
         with self.in_place():
             snapshot = self.snapshot() if self.training else None
             if snapshot is None or not snapshot.tensors.buffers:
@@ -247,6 +249,7 @@ class Snapshot:
 
     def build(self, tensors: Mapping[str, Tensor] | None = None) -> list[nn.Module]:
         """Copies of all modules of the tree, the root first; `tensors` replaces the tensors of these names."""
+        # without __init__, which may be costly, draw random numbers or ask for arguments
         new = [object.__new__(type(part)) for part in self.parts]
         for part, attributes, children, (parameters, buffers) in zip(
             new, self._attributes, self._children, self._tensors, strict=True

@@ -100,7 +100,7 @@ def _placed(
 
 
 def beyond_rounding(length: Tensor, size: Tensor | None, precision: float) -> Tensor:
-    """What a residual is at least: beside a state that has run away far enough, all of it is rounding."""
+    """The part of a residual that is no rounding: beside a state that has run away far enough, all of it is rounding."""
     return length if size is None else length - precision * size
 
 

@@ -1,8 +1,12 @@
 """The solver loop: it steps all rows, stops each by its own tolerance, and drops rows that have stopped.
 
 `solve` runs one solver, or a chain of them, on a map. `_run` takes the steps in torch, `_run_native` in compiled code, with
-the same results. Both compare rows once per solve with the same rows run without the others (`compaction`). `_verified`
-evaluates the result again if its residual is not known from an evaluation of all rows together.
+the same results. Both compare rows once per solve with the same rows run without the others (`compaction`), unless backward
+measures the answer and found nothing wrong the last time. `finished` makes the statistics. `_verified` evaluates the result
+again if its residual is not known from an evaluation of all rows together.
+
+Invariants. The device is waited for once per check (`Stop.check_every`), once at the end, and once where rows are compared.
+A row that has stopped does not change any more. `LoopRun` is constant during a run; a chain or a repetition gets a new one.
 """
 
 from __future__ import annotations
@@ -173,7 +177,7 @@ def _run(run: LoopRun, z0: Tensor, solver: Solver[Any]) -> SolveResult:
 
 
 def _run_native(run: LoopRun, z0: Tensor, solver: Solver[Any]) -> SolveResult | None:
-    """As `_run`, with a native call for all that is done between two evaluations; None if that is not possible."""
+    """Run the loop with one native call between two evaluations; None if that is not possible."""
     if not native_solve.can_run(run, z0, solver):
         return None
     f, stop, shape = run.f, run.stop, z0.shape

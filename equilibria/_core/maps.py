@@ -61,7 +61,8 @@ class Map:
         self._derivative: tuple[Tensor, Linearisation] | None = None
 
     def __call__(self, z: Tensor) -> Tensor:
-        if self.known is not None and z is self.known[0]:
+        """f(z), counted as an evaluation, or the value that `remember` stored for this z."""
+        if self.known is not None and z is self.known[0]:  # the same object: comparing values would wait for the device
             return self.known[1]
         self.counter.evaluations += 1
         self.counter.rows += z.shape[0]
@@ -111,6 +112,7 @@ class Map:
         return self._derivative[1]
 
     def _share(self, other: Map) -> Map:
+        """Give `other` the counter and the ranks of this map."""
         other.counter, other.any_rank = self.counter, self.any_rank
         return other
 
@@ -150,6 +152,7 @@ class LinearMap(Map):
         return LinearMap(*self._products, rhs)
 
     def divided(self, unit: Tensor) -> Map:
+        """The map with rhs / unit; M is the same."""
         return self._share(self.with_rhs(self.rhs / unit))
 
     def jacobian(self, z: Tensor) -> LinearMap:
@@ -176,7 +179,7 @@ class Linearisation:
         self.z = z.detach() if z.requires_grad else z
         self.args = [arg.detach() for arg in args]
         self.needed = [i for i, need in enumerate(needs) if need]
-        for i in self.needed:
+        for i in self.needed:  # only these: a graph through all args would cost memory
             self.args[i].requires_grad_()
         self._graph: tuple[Tensor, Tensor] | None = None
 
@@ -210,13 +213,13 @@ class Linearisation:
             self.counter.evaluations += 1
             self.counter.rows += t.shape[0]
             self.counter.products += 1
-        args = [arg.detach() for arg in self.args]
+        args = [arg.detach() for arg in self.args]  # else the jvp would record a graph as well
         return autodiff_modes.jvp(lambda y: self.f(y, *args), [self.z], [t])
 
     def pull(self, u: Tensor) -> tuple[list[Tensor | None], Tensor]:
         """(df/d arg)'u for each arg in `needs`, None for the others; and J'u from the same pass. Frees the graph."""
         leaf, out = self.run()
-        self._graph = None
+        self._graph = None  # this is the last product: memory is freed while gradients are computed
         grads: list[Tensor | None] = [None] * len(self.args)
         if not out.requires_grad:
             return grads, torch.zeros_like(u)
@@ -282,6 +285,7 @@ class LinearEquation(Equation):
         self.restrictable, self.separable = of.restrictable, of.separable
 
     def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
+        """M z + rhs."""
         return self.product(z, *args) + args[1]
 
     @abstractmethod
@@ -289,12 +293,15 @@ class LinearEquation(Equation):
         """M z."""
 
     def right(self, *args: Tensor) -> Tensor:
+        """The right-hand side, which is the second arg."""
         return args[1]
 
     def untraceable(self) -> str | None:
+        """The reason of the equation that this one is derived from."""
         return self.of.untraceable()
 
     def fingerprint(self) -> Hashable:
+        """The key of the equation that this one is derived from."""
         return self.of.fingerprint()
 
 
@@ -304,10 +311,12 @@ class AdjointEquation(LinearEquation):
     what = "adjoint"
 
     def product(self, z: Tensor, *args: Tensor) -> Tensor:
+        """J'z, by reverse mode, differentiable in all args."""
         equilibrium, _, *rest = args
         return autodiff_modes.vjp(lambda y: self.of(y, *rest), equilibrium)(z)[0]
 
     def bind(self, args: Sequence[Tensor]) -> LinearMap:
+        """The map g -> J'g + rhs on a linearisation of its own."""
         equilibrium, rhs, *rest = args
         at = Linearisation(self.of, equilibrium, rest)
         return LinearMap(at.transposed, at.product, rhs, self, args)
@@ -319,10 +328,12 @@ class TangentEquation(LinearEquation):
     what = "tangent"
 
     def product(self, z: Tensor, *args: Tensor) -> Tensor:
+        """J z, by forward mode, differentiable in all args."""
         equilibrium, _, *rest = args
         return autodiff_modes.jvp(lambda y: self.of(y, *rest), [equilibrium], [z])
 
     def bind(self, args: Sequence[Tensor]) -> LinearMap:
+        """The map t -> J t + rhs on a linearisation of its own."""
         equilibrium, rhs, *rest = args
         at = Linearisation(self.of, equilibrium, rest)
         return LinearMap(at.product, at.transposed, rhs, self, args)

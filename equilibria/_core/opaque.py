@@ -94,13 +94,28 @@ def solve(layer: int, inputs: list[Tensor], parameters: list[Tensor], wanted: li
     if any(wanted):
         every = [*copies, *found.parameters()]
         leaves = [each for each, want in zip(every, wanted, strict=True) if want]
-        _check_closed(z, leaves)
+        # raise if z depends on a tensor that needs a gradient and is neither an input nor a parameter of the layer
+        known = {id(leaf) for leaf in leaves}
+        waiting, seen = [z.grad_fn], {z.grad_fn}
+        while waiting:
+            node: Any = waiting.pop()
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and id(leaf) not in known:
+                raise RuntimeError(
+                    f"The cell uses a tensor of shape {tuple(leaf.shape)} that needs a gradient and is neither an input nor "
+                    "a parameter of the layer; torch.compile would lose its gradient. Make it one of these, or keep the "
+                    "layer out of the compiled program: layer.forward = torch.compiler.disable(layer.forward)."
+                )
+            new = {next_node for next_node, _ in getattr(node, "next_functions", ()) if next_node is not None} - seen
+            seen |= new
+            waiting += new
         _graphs[int(token)] = _Graph(z, leaves, StorageWeakRef(token.untyped_storage()))
     return z.detach().clone(memory_format=torch.contiguous_format), token
 
 
 @solve.register_fake
 def _(layer: int, inputs: list[Tensor], parameters: list[Tensor], wanted: list[bool]) -> tuple[Tensor, Tensor]:
+    """The shapes of the results, for traces."""
     found, first = _layers[layer], inputs[0]
     shape = first.shape if found.init is None else (*first.shape[: int(found.batched)], *found.init.shape)
     return first.new_empty(shape), torch.empty((), dtype=torch.int64)
@@ -126,6 +141,7 @@ def _(token: Tensor, cotangent: Tensor, like: list[Tensor]) -> list[Tensor]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Save the token of the graph, and tensors like the gradients, for backward."""
     _, given, parameters, ctx.wanted = inputs
     ctx.given = len(given)
     like = [each for each, want in zip((*given, *parameters), ctx.wanted, strict=True) if want]
@@ -133,6 +149,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, cotangent: Tensor, _: Any) -> tuple[Any, ...]:
+    """The gradients of inputs and parameters, by the graph that forward stored."""
     token, *like = ctx.saved_tensors
     found = iter(torch.ops.equilibria.solve_backward(token, cotangent, like) if like else [])
     every = [next(found) if want else None for want in ctx.wanted]
@@ -140,21 +157,3 @@ def _backward(ctx: Any, cotangent: Tensor, _: Any) -> tuple[Any, ...]:
 
 
 solve.register_autograd(_backward, setup_context=_save)
-
-
-def _check_closed(z: Tensor, leaves: list[Tensor]) -> None:
-    """Raise if z depends on a tensor that needs a gradient and is neither an input nor a parameter of the layer."""
-    known = {id(leaf) for leaf in leaves}
-    waiting, seen = [z.grad_fn], {z.grad_fn}
-    while waiting:
-        node: Any = waiting.pop()
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in known:
-            raise RuntimeError(
-                f"The cell uses a tensor of shape {tuple(leaf.shape)} that needs a gradient and is neither an input nor a "
-                "parameter of the layer; torch.compile would lose its gradient. Make it one of these, or keep the layer out "
-                "of the compiled program: layer.forward = torch.compiler.disable(layer.forward)."
-            )
-        new = {next_node for next_node, _ in getattr(node, "next_functions", ()) if next_node is not None} - seen
-        seen |= new
-        waiting += new

@@ -75,6 +75,7 @@ class Layout:
 
     @property
     def columns(self) -> int:
+        """The number of columns of the matrix."""
         return sum(leaf.columns for leaf in self.leaves)
 
     def refuse_overflow(self, matrix: Tensor, output: Tensor) -> Tensor:
@@ -129,7 +130,22 @@ class Layout:
                 f"{_describe(self.structure)}. Return the tensors in the nesting of z."
             )
         for tensor, leaf in zip(tensors, self.leaves, strict=True):
-            self._check_tensor(tensor, leaf, rows, cast)
+            expected = self._shape(leaf, rows)
+            if not isinstance(tensor, Tensor):
+                raise TypeError(
+                    f"The cell must return tensors: got {type(tensor).__name__}, expected a tensor of shape {expected}."
+                )
+            if tuple(tensor.shape) != expected:
+                raise ValueError(
+                    f"The cell must return the shape of its state: got {tuple(tensor.shape)} for z of shape {expected}. "
+                    "Project back to z's width at the end of the cell."
+                )
+            same_kind = cast and tensor.is_floating_point() and leaf.dtype.is_floating_point
+            if tensor.dtype != leaf.dtype and not same_kind:
+                raise TypeError(
+                    f"The cell must return the dtype of its state: got {tensor.dtype} for z of {leaf.dtype}. "
+                    f"Start from a state of {tensor.dtype}, or end the cell with .to(z.dtype)."
+                )
         return tensors
 
     def unpack(self, matrix: Tensor) -> State:
@@ -144,41 +160,27 @@ class Layout:
         return pytree.tree_unflatten(tensors, self.structure)
 
     def _shape(self, leaf: Leaf, rows: int) -> tuple[int, ...]:
+        """The shape of a leaf in a state with so many rows."""
         return (rows, *leaf.shape) if self.batched else leaf.shape
 
     def _join(self, tensors: list[Tensor]) -> Tensor:
+        """The tensors of a state side by side in one matrix, (rows, n)."""
         parts = [self._flatten(tensor, leaf) for tensor, leaf in zip(tensors, self.leaves, strict=True)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _flatten(self, tensor: Tensor, leaf: Leaf) -> Tensor:
+        """One tensor of a state as columns of the matrix, (rows, columns)."""
         rows = tensor.shape[0] if self.batched else 1
         real = torch.view_as_real(tensor.resolve_conj()) if leaf.dtype.is_complex else tensor
         return real.reshape(rows, leaf.columns).to(self.dtype)
 
     def _restore(self, part: Tensor, leaf: Leaf) -> Tensor:
+        """Columns of the matrix as the tensor of a state, in its own shape and dtype."""
         shape = self._shape(leaf, part.shape[0])
         if leaf.dtype.is_complex:
             # view_as_complex needs strides that are multiples of two
             return torch.view_as_complex(part.to(leaf.dtype.to_real()).reshape(*shape, 2).contiguous())
         return part.reshape(shape).to(leaf.dtype)
-
-    def _check_tensor(self, tensor: Any, leaf: Leaf, rows: int, cast: bool) -> None:
-        expected = self._shape(leaf, rows)
-        if not isinstance(tensor, Tensor):
-            raise TypeError(
-                f"The cell must return tensors: got {type(tensor).__name__}, expected a tensor of shape {expected}."
-            )
-        if tuple(tensor.shape) != expected:
-            raise ValueError(
-                f"The cell must return the shape of its state: got {tuple(tensor.shape)} for z of shape {expected}. "
-                "Project back to z's width at the end of the cell."
-            )
-        same_kind = cast and tensor.is_floating_point() and leaf.dtype.is_floating_point
-        if tensor.dtype != leaf.dtype and not same_kind:
-            raise TypeError(
-                f"The cell must return the dtype of its state: got {tensor.dtype} for z of {leaf.dtype}. "
-                f"Start from a state of {tensor.dtype}, or end the cell with .to(z.dtype)."
-            )
 
 
 def zeros_like_first(inputs: Sequence[Any]) -> State:

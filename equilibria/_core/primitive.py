@@ -56,20 +56,23 @@ class FixedPoint(Function):
 
     @staticmethod
     def forward(problem: Problem, z0: Tensor, *args: Tensor) -> tuple[Tensor, Tensor]:
+        """Solve without a graph; returns z, (batch, n), and the status of every sample."""
         result = problem.run(z0, args if autodiff_modes.is_ordinary() else [*map(autodiff_modes.primal, args)])
         z = result.z.clone() if result.z is z0 else result.z  # a Function must not return its input unchanged
         return z, result.stats.status
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        """Save what the derivatives need: the problem, z, the status and the args."""
         problem, _, *args = inputs
         ctx.problem = problem
-        ctx.mark_non_differentiable(output[1])
+        ctx.mark_non_differentiable(output[1])  # the status has an integer dtype
         ctx.save_for_backward(*output, *args)
-        ctx.save_for_forward(*output, *args)
+        ctx.save_for_forward(*output, *args)  # for jvp
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the args: of first order without transforms, else by a rule that is differentiable itself."""
         z, status, *args = ctx.saved_tensors
         needs = ctx.needs_input_grad[2:]
         transformed = not autodiff_modes.is_ordinary() and (
@@ -84,6 +87,7 @@ class FixedPoint(Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, None]:
+        """The tangent of z."""
         z, status, *args = [autodiff_modes.primal(saved) for saved in ctx.saved_tensors]
         return _jvp(ctx.problem, z, status, args, tangents[2:]), None
 
@@ -113,8 +117,10 @@ def _backward_any_order(
     scale = cotangent_scale(equation, v, measured=False)
     g = _solve_differentiably(problem, problem.derived(AdjointEquation), z, v / scale, args) * scale
     chosen = [i for i, need in enumerate(needs) if need]
-    pulled = iter(autodiff_modes.vjp(_in_args(equation, z, args, chosen), *[args[i] for i in chosen])(g))
-    return [_zero_unless(good.any(), next(pulled)) if need else None for need in needs]
+    pulled = autodiff_modes.vjp(_in_args(equation, z, args, chosen), *[args[i] for i in chosen])(g)
+    # without a good sample there is none to put in place of the others
+    grads = iter([torch.where(good.any(), grad, torch.zeros_like(grad)) for grad in pulled])
+    return [next(grads) if need else None for need in needs]
 
 
 def _jvp(problem: Problem, z: Tensor, status: Tensor, args: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> Tensor:
@@ -149,14 +155,10 @@ def _in_args(equation: Equation, z: Tensor, args: Sequence[Tensor], chosen: Sequ
     """The equation at z as a function of some of its args."""
 
     def f(*values: Tensor) -> Tensor:
+        """F with the chosen args replaced by `values`."""
         changed = list(args)
         for i, value in zip(chosen, values, strict=True):
             changed[i] = value
         return equation(z, *changed)
 
     return f
-
-
-def _zero_unless(condition: Tensor, grad: Tensor) -> Tensor:
-    """`grad` if the scalar condition holds, else zeros."""
-    return torch.where(condition, grad, torch.zeros_like(grad))

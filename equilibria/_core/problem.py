@@ -37,7 +37,7 @@ TIGHTER = 2.0  # factor by which the tolerance is tightened beyond what the wors
 
 @dataclass(frozen=True)
 class LinearSolve:
-    """How the linear systems of the derivatives of a problem are solved.
+    """Settings of the linear systems of the derivatives of a problem.
 
     solver, stop, on_failure  for the exact solution
     approximation             a formula used in place of the exact solution; None: no formula
@@ -101,7 +101,7 @@ class Problem:
                 options: dict[str, Any] = {"scale": scale, "precision": equation.precision, "known": self.known}
                 options |= {"keep_state": self.keep_state, "verify": self.verify, "measured_later": self.measured_later}
                 result = run(f, z0, self.solver, self.stop, **options)
-                if result.coupled is not None:
+                if result.coupled is not None:  # backward and later solves need not find it out again
                     equation.separable = not result.coupled
                     equation.set_coupled(result.coupled, warn=self.stop.compact)  # without compaction the cost is accepted
                 if result.coupled:
@@ -112,7 +112,7 @@ class Problem:
             report.nonfinite = result.failed and result.stats.count(Status.NONFINITE) > 0
         else:
             report.adjoint = result.stats
-        if result.failed and self.on_failure != "ignore":
+        if result.failed and self.on_failure != "ignore":  # `failed` is on the host: a good solve waits for nothing here
             self.report_failures(result.stats, "warn" if self.on_failure == "fall_back" else self.on_failure)
         if rhs is not None and self.on_failure == "fall_back":  # failed rows get the Jacobian-free cotangent g = v
             return dataclasses.replace(result, z=torch.where(result.stats.failed.unsqueeze(1), rhs, result.z))
@@ -189,7 +189,7 @@ def version(args: Sequence[Tensor]) -> int:
 def solve_coupled(
     f: FlatMap, z0: Tensor, solver: AnySolver, stop: Stop, *, right: Tensor | None, precision: float, known: Tensor | None
 ) -> SolveResult:
-    """As `loop.solve`, with the batch as one row of batch * n numbers; every sample gets the statistics of that row.
+    """Solve the batch as one row of batch * n numbers; every sample gets the statistics of that row.
 
     right  (batch, n), the right-hand side of a linear equation, to which the tolerance is relative
     known  (batch, n), f(z0) if it has been evaluated
@@ -225,7 +225,7 @@ def solve_coupled(
 
 
 def solve_rows_as_one(f: FlatMap, z0: Tensor, solver: AnySolver, stop: Stop, *, precision: float) -> SolveResult:
-    """As `solve_coupled`, repeated with tighter tolerances until every row meets its own; status is per row."""
+    """Repeat `solve_coupled` with tighter tolerances until every row meets its own; status is per row."""
     result = solve_coupled(f, z0, solver, stop, right=None, precision=precision, known=None)
     factor = 1.0
     for _ in range(VERIFICATIONS):

@@ -46,7 +46,7 @@ class Program:
             self.run = backend(graph, call.inputs())
 
     def __call__(self, call: Call) -> SolveResult | None:
-        """The solve; None if its start is so small or large that squares leave the dtype: the plain loop copes with that."""
+        """Run the solve; None if squares of its start leave the dtype, which the plain loop allows."""
         inputs, rows = call.inputs(), call.rows
         with torch.no_grad():
             step, *tensors = self.run(*(inputs if rows == self.rows else self._padded(call, inputs)))
@@ -89,6 +89,7 @@ class Program:
             return step, rebuild(state, iter(rest[: len(own)]), iter(collect(state, int))), record
 
         def body(*tensors: Tensor) -> tuple[Tensor, ...]:
+            """One step of the loop on the tensors it carries."""
             step, now, record = read(tensors)
             f = _Traced(parts, tensors[len(moving) :][: len(saved)])
             f.fell = record.fell
@@ -99,6 +100,7 @@ class Program:
             return tuple(new.clone(memory_format=torch.contiguous_format) for new in out)
 
         def running(*tensors: Tensor) -> Tensor:
+            """True while rows run and steps are left."""
             step, _, record = read(tensors)
             assert record.open is not None
             return (step < self.stop.max_steps) & record.open.any()
@@ -127,6 +129,7 @@ class Parts:
 
     @staticmethod
     def of(equation: Equation, z: Tensor, args: Sequence[Tensor]) -> Parts:
+        """Trace an equation at z and split it; of a linear one the product is traced."""
         function = equation.product if equation.linear else equation
         given = [z, *[arg.detach() for arg in args]]
         written = make_fx(lambda z, *args: function(z, *args), tracing_mode="fake")(*given)
@@ -136,7 +139,7 @@ class Parts:
 
 
 def _without_scaled_sums(graph: fx.GraphModule) -> fx.GraphModule:
-    """Without what torch's compiler gets wrong: a + alpha b where b is a product of matrices loses its alpha there."""
+    """Rewrite a + alpha b, which torch's compiler computes without alpha if b is a product of matrices."""
     for node in list(graph.graph.nodes):
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable:
@@ -152,7 +155,7 @@ def _without_scaled_sums(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def split(whole: fx.GraphModule) -> Parts:
-    """At the first placeholder, the state: what can be computed without it comes first."""
+    """Split a graph at its first placeholder, the state: all that does not depend on it is computed first."""
     nodes = list(whole.graph.nodes)
     state, output = nodes[0], nodes[-1]
     late = {state}
@@ -197,6 +200,7 @@ def _inner(output: fx.Node, late: set[fx.Node]) -> tuple[set[fx.Node], list[fx.N
 
 
 def _is_view(node: fx.Node) -> bool:
+    """True if a node returns a view, or an entry of a tuple that such a node returns."""
     if node.target is operator.getitem:
         return _is_view(node.all_input_nodes[0])
     schema = getattr(node.target, "_schema", None)
@@ -213,14 +217,17 @@ class _Traced:
         self.parts, self.saved, self.known = parts, saved, known
 
     def __call__(self, z: Tensor) -> Tensor:
+        """The traced map at z, or the value that is known for this z."""
         if self.known is not None and z is self.known[0] and self.known[1] is not None:
             return self.known[1].clone()
         return self.product(z)
 
     def jacobian(self, z: Tensor) -> _Traced:
+        """Itself: in a trace only linear maps are asked for their derivative."""
         return self
 
     def product(self, z: Tensor) -> Tensor:
+        """The traced map at z; for a linear equation the product M z."""
         return self.parts.apply(z, *self.saved)
 
 
@@ -237,11 +244,12 @@ class Call:
 
     @property
     def rows(self) -> int:
+        """The batch size of the call."""
         return len(self.z0)
 
     @property
     def extra(self) -> list[bool]:
-        """Whether the inputs contain a scale and a known value."""
+        """Two flags: the inputs contain a scale, and a known value."""
         return [self.options["scale"] is not None, self.options["known"] is not None]
 
     def inputs(self) -> tuple[Tensor, ...]:
@@ -260,9 +268,11 @@ class Call:
         return self._identity([shape[1:] if has else shape for shape, has in zip(shapes, rows, strict=True)])
 
     def _tensors(self) -> tuple[Tensor, ...]:
+        """The start and the args, whose shapes identify a program."""
         return self.z0, *self.f.args
 
     def _identity(self, shapes: Sequence[torch.Size]) -> Hashable:
+        """The key of a call with these shapes."""
         tensors = tuple((tensor.stride(), tensor.dtype, tensor.device) for tensor in self._tensors())
         given = tuple(name for name in ("scale", "known") if self.options[name] is not None)
         return type(self.equation), self.equation.fingerprint(), tuple(shapes), tensors, self.solver, self.stop, given

@@ -1,4 +1,4 @@
-"""What a run of the loop is given and what it returns, and how the results of two runs are joined."""
+"""The arguments and the result of a run of the loop, and the join of the results of two runs."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ class LoopRun:
             warn_once(self.f.equation.identity)
 
     def with_stop(self, **changes: Any) -> LoopRun:
+        """The same run with some settings of its stop changed."""
         return dataclasses.replace(self, stop=dataclasses.replace(self.stop, **changes))
 
 
@@ -87,7 +88,7 @@ def merge(first: SolveResult, then: SolveResult, rows: Tensor | None = None) -> 
     kept = a.converged | ((a.status == Status.DIVERGED) & ~better)
     kept = kept if rows is None else kept | ~rows
     trace = None
-    if a.trace is not None and b.trace is not None:
+    if a.trace is not None and b.trace is not None:  # the second solve begins with the last iterate of the first
         trace = tuple(torch.cat([x, y[1:]]) for x, y in zip(a.trace, b.trace, strict=True))
     stats = dataclasses.replace(
         b,

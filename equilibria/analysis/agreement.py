@@ -32,7 +32,7 @@ DIRECTIONS = 100
 
 @dataclass(frozen=True)
 class Agreement:
-    """How a gradient g compares with the exact one, and its cost; numbers are nan or 0 where `error` is set."""
+    """The comparison of a gradient g with the exact one, and its cost; numbers are nan or 0 where `error` is set."""
 
     gradient: Gradient
     name: str

@@ -187,7 +187,19 @@ def weight_tied_form(layers: Any) -> TiedLayers:
             linears.append(part)
             activations.append(nn.Sequential())
         else:
-            _check_activation(part, linears)
+            if not isinstance(part, nn.Module):
+                raise TypeError(
+                    f"Layers and activations must be modules such as nn.Linear(3, 3) or nn.Tanh(), got {part!r}."
+                )
+            if not linears:
+                raise ValueError(
+                    f"The network must begin with an nn.Linear, got {part!r} first. Apply it to the input instead."
+                )
+            if isinstance(part, _DropoutNd) and part.p > 0:
+                raise ValueError(
+                    f"A cell must be the same function in every step, so dropout is not allowed: got {part!r}. Remove it or "
+                    "set p=0."
+                )
             activations[-1].append(part)
     if not linears:
         raise ValueError("The network has no nn.Linear; at least one is needed.")
@@ -261,18 +273,3 @@ def _flat(layers: Any) -> Iterator[Any]:
             yield from _flat(part)
     elif layers is not None:
         yield layers
-
-
-def _check_activation(activation: Any, before: Sequence[nn.Linear]) -> None:
-    """Raise if `activation` is no module (TypeError), comes before any nn.Linear, or is active dropout (ValueError)."""
-    if not isinstance(activation, nn.Module):
-        raise TypeError(f"Layers and activations must be modules such as nn.Linear(3, 3) or nn.Tanh(), got {activation!r}.")
-    if not before:
-        raise ValueError(
-            f"The network must begin with an nn.Linear, got {activation!r} first. Apply it to the input instead."
-        )
-    if isinstance(activation, _DropoutNd) and activation.p > 0:
-        raise ValueError(
-            f"A cell must be the same function in every step, so dropout is not allowed: got {activation!r}. Remove it or "
-            "set p=0."
-        )

@@ -195,10 +195,10 @@ def tune_alpha(splitting: Splitting, steps: Callable[[], float | Tensor], larges
         for _ in range(halvings):
             splitting.alpha = best / 2
             taken = float(steps())
-            if taken > fewest:
+            if taken > fewest:  # smaller values are slower still
                 break
             best, fewest = splitting.alpha, taken
-    except BaseException:
+    except BaseException:  # also an interrupt must not leave a trial value
         splitting.alpha = before
         raise
     splitting.alpha = best

@@ -30,6 +30,7 @@ class Neumann(Approximation):
     damping: float
 
     def __call__(self, product: FlatMap, right: Tensor) -> Tensor:
+        """The partial sum of the Neumann series, applied to `right`."""
         term, total = right, self.damping * right
         for _ in range(self.steps - 1):
             term = torch.lerp(term, product(term), self.damping)

@@ -41,6 +41,7 @@ class Implicit(Gradient):
             raise ValueError(f"Implicit's on_failure must be one of {choices}, got {self.on_failure!r}.")
 
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
+        """Solve; backward solves the adjoint system."""
         problem = dataclasses.replace(problem, linear=self.linear(problem))
         return attach(problem, z0, args) if problem.opaque else differentiable_fixed_point(problem, z0, *args)[0]
 

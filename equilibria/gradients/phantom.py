@@ -46,6 +46,7 @@ class UnrolledPhantom(Gradient):
         _check("UnrolledPhantom", self.steps, self.damping)
 
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
+        """Solve without a graph, then take the damped steps with one."""
         z, status = solve_detached(problem, z0, args)
         if self.training_only and not _recording():
             return z
@@ -74,6 +75,7 @@ class JFB(Gradient):
     training_only: bool = False
 
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
+        """Solve without a graph, then take one step with one."""
         z, status = solve_detached(problem, z0, args)
         return z if self.training_only and not _recording() else unroll_from(problem, z, status, args, lambda f, h: f(h))
 
@@ -96,6 +98,7 @@ class NeumannPhantom(Gradient):
         _check("NeumannPhantom", self.steps, self.damping)
 
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
+        """Solve; backward uses the partial sum in place of the adjoint solution."""
         linear = LinearSolve(stop=problem.stop, approximation=Neumann(self.steps, self.damping))
         problem = dataclasses.replace(problem, linear=linear)
         return attach(problem, z0, args) if problem.opaque else differentiable_fixed_point(problem, z0, *args)[0]
@@ -105,7 +108,7 @@ def solve_detached(problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> tupl
     """The equilibrium without a graph, (batch, n), and its status; uses the primitive, which supports torch.func."""
     if torch.is_grad_enabled() and not autodiff_modes.inside_transform():
         problem = dataclasses.replace(problem, measured_later=True)  # by `unroll_from`
-    with torch.no_grad():
+    with torch.no_grad():  # gradients flow through the steps that follow, not through the solve
         z, status = differentiable_fixed_point(problem, z0.detach(), *[arg.detach() for arg in args])
     return z.detach(), status
 
@@ -124,7 +127,7 @@ def unroll_from(
     replays  True if backward runs the cell again
     """
     report, good = problem.report, status != Status.NONFINITE
-    concrete = autodiff_modes.has_values(z, good, *args)
+    concrete = autodiff_modes.has_values(z, good, *args)  # under vmap no value can be looked at
     if report.nonfinite and not autodiff_modes.inside_transform() and not bool(good.any()):
         return with_zero_gradient(z, args)  # no good sample is left to replace the bad ones
     steps = _Advance(advance, good)
@@ -147,10 +150,12 @@ class _Advance:
         self.advance, self.good, self.runs = advance, good, 0
 
     def __call__(self, problem: Problem, z: Tensor, args: Sequence[Tensor]) -> Tensor:
+        """Take the steps from z with a graph; samples that are not good keep z."""
         start, inputs, _ = quarantine(problem.equation, z, args, z, self.good)
         self.runs = 0
 
         def f(h: Tensor) -> Tensor:
+            """Evaluate the cell and count it; an evaluation at the equilibrium measures the residual."""
             self.runs += 1
             out = guarded(problem, problem.equation(h, *inputs))
             if problem.report.unmeasured is not None and start is z:  # the first evaluation is at the equilibrium itself

@@ -63,6 +63,7 @@ class Reversible(Gradient):
         )
 
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
+        """Solve by reversible steps; backward takes them back."""
         check_first_order("Reversible")
         if not isinstance(problem.solver, Picard):
             raise TypeError(
@@ -86,6 +87,7 @@ class ReversibleState(Iterate):
     wide: Tensor  # (batch, n), double
 
     def rescaled(self, unit: Tensor) -> Self:
+        """The state with both iterates times `unit`, (batch, 1)."""
         state = super().rescaled(unit)
         return dataclasses.replace(state, y=self.y * unit, wide=self.wide * unit)
 
@@ -97,9 +99,11 @@ class ReversiblePicard(Solver[ReversibleState]):
     damping: float
 
     def init(self, f: Map, z0: Tensor) -> ReversibleState:
+        """The start, with both iterates in the wide dtype."""
         return ReversibleState(z0, f(z0), z0.to(WIDE), z0.to(WIDE))
 
     def step(self, f: Map, state: ReversibleState) -> ReversibleState:
+        """Take one step of the reversible iteration on the pair of iterates."""
         y = torch.lerp(state.y, state.fz.to(WIDE), self.damping)
         wide = torch.lerp(state.wide, f(y.to(state.z.dtype)).to(WIDE), self.damping)
         if state.active is not None:  # a finished sample must not change in any bit, or its steps could not be inverted
@@ -114,6 +118,7 @@ class _Reversible(Function):
 
     @staticmethod
     def forward(ctx: Any, problem: Problem, z0: Tensor, *args: Tensor) -> Tensor:
+        """Solve without a graph and keep the last pair of iterates."""
         result = problem.run(z0, args)
         if problem.equation.identity.coupled:
             raise TypeError(OUT_OF_REACH)
@@ -124,6 +129,7 @@ class _Reversible(Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        """Take the steps back; raises if derivatives of higher order are asked for."""
         check_first_order("Reversible", differentiable=torch.is_grad_enabled())
         return (None, None, *autodiff_modes.pull_each(lambda v: _Reversible._pull(ctx, v), cotangents[0]))
 
@@ -136,6 +142,7 @@ class _Reversible(Function):
         zero = [torch.zeros_like(arg) if need else None for arg, need in zip(args, needs, strict=True)]
 
         def undo(good: Tensor) -> tuple[list[Tensor | None], Tensor, Tensor]:
+            """Take the steps of the good samples back; the others are replaced by good ones."""
             rows = _same(good)
             _, taken, v = quarantine(equation, z.to(cotangent.dtype), args, cotangent, good)
             return _undo(ctx.problem, y[rows], z[rows], v, steps[rows], best[rows], taken, needs)
@@ -195,6 +202,7 @@ def _undo(
                 total[i] = total[i] + grad  # type: ignore[operator]
         return torch.where(rows, (state - d * value) / (1 - d), state), product.to(WIDE)
 
+    # every inversion multiplies rounding errors by (1 + d) / (1 - d); beyond the horizon they exceed LEFT
     horizon = math.floor(math.log(LEFT / torch.finfo(WIDE).eps) / math.log((1 + d) / (1 - d)))
     for step in range(int(steps.max()) if steps.numel() else 0, 0, -1):
         rows = ((steps >= step) & (step > steps - horizon)).unsqueeze(1)

@@ -50,6 +50,7 @@ class Shine(Gradient):
         )
 
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
+        """Solve with Broyden; backward applies its estimate of the inverse Jacobian."""
         check_first_order("Shine")
         solver = problem.solver.solver if isinstance(problem.solver, Restart) else problem.solver
         if not isinstance(solver, Broyden):
@@ -69,6 +70,7 @@ class _Shine(Function):
 
     @staticmethod
     def forward(ctx: Any, problem: Problem, shine: Shine, z0: Tensor, *args: Tensor) -> Tensor:
+        """Solve with Broyden and keep its estimate of the inverse Jacobian."""
         result = problem.run(z0, args)
         if result.state is None:  # the solve found that samples depend on each other and solved them as one system
             raise TypeError(OUT_OF_REACH)
@@ -81,6 +83,8 @@ class _Shine(Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of the args with the cotangent that the stored estimate gives."""
+        # the estimate is a constant of the forward solve, so that its derivative is not known
         check_first_order("Shine", differentiable=torch.is_grad_enabled())
         z, status, *args = ctx.saved_tensors
         linear = dataclasses.replace(ctx.problem.linear, approximation=ctx.estimate)
@@ -113,7 +117,8 @@ class Estimate(Approximation):
         return Estimate(state.steps, state.sums, state.core + torch.diag_embed(empty.to(state.core.dtype)), fallback)
 
     def __call__(self, product: FlatMap, right: Tensor) -> Tensor:
-        if self.steps.shape[1] == 0:
+        """The cotangent u of the estimate; where u is too large beside v, the Jacobian-free one."""
+        if self.steps.shape[1] == 0:  # the start was the answer: no step has told anything about the Jacobian
             return right
         weights = solve_small(self.core.transpose(1, 2), products(self.sums, right))
         u = right - combine(weights, self.steps)

@@ -58,6 +58,7 @@ class Unrolled(Gradient):
         require(self.depth is None or self.depth >= 1, f"Unrolled's depth must be at least 1, got {self.depth}.")
 
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
+        """Solve and record the steps, so that gradients flow through them."""
         if not autodiff_modes.has_values(z0, *args):
             raise RuntimeError(
                 "torch.func.vmap does not pass through Unrolled, whose number of steps depends on values: make the mapped "
@@ -66,6 +67,7 @@ class Unrolled(Gradient):
         return watched(self._steps, problem, z0, args, replays=self.checkpoint is not None)
 
     def _steps(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
+        """The unrolled equilibrium; where no step was recorded, its graph gives zero gradients."""
         # without any step there is no graph, and backward() would raise
         return with_zero_gradient(self._unroll(problem, z0, args), [z0, *args])
 
@@ -127,6 +129,7 @@ class _ReplayedStep:
         self.solver, self.f, self.like, self.best, self.truncate = solver, f, like, best, truncate
 
     def buffers(self) -> dict[str, Tensor]:
+        """No buffers: those of an equation are constant."""
         return {}  # the buffers of an equation are constant
 
     def first(self, state: Iterate) -> Tensors:
@@ -134,6 +137,7 @@ class _ReplayedStep:
         return (torch.tensor([0, *collect(state, int)]), state.z, *self._cut(collect(state, Tensor), time=0))
 
     def __call__(self, z: Tensors, buffers: Buffers) -> Tensors:
+        """Take one step, and choose the iterate of samples whose best step it is."""
         counters, chosen, *tensors = z
         time, *counted = autodiff_modes.numbers(counters)
         with no_autocast(chosen.device):
@@ -163,6 +167,7 @@ class _Explicit:
     checkpoint: Checkpoint
 
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
+        """Take the steps, the last ones with a graph, and store the statistics."""
         step = _PlainStep(problem.equation, args)
         followed = self.depth if self.truncate is None else min(self.truncate, self.depth)
         z: Tensors = (z0,)
@@ -189,9 +194,11 @@ class _PlainStep:
     args: Sequence[Tensor]
 
     def buffers(self) -> dict[str, Tensor]:
+        """No buffers: those of an equation are constant."""
         return {}
 
     def __call__(self, z: Tensors, buffers: Buffers) -> Tensors:
+        """One evaluation of the equation."""
         return (self.equation(z[0], *self.args),)
 
 

@@ -51,6 +51,7 @@ def watched(steps: Steps, problem: Problem, start: Tensor, args: Sequence[Tensor
     ):
         return steps(problem, start, args)
     watch = _Watch(steps, problem, [tensor.detach() for tensor in tensors], followed, replays)
+    # only tensors that need gradients pass through a Function: others would keep a graph for nothing
     passed = list(tensors)
     for i, tensor in zip(followed, _Arguments.apply(watch, *[tensors[i] for i in followed]), strict=True):
         passed[i] = tensor
@@ -86,11 +87,13 @@ class _Answer(Function):
 
     @staticmethod
     def forward(ctx: Any, watch: _Watch, z: Tensor) -> Tensor:
+        """Store the watch and return a view of z."""
         ctx.watch = watch
         return z.view_as(z)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[None, Tensor]:
+        """Pass the cotangent to the watch before it is pulled through the steps."""
         ctx.watch.begin(cotangents[0])
         return None, cotangents[0]
 
@@ -100,12 +103,14 @@ class _Arguments(Function):
 
     @staticmethod
     def forward(ctx: Any, watch: _Watch, *args: Tensor) -> tuple[Tensor, ...]:
+        """Store the watch and return the args detached."""
         ctx.watch = watch
         ctx.set_materialize_grads(False)
         return tuple(arg.detach() for arg in args)  # autograd forbids in-place writes to views from a multi-view function
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Pass on the gradients of the args, without samples whose gradients are not finite."""
         return None, *ctx.watch.checked(grads)
 
 
@@ -124,6 +129,7 @@ class _Watch:
             self._refuse_changes()
 
     def _refuse_changes(self) -> None:
+        """Raise if an arg was written to in place since forward."""
         if list(map(_version, self.tensors)) != self.versions:
             raise RuntimeError(CHANGED)
 

@@ -46,7 +46,7 @@ def publish(run: Run, folder: Path, *, which: str = "best", root: Path | None = 
 
 
 def provenance(run: Run, experiment: Experiment[Any], weights: Path, which: str, root: Path | None) -> dict[str, Any]:
-    """Where the weights come from: experiment, settings and their hash, data, commit, machine, and what was measured."""
+    """The origin of the weights: experiment, settings and their hash, data, commit, machine, and what was measured."""
     assert run.summary is not None
     chosen = run.summary["best"] if which == "best" else run.summary["final"]
     return {
@@ -69,13 +69,13 @@ def provenance(run: Run, experiment: Experiment[Any], weights: Path, which: str,
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """Of the experiment and its settings, without versions."""
+    """The hash of the experiment and its settings, without versions."""
     meant = {key: value for key, value in config.items() if key != "versions"}
     return hashlib.sha256(json.dumps(meant, sort_keys=True).encode()).hexdigest()
 
 
 def data_checksums(experiment: Experiment[Any], root: Path | None) -> dict[str, dict[str, str]]:
-    """By dataset and file: "sha256:..." of the file at hand, else the official checksum."""
+    """The checksums by dataset and file: "sha256:..." of the file at hand, else the official one."""
     place = data_root(root)
     found: dict[str, dict[str, str]] = {}
     for name in sorted(set(_strings(to_plain(experiment.settings))) & set(data_names())):

@@ -105,7 +105,7 @@ class Breadth:
             yield self.starts - first
 
     def _best(self, parts: list[_Round], batch: int, evaluated: int) -> BreadthSolution:
-        """Per sample the winner over all rounds."""
+        """Join the rounds: per sample the winner over all of them."""
         leaves, structure = pytree.tree_flatten(parts[0].solution.z)
         wide = [_table(parts, batch, self.starts, i) for i in range(len(leaves))]  # (starts, batch, ...) each
         residual = _filled(parts, batch, self.starts, lambda part: part.residual, torch.inf)

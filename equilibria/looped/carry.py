@@ -56,7 +56,7 @@ class Carry:
                 f"Carry holds {len(self.halted)} rows and got a batch of {rows}: every batch must have the same size. "
                 "Use drop_last=True."
             )
-        free = self.halted.to(device)
+        free = self.halted.to(device)  # a restored state may be on another device
         held = pytree.tree_map(lambda leaf: leaf.to(device), self._rows)
         self._rows = _replaced(held, batch, free.nonzero().squeeze(1), start)
         self.steps = torch.where(free, 0, self.steps.to(device))

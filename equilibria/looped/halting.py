@@ -20,7 +20,7 @@ Step = Callable[[Any, State | None], tuple[Any, Tensor, State, Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Halting:
-    """When a row of a looped model halts: at `max_steps` supervised steps, or before by a learned head or by convergence.
+    """The rule by which a row of a looped model halts: by a learned head, by convergence, or after `max_steps` steps.
 
         found = eq.looped.Halting(by="both", max_steps=16).run(model.think, boards)
 
@@ -94,13 +94,13 @@ class Halting:
             rows = rows[staying]
             if len(rows) == 0:
                 break
-            inputs, state = _take((inputs, state), staying)
+            inputs, state = _take((inputs, state), staying)  # rows that halted cost nothing from here on
         return _joined(parts, evaluated)
 
 
 @dataclass(frozen=True)
 class Halted:
-    """What rows were when they halted, in the order of the batch."""
+    """The states of rows when they halted, in the order of the batch."""
 
     answer: Any  # as the step returned it
     halt: Tensor  # (batch,) the halting head

@@ -27,7 +27,7 @@ from equilibria.models.origins import from_data, origin_of, to_data
 from equilibria.models.registry import create
 from equilibria.models.states import bare, check_fit, check_storable, identities, on_host, take_dtypes
 
-FORMAT = 1
+FORMAT = 1  # of model files; older versions refuse files with a larger number
 # a single key: safetensors writes several in arbitrary order, and equal models would give different bytes
 KEY = "equilibria"
 
@@ -124,6 +124,7 @@ def _described(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
         check_storable(name, tensor)
     first: dict[Any, str] = {}
     aliases = {name: first[key] for name, key in identities(every).items() if first.setdefault(key, name) != name}
+    # safetensors refuses tensors that share memory: tied ones are written once, and their names stored
     once = {name: tensor for name, tensor in every.items() if name not in aliases}
     origin = origin_of(model)
     options, lost = _divided({} if origin is None else origin.options)

@@ -1,4 +1,4 @@
-"""What a model was made from: its name and options, kept on the model, and as plain data that JSON holds.
+"""The origin of a model: its name and options, stored on the model and as plain data for JSON.
 
 Options come back as they were: plain values, tuples, the library's settings (frozen dataclasses such as Stop or MDEQConfig)
 and its norms. Settings are looked up by name among what is already imported, so that nothing that is read can run code.
@@ -26,7 +26,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(frozen=True)
 class Origin:
-    """What `create` was given, with the defaults filled in."""
+    """The arguments of `create`, with the defaults filled in."""
 
     name: str
     options: Mapping[str, Any]

@@ -18,7 +18,7 @@ from equilibria._core.names import nearest
 
 __all__ = ["card", "names", "weights"]
 
-FOLDER = Path(__file__).parent / "weights"
+FOLDER = Path(__file__).parent / "weights"  # the weights ship with the package
 
 
 def names() -> list[str]:

@@ -29,7 +29,7 @@ def relative_stop(tolerance: float, max_steps: int) -> Stop:
 
 @dataclass(frozen=True, kw_only=True)
 class SolveOptions:
-    """How a layer is solved and differentiated.
+    """Settings by which a layer is solved and differentiated.
 
     stop           of the forward solve
     adjoint_stop   of the adjoint solve; it also sets the history of Broyden's method there

@@ -15,8 +15,8 @@ from equilibria.native.solve import DTYPES, KINDS, Workspace, needs
 from equilibria.solvers.broyden import Broyden
 from equilibria.stop import FLOOR, Stop, euclidean_norm, rms_norm
 
-OWN_COUNTERS = ("born", "end", "limit", "trust", "watchful")
-OWN_NUMBERS = ("rtol", "atol", "natural")
+OWN_COUNTERS = ("born", "end", "limit", "trust", "watchful")  # one int64 per row, in the order of `struct Own`
+OWN_NUMBERS = ("rtol", "atol", "natural")  # one number per row in the dtype of the state, in the order of `struct Own`
 NEVER = -1  # `born` of a place without a row
 
 

@@ -36,7 +36,7 @@ from equilibria.stop import FLOOR, euclidean_norm, rms_norm
 if TYPE_CHECKING:
     from equilibria._core.results import LoopRun
 
-FIRST_CORE = 8
+FIRST_CORE = 8  # slots whose products have room before the first growth
 DTYPES = (torch.float32, torch.float64)
 
 
@@ -57,7 +57,7 @@ def can_run(run: LoopRun, z0: Tensor, solver: Any) -> bool:
 
 
 def is_readable(x: Tensor) -> bool:
-    """True if kernels may read the memory of `x`, and nobody differentiates what is computed from it."""
+    """True if kernels may read the memory of `x`, and results computed from it are not differentiated."""
     if type(x) is not Tensor or x.device.type != "cpu" or x.layout is not torch.strided:
         return False
     followed = torch.is_grad_enabled() and x.requires_grad
@@ -113,7 +113,7 @@ class Krylov:
         return self.z + self.work.vector(2)
 
     def step(self, step: int, last: bool) -> int:
-        """As `Iteration.step`."""
+        """Record an iterate and compute the next one, as `Iteration.step` does; rows still running."""
         if step == 0:
             method, (a, b) = GMRES_BEGIN, self.start
         else:

@@ -11,7 +11,7 @@ from equilibria.serving.pacing import Pacing
 Admission = Literal["auto", "continuous", "grouped"]
 
 COHORTS = 9  # whose steps are kept
-CLEARLY = 1.25
+CLEARLY = 1.25  # groups are used unless they cost clearly more, so that the mode does not flip
 
 
 class Admitting:

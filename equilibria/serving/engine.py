@@ -102,6 +102,7 @@ class Engine:
         max_steps  largest number of steps of this request; None: the layer's
         deadline   seconds from now after which the best iterate so far is returned, flagged `late`
         """
+        # outside of the lock: reading the arguments takes longer than queueing them
         ticket = self._ticket(inputs, rtol, max_steps, deadline)
         key = ticket.arguments.key
         with self._changed:
@@ -116,7 +117,7 @@ class Engine:
             if queue is None:
                 queue = self.waiting[key] = deque()
             queue.append(ticket)
-            if self._asleep:
+            if self._asleep:  # waking a thread that runs would cost time in every request
                 self._changed.notify_all()
         return ticket
 

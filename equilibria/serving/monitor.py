@@ -13,8 +13,9 @@ from equilibria.serving.tickets import Answer
 
 RECENT = 60.0  # seconds over which throughput and percentiles are computed
 KEPT = 4096  # largest number of answers used for percentiles
+# upper bounds of the buckets of latencies
 SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # upper bounds of the buckets of solver steps
 
 
 class Histogram:

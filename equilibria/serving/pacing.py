@@ -1,4 +1,4 @@
-"""How often rows enter and are answered, derived from the measured costs of doing so and of a step."""
+"""The intervals at which rows enter and are answered, derived from the measured costs of doing so and of a step."""
 
 from __future__ import annotations
 

@@ -38,9 +38,17 @@ PAUSE = 0.2  # seconds before a request whose replica died is sent again
 Model = str | Path | Callable[[], nn.Module]
 
 
+async def _answered(ticket: Ticket) -> Answer:
+    """Wait for the answer to a request; cancelling the wait frees the row of the request."""
+    try:
+        return await asyncio.wrap_future(ticket.future)
+    finally:
+        ticket.cancel()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Autoscaling:
-    """How the number of replicas follows the load.
+    """Settings by which the number of replicas follows the load.
 
     least, most  bounds of the number of replicas
     target       requests per replica that the autoscaler aims at; None: half of the rows of an engine
@@ -126,11 +134,7 @@ class Replica:
         self, inputs: Any, rtol: float | None = None, max_steps: int | None = None, deadline: float | None = None
     ) -> Answer:
         """Solve one request; cancelling the call frees its row."""
-        ticket = self.engine.submit(inputs, rtol, max_steps, deadline)
-        try:
-            return await asyncio.wrap_future(ticket.future)
-        finally:
-            ticket.cancel()
+        return await _answered(self.engine.submit(inputs, rtol, max_steps, deadline))
 
     def check_health(self) -> None:
         """Raise if the thread of the engine has died; Ray Serve then starts another replica."""
@@ -242,8 +246,4 @@ class Front:
         self, inputs: Any, rtol: float | None = None, max_steps: int | None = None, deadline: float | None = None
     ) -> Answer:
         """Answer a request from Python: `handle.predict.remote(x).result()`."""
-        ticket = self.engine.submit(inputs, rtol, max_steps, deadline)
-        try:
-            return await asyncio.wrap_future(ticket.future)
-        finally:
-            ticket.cancel()
+        return await _answered(self.engine.submit(inputs, rtol, max_steps, deadline))

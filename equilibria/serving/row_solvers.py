@@ -18,7 +18,7 @@ from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.broyden import Broyden
 from equilibria.solvers.picard import Picard
 
-FIRST_SLOTS = 4
+FIRST_SLOTS = 4  # history slots at the first growth; most rows need few
 
 
 class RowSolver:

@@ -44,7 +44,7 @@ class Left:
 
 @dataclass(eq=False, slots=True)
 class RowResults:
-    """How rows that left ended.
+    """The results of rows that have left.
 
     z        (rows, n), best iterates
     status   values of `Status`, not yet settled for rows that failed
@@ -104,7 +104,7 @@ class SolveRows(ABC):
 
     @abstractmethod
     def release(self, place: int) -> None:
-        """Drop a row whose answer nobody wants."""
+        """Drop a row whose request was cancelled."""
 
     @abstractmethod
     def results(self, left: Sequence[Left]) -> RowResults:

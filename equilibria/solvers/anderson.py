@@ -39,7 +39,7 @@ PATIENCE = 3  # or after this number of steps without a smaller residual
 
 
 class Trust(NamedTuple):
-    """Which pairs of the history each sample uses; see AndersonState."""
+    """The pairs of the history that each sample uses; see AndersonState."""
 
     shortest: Tensor
     waited: Tensor
@@ -74,6 +74,7 @@ class AndersonState(Iterate):
 
     @cached_property
     def residual(self) -> Tensor:
+        """f(z) - z, which is the first half of the newest pair."""
         return self.pair[:, : self.z.shape[1]]
 
 
@@ -110,6 +111,7 @@ class Anderson(Solver[AndersonState]):
         require(self.ridge is None or self.ridge >= 0, f"Anderson's ridge must not be negative, got {self.ridge}.")
 
     def init(self, f: Map, z0: Tensor) -> AndersonState:
+        """The start with an empty history."""
         batch, n = z0.shape
         limit = history_size(self.history, self.budget, z0, small=n, medium=4, large=3)
         start, last, spare = Iterate(z0, f(z0)), z0.new_empty(batch, 2 * n), z0.new_empty(batch, 2 * n)
@@ -120,8 +122,9 @@ class Anderson(Solver[AndersonState]):
         )
 
     def step(self, f: Map, state: AndersonState) -> AndersonState:
+        """Store the last difference, and combine the history to the next iterate."""
         trust = self._judge(f, state)
-        first = isinstance(state.count, int) and state.count == 0
+        first = isinstance(state.count, int) and state.count == 0  # before a second iterate there is no difference
         pairs, trust = (state.pairs, trust) if first else self._insert(state, trust)
         z = self._next(state, pairs, trust)
         return AndersonState(
@@ -140,6 +143,7 @@ class Anderson(Solver[AndersonState]):
         )
 
     def fixed_shape_state(self, state: AndersonState) -> AndersonState:
+        """The state with a full history, whose shapes no step changes."""
         limit, (batch, n) = state.limit, state.z.shape
         count = torch.full((), int(state.count), device=state.z.device)
         pairs, trusted = state.z.new_zeros(batch, limit, 2 * n), state.z.new_ones(batch, limit)
@@ -190,6 +194,7 @@ class Anderson(Solver[AndersonState]):
         return pairs, trust
 
     def _next(self, state: AndersonState, pairs: Tensor, trust: Trust) -> Tensor:
+        """The next iterate: the damped evaluation less the combination of the history."""
         k, n = state.limit, state.z.shape[1]
         k = min(state.count, k) if isinstance(state.count, int) else k
         if k == 0:

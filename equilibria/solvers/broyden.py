@@ -59,6 +59,7 @@ class Broyden(Solver[BroydenState]):
         check_history("Broyden", "history", self.history, self.budget, "; for none use Picard()")
 
     def init(self, f: Map, z0: Tensor) -> BroydenState:
+        """The start with an empty history."""
         batch, n = z0.shape
         nothing = z0.new_zeros(batch, 0, n)
         limit = history_size(self.history, self.budget, z0, small=2 * n, medium=20, large=20)
@@ -66,9 +67,11 @@ class Broyden(Solver[BroydenState]):
 
     @property
     def steps_finished_rows(self) -> bool:  # type: ignore[override]  # a line search would go on for rows that are done
+        """True without a line search, which would evaluate finished rows more often."""
         return not self.line_search
 
     def step(self, f: Map, state: BroydenState) -> BroydenState:
+        """Take a quasi-Newton step by the stored pairs, and store the pair of this step."""
         direction = state.residual
         if state.count:
             k = min(state.count, state.limit)
@@ -81,6 +84,7 @@ class Broyden(Solver[BroydenState]):
         return self._insert(state, z, f(z), direction)
 
     def _insert(self, state: BroydenState, z: Tensor, fz: Tensor, step: Tensor) -> BroydenState:
+        """The state after a step, with the pair of the step in its slot of the history."""
         limit, active = state.limit, state.active
         slot = state.count % limit
         length = torch.linalg.vector_norm(step, dim=1, keepdim=True)

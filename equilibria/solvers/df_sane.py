@@ -47,12 +47,14 @@ class DFSane(Solver[SpectralState]):
         require(self.memory >= 1, f"DFSane's memory must be at least 1, got {self.memory}.")
 
     def init(self, f: Map, z0: Tensor) -> SpectralState:
+        """The start with a step length of one."""
         start = Iterate(z0, f(z0))
         one = z0.new_ones(z0.shape[0], 1)
         recent = torch.cat((one, one.expand(-1, self.memory - 1) * 0), dim=1)
         return SpectralState(z0, start.fz, one, recent, start.length.unsqueeze(1), torch.zeros_like(one))
 
     def step(self, f: Map, state: SpectralState) -> SpectralState:
+        """Try the residual as a direction, forward and backward, and shorten it until the merit falls enough."""
         residual, before = state.residual, divide(state.length.unsqueeze(1), state.first).square()
         direction = state.spectral * residual
         bound = state.recent.amax(dim=1, keepdim=True) + (1 + state.count).square().reciprocal()
@@ -82,6 +84,7 @@ class DFSane(Solver[SpectralState]):
         return self._next(state, z, fz, merit)
 
     def _next(self, state: SpectralState, z: Tensor, fz: Tensor, merit: Tensor) -> SpectralState:
+        """The state at the accepted trial, with a new spectral step length."""
         step, change = z - state.z, (fz - z) - state.residual
         # r = -F of the paper: the curvature dz' dF is -dz' dr
         along, steepness = -dot(step, change), dot(change, change)

@@ -39,6 +39,7 @@ class _Carried(Iterate):
 
     @property
     def residual(self) -> Tensor:
+        """The residual that the recurrence updates."""
         return self.remaining
 
 
@@ -88,6 +89,7 @@ class GMRES(Solver[GMRESState]):
         check_history("GMRES", "restart", self.restart, self.budget)
 
     def init(self, f: Map, z0: Tensor) -> GMRESState:
+        """The start with an empty Krylov space."""
         fz, nothing = f(z0), z0.new_empty(z0.shape[0], 0, 2 * z0.shape[1])
         start = Iterate(z0, fz)
         most = history_size(self.restart, self.budget, z0, small=z0.shape[1], medium=20, large=20)
@@ -95,6 +97,7 @@ class GMRES(Solver[GMRESState]):
         return GMRESState(z0, fz, z0, start.residual, nothing, start.residual, start.length, limit, most, count=0)
 
     def step(self, f: Map, state: GMRESState) -> GMRESState:
+        """Extend the space by one direction, and minimize the residual along it."""
         if isinstance(state.count, int) and state.taken == ANEW:
             state = self._anew(f, state)
         n, length, traced = state.z.shape[1], state.length, autodiff_modes.is_tracing()
@@ -121,6 +124,7 @@ class GMRES(Solver[GMRESState]):
         return replace(state, count=0, taken=0, order=(), held=held)
 
     def fixed_shape_state(self, state: GMRESState) -> GMRESState:
+        """The state with a fixed number of slots, whose shapes no step changes."""
         batch, n = state.z.shape
         limit = min(2 * FEW, state.most)  # of fixed shape it cannot grow, and is carried whole from step to step
         pairs = torch.cat((state.pairs[:, :1], state.z.new_zeros(batch, limit - 1, 2 * n)), dim=1)
@@ -208,12 +212,14 @@ class BiCGSTAB(Solver[BiCGSTABState]):
     differentiable: ClassVar[bool] = False
 
     def init(self, f: Map, z0: Tensor) -> BiCGSTABState:
+        """The start, with its residual as the fixed left vector."""
         fz = f(z0)
         residual = fz - z0
         one, zero = residual.new_ones(z0.shape[0], 1), torch.zeros_like(residual)
         return BiCGSTABState(z0, fz, z0, residual, residual, zero, zero, one, one, one)
 
     def step(self, f: Map, state: BiCGSTABState) -> BiCGSTABState:
+        """Take a step along the direction, then one that minimizes the residual."""
         jacobian = f.jacobian(state.base)
         rho = dot(state.shadow, state.remaining)
         beta = divide(rho, state.rho) * divide(state.alpha, state.omega)
@@ -259,12 +265,14 @@ class NormalCG(Solver[NormalCGState]):
         require(self.shift >= 0, f"NormalCG's shift must not be negative, got {self.shift}.")
 
     def init(self, f: Map, z0: Tensor) -> NormalCGState:
+        """The start, with the gradient of the normal equations as the direction."""
         fz = f(z0)
         residual = fz - z0
         gradient = residual - f.jacobian(z0).transposed(residual) - self.shift * z0
         return NormalCGState(z0, fz, z0, residual, gradient, gradient)
 
     def step(self, f: Map, state: NormalCGState) -> NormalCGState:
+        """Minimize along the direction, and make the next one conjugate to it."""
         jacobian = f.jacobian(state.base)
         direction, size = state.direction, dot(state.gradient, state.gradient)
         image = direction - jacobian.product(direction)

@@ -16,7 +16,7 @@ from equilibria.solvers.line_search import backtrack
 from equilibria.solvers.rowwise import divide, solve_small
 
 LOOSEST = 0.5  # largest forcing term
-HALVINGS = 10
+HALVINGS = 10  # of a step by the line search, at most
 SPARE = 8  # inner steps allowed beyond twice the dimension, because rounding delays convergence
 
 
@@ -48,12 +48,15 @@ class Newton(Solver[NewtonState]):
 
     @property
     def differentiable(self) -> bool:  # type: ignore[override]  # Krylov solvers write over what they have computed
+        """True if the linear systems are solved densely, by operations that autograd follows."""
         return self.linear == "dense"
 
     def init(self, f: Map, z0: Tensor) -> NewtonState:
+        """The start, with the first tolerance of the linear systems."""
         return NewtonState(z0, f(z0), z0.new_full((z0.shape[0],), 0.1))
 
     def step(self, f: Map, state: NewtonState) -> NewtonState:
+        """Solve the linear system of the step, and shorten the step by the line search if there is one."""
         if isinstance(self.linear, str):
             direction = dense_step(f, state)
         else:
@@ -63,6 +66,7 @@ class Newton(Solver[NewtonState]):
         else:
             z = state.z + direction
             fz = f(z)
+        # linear systems are solved more accurately as the residual falls: early accuracy is wasted
         forcing = next_forcing(state.forcing, state.length, torch.linalg.vector_norm(fz - z, dim=1))
         return NewtonState(z, fz, forcing, active=state.active)
 
@@ -125,6 +129,7 @@ def next_forcing(forcing: Tensor, before: Tensor, after: Tensor) -> Tensor:
 
 
 def check_linear(solver: str, linear: Any, linear_steps: int, other: str = "") -> None:
+    """Raise unless the solver and the number of steps of inner linear solves are valid."""
     if not isinstance(linear, Solver):
         raise TypeError(f"{solver}'s linear must be a solver such as GMRES(){other}, got {linear!r}.")
     require(linear_steps >= 1, f"{solver}'s linear_steps must be at least 1, got {linear_steps}.")

@@ -27,11 +27,14 @@ class Picard(Solver[Iterate]):
         require(0 < self.damping <= 1, f"Picard's damping must lie in (0, 1], got {self.damping}.")
 
     def init(self, f: Map, z0: Tensor) -> Iterate:
+        """The start and its evaluation."""
         return Iterate(z0, f(z0))
 
     def step(self, f: Map, state: Iterate) -> Iterate:
+        """Move by the damped residual."""
         z = state.fz if self.damping == 1 else torch.lerp(state.z, state.fz, self.damping)
         return Iterate(z, f(z))
 
     def fixed_shape_state(self, state: Iterate) -> Iterate:
+        """The state itself, whose shapes no step changes."""
         return state

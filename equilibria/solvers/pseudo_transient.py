@@ -53,10 +53,12 @@ class PseudoTransient(Solver[PseudoTransientState]):
         )
 
     def init(self, f: Map, z0: Tensor) -> PseudoTransientState:
+        """The start with the first pseudo time step."""
         nobody = torch.zeros(z0.shape[0], dtype=torch.bool, device=z0.device)
         return PseudoTransientState(z0, f(z0), z0.new_full((z0.shape[0], 1), self.first_step), rejected=nobody)
 
     def step(self, f: Map, state: PseudoTransientState) -> PseudoTransientState:
+        """Solve (I / dt + I - J) delta = residual, and change dt by the ratio of the residuals."""
         forcing, shift = torch.full_like(state.length, FORCING), state.dt.reciprocal()
         zero = torch.zeros_like(state.z)
         delta, _ = inexact_step(f, state, forcing, self.linear, self.linear_steps, start=zero, shift=shift)
@@ -65,7 +67,7 @@ class PseudoTransient(Solver[PseudoTransientState]):
         after = torch.linalg.vector_norm(value - trial, dim=1)
         taken = torch.isfinite(after).unsqueeze(1)
         ratio = divide(state.length, after).unsqueeze(1)
-        change = torch.where(taken, ratio, 0.0).clamp(*CHANGE)
+        change = torch.where(taken, ratio, 0.0).clamp(*CHANGE)  # a trial that is not finite shortens dt the most
         dt = (state.dt * change).clamp(torch.finfo(trial.dtype).eps, torch.finfo(trial.dtype).max)
         z, fz = torch.where(taken, trial, state.z), torch.where(taken, value, state.fz)
         return PseudoTransientState(z, fz, dt, active=state.active, rejected=~taken.squeeze(1))

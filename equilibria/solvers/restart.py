@@ -35,17 +35,21 @@ class Restart(Solver[RestartState]):
 
     @property
     def evaluates_residual(self) -> bool:  # type: ignore[override]
+        """As the wrapped solver says."""
         return self.solver.evaluates_residual
 
     @property
     def differentiable(self) -> bool:  # type: ignore[override]
+        """As the wrapped solver says."""
         return self.solver.differentiable
 
     def init(self, f: Map, z0: Tensor) -> RestartState:
+        """The start of the wrapped solver."""
         inner = self.solver.init(f, z0)
         return RestartState(inner.z, inner.fz, inner, count=0)
 
     def step(self, f: Map, state: RestartState) -> RestartState:
+        """Take a step of the wrapped solver, which begins anew after every `every` steps."""
         # the loop may have frozen rows of this state, and the state inside must agree with it
         inner = replace(state.inner, z=state.z, fz=state.fz, active=state.active)
         if state.count and state.count % self.every == 0:

@@ -118,7 +118,7 @@ def set_slot(buffer: Tensor, slot: int | Tensor, value: Tensor, active: Tensor |
 
 SMALL_STATE = 64  # up to this size, a full history is cheap and solves an affine problem in n steps
 MEDIUM_STATE = 1024  # beyond this size, reading the history costs as much as a cheap cell
-FIRST_SLOTS = 8
+FIRST_SLOTS = 8  # history slots at the first growth; a short solve needs few
 
 
 def history_size(setting: int | None, budget: int | None, z: Tensor, *, small: int, medium: int, large: int) -> int:
@@ -139,6 +139,7 @@ def ridge(setting: float | None, dtype: torch.dtype) -> float:
 
 
 def check_history(solver: str, name: str, setting: int | None, budget: int | None, instead: str = "") -> None:
+    """Raise unless a history setting and a budget are positive or None."""
     require(setting is None or setting >= 1, f"{solver}'s {name} must be at least 1, got {setting}{instead}.")
     require(budget is None or budget >= 1, f"{solver}'s budget must be some bytes or None, got {budget}.")
 

@@ -15,7 +15,7 @@ from equilibria.solvers.base import Iterate, Solver
 from equilibria.solvers.tableaus import TABLEAUS, Method, Tableau, weighted_sum
 from equilibria.stop import rms_norm
 
-SAFETY = 0.9
+SAFETY = 0.9  # steps are this share of what the error allows, because a rejected step costs more
 SHRINK, GROW = 0.2, 10.0  # bounds of the ratio of successive time steps
 NOTCHES = 16  # grid points of dt per doubling
 SMALLEST_ERROR = 1e-4  # smallest error that the controller uses
@@ -69,6 +69,7 @@ class SteadyState(Solver[Integration]):
         )
 
     def init(self, f: Map, z0: Tensor) -> Integration:
+        """The start with the first step size."""
         fz, rows = f(z0), (z0.shape[0], 1)
         dt = self._first_step(f, z0, fz - z0) if self.first_step is None else z0.new_full(rows, self.first_step)
         nobody = torch.zeros(z0.shape[0], dtype=torch.bool, device=z0.device)
@@ -76,6 +77,7 @@ class SteadyState(Solver[Integration]):
         return Integration(z0, fz, dt, longest, error, rejected=nobody)
 
     def step(self, f: Map, state: Integration) -> Integration:
+        """Take a Runge-Kutta step, accept it by its error, and choose the next step size."""
         tableau = TABLEAUS[self.method]
         z, fz, slopes = trial(tableau, f, state.z, state.fz, state.dt)
         with torch.no_grad():  # dt moves on a grid: its derivative is zero
@@ -151,4 +153,5 @@ def _shortest(dt: Tensor) -> float:
 
 
 def _rms(x: Tensor) -> Tensor:
+    """The root mean square of each row, (batch, 1)."""
     return rms_norm(x).unsqueeze(1)

@@ -49,12 +49,14 @@ class TrustRegion(Solver[TrustRegionState]):
         check_linear("TrustRegion", self.linear, self.linear_steps)
 
     def init(self, f: Map, z0: Tensor) -> TrustRegionState:
+        """The start, with a step that is not limited yet."""
         batch = z0.shape[0]
         nobody = torch.zeros(batch, dtype=torch.bool, device=z0.device)
         radius, forcing = z0.new_full((batch, 1), torch.inf), z0.new_full((batch,), 0.1)
         return TrustRegionState(z0, f(z0), radius, forcing, rejected=nobody)
 
     def step(self, f: Map, state: TrustRegionState) -> TrustRegionState:
+        """Take the step of the local model within the radius, accept it by the actual decrease, and adapt the radius."""
         model = self._model(f, state)
         before = state.length.unsqueeze(1)
         z, fz, radius, after = state.z, state.fz, state.radius, before
@@ -84,6 +86,7 @@ class TrustRegion(Solver[TrustRegionState]):
         return TrustRegionState(z, fz, radius, forcing, active=state.active, rejected=searching.squeeze(1))
 
     def _model(self, f: Map, state: TrustRegionState) -> _Model:
+        """The Newton direction and the direction of descent with their images, for the dogleg step."""
         residual, jacobian = state.residual, f.jacobian(state.z)
         newton, left = inexact_step(
             f, state, state.forcing, self.linear, self.linear_steps, start=torch.zeros_like(residual)
@@ -138,4 +141,5 @@ def _share(before: Tensor, after: Tensor, predicted: Tensor) -> Tensor:
 
 
 def _squared(x: Tensor) -> Tensor:
+    """The squared length of each row, (batch, 1)."""
     return dot(x, x)

@@ -15,7 +15,6 @@ from equilibria._core.packing import State
 from equilibria.deq import DEQ
 from equilibria.explicit import WeightTied
 from equilibria.solution import Solution
-from equilibria.stop import Stop
 
 SAME = 0.05  # states closer than this, relative to their norm, count as one equilibrium
 DRIFT_STEPS = 100  # plain steps taken from the equilibrium
@@ -39,7 +38,11 @@ class Attractors:
 
 def measure_attractors(deq: DEQ, inputs: tuple[Any, ...], restarts: int, wrong: Tensor | None = None) -> Attractors:
     """Solve the layer `restarts` times from random starts of the norm of its equilibria, and from those of other samples."""
-    layer = DEQ(deq.cell, deq.init, deq.solver, _restart_stop(deq), batched=deq.batched)
+    stop = deq.stop if deq.training or deq.eval_stop is None else deq.eval_stop
+    rtol = stop.rtol if stop.rtol > 0 or stop.atol > 0 else RTOL
+    # a restart from far away may need more steps than the layer is given
+    stop = dataclasses.replace(stop, rtol=rtol, max_steps=max(stop.max_steps, STEPS), on_failure="ignore")
+    layer = DEQ(deq.cell, deq.init, deq.solver, stop, batched=deq.batched)
     with torch.no_grad():
         own = layer.solve(*inputs)
         z, good = _packed(own, own.z), own.stats.converged
@@ -88,12 +91,6 @@ def wrong_answers(output: Any, labels: Tensor) -> Tensor:
         )
     wrong: Tensor = output.argmax(dim=-1) != labels
     return wrong.flatten(1).any(dim=1) if wrong.dim() > 1 else wrong
-
-
-def _restart_stop(deq: DEQ) -> Stop:
-    own = deq.stop if deq.training or deq.eval_stop is None else deq.eval_stop
-    rtol = own.rtol if own.rtol > 0 or own.atol > 0 else RTOL
-    return dataclasses.replace(own, rtol=rtol, max_steps=max(own.max_steps, STEPS), on_failure="ignore")
 
 
 def _packed(s: Solution, state: State) -> Tensor:

@@ -101,7 +101,11 @@ def diagnose(model: nn.Module, batch: Any, *, restarts: int = 0, labels: Tensor 
         raise ValueError(
             "No equilibrium layer was solved in model(batch): the model has eq.DEQ layers but did not call them."
         )
-    wrong = None if labels is None else _wrong(model, batch, labels)
+    wrong = None
+    if labels is not None:
+        layers = [part for part in model.modules() if isinstance(part, DEQ)]
+        with untouched(model, batch), torch.no_grad(), muted(layers):
+            wrong = wrong_answers(model(*batch) if isinstance(batch, (tuple, list)) else model(batch), labels)
     examinations = [_examined(name, call, restarts, wrong) for name, call in calls.items()]
     return Diagnosis(tuple(LayerDiagnosis(e, (*findings(e), *attractor_findings(e.attractors))) for e in examinations))
 
@@ -114,11 +118,6 @@ def _examined(name: str, call: Call, restarts: int, wrong: Tensor | None) -> Exa
     with untouched(call.deq, call.inputs, seed=SEED):
         found = measure_attractors(call.deq, call.inputs, restarts, wrong)
     return dataclasses.replace(examination, attractors=found)
-
-
-def _wrong(model: nn.Module, batch: Any, labels: Tensor) -> Tensor:
-    with untouched(model, batch), torch.no_grad(), muted([part for part in model.modules() if isinstance(part, DEQ)]):
-        return wrong_answers(model(*batch) if isinstance(batch, (tuple, list)) else model(batch), labels)
 
 
 def _named(value: Any) -> Any:

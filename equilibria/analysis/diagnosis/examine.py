@@ -34,9 +34,9 @@ from equilibria.solvers.picard import Picard
 
 SOLVERS: tuple[AnySolver, ...] = (Picard(), Anderson(), Broyden(), Newton())
 GRADIENTS: tuple[Gradient, ...] = (JFB(), NeumannPhantom(steps=5, damping=1.0), Implicit())
-QUANTILES = (0.1, 0.5, 0.9, 1.0)
+QUANTILES = (0.1, 0.5, 0.9, 1.0)  # of the residuals over the samples, per step
 RANDOM = 100.0  # two runs of a deterministic cell differ by less than this many spacings of its numbers, also on a GPU
-ROUNDS = 3
+ROUNDS = 3  # times every solver is timed, the fastest counts: other work disturbs single runs
 SEED = 0  # of the random numbers an examination draws
 MORE_STEPS = 100  # max_steps of other solvers, if the layer's own is smaller
 SECONDS = 10.0  # time limit of any other solver, and of the same one with more steps

@@ -18,7 +18,7 @@ TAIL = 3.0  # ratio of the slowest sample's steps to the median from which a bat
 
 
 class Severity(Enum):
-    """How serious a finding is."""
+    """The severity of a finding."""
 
     ILL = "ill"  # solves or gradients are wrong
     RISK = "risk"  # correct now, but not reliably

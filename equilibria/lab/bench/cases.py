@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 from equilibria._core.packing import State
 
 WIDTH = 128  # numbers per sample of the dense cases
-GROUPS = 8
-HEADS = 4
+GROUPS = 8  # of every GroupNorm, which divides all numbers of channels used here
+HEADS = 4  # of the attention
 
 
 @dataclass(frozen=True, eq=False)

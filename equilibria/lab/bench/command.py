@@ -15,7 +15,7 @@ from equilibria.lab.bench.jax_methods import jax
 from equilibria.lab.bench.methods import DEFAULT, ours, torchdeq
 from equilibria.lab.bench.report import plot, text
 
-QUICK_CASES = ("mlp-b32", "mlp-hard", "mlp-osc", "mixed", "transformer")
+QUICK_CASES = ("mlp-b32", "mlp-hard", "mlp-osc", "mixed", "transformer")  # of --quick
 QUICK_METHODS = (DEFAULT, "BiCGSTAB", "TorchDEQ Picard", "TorchDEQ Anderson", "TorchDEQ Broyden")
 ROUNDS, BUDGET, QUICK_BUDGET = 9, 40.0, 8.0
 
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _unwritable(path: Path) -> str | None:
-    """Why a file cannot be written, tried by opening it; None if it can."""
+    """The reason why a file cannot be written, found by opening it; None if it can."""
     is_new = not path.exists()
     try:
         with open(path, "ab"):

@@ -20,7 +20,7 @@ import torch
 
 from equilibria.lab.bench.cases import Case
 from equilibria.lab.bench.methods import Method
-from equilibria.lab.bench.rules import Judge, Sample, Work, count, race, tighten
+from equilibria.lab.bench.rules import Judge, Work, count, race, tighten
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class BenchResults:
 
 
 def run(cases: Iterable[Case], methods: Sequence[Method], *, rounds: int = 7, budget: float = 40.0) -> BenchResults:
-    """Every method on every case; `budget` is the seconds of timed rounds per case, three of which are run in any case.
+    """Run every method on every case; `budget` is the seconds of timed rounds per case, three of which are run in any case.
 
     A method that fails, or does not get as accurate as the case asks for, is recorded with the reason.
     """
@@ -126,7 +126,8 @@ def _run_case(case: Case, methods: Sequence[Method], rounds: int, budget: float)
     samples = race(case, steps, rounds, budget)
     units = [sample.unit for some in samples.values() for sample in some]
     _say(f"{case.name}: {max(map(len, samples.values()), default=0)} rounds, {time.perf_counter() - begin:.0f} s in all")
-    timed = tuple(_with_times(outcome, samples.get(outcome.method, ())) for outcome in outcomes)
+    times = {method: tuple(float(f"{sample.ratio:.5g}") for sample in some) for method, some in samples.items()}
+    timed = tuple(replace(outcome, times=times.get(outcome.method, ())) for outcome in outcomes)
     unit = statistics.median(units) if units else None
     return CaseResults(case.name, case.note, case.batch, case.rtol, timed, unit)
 
@@ -154,10 +155,6 @@ def _step(case: Case, method: Method, outcome: MethodResult) -> Any:
     tol = outcome.tol
     assert tol is not None
     return lambda: method.step(case, tol)
-
-
-def _with_times(outcome: MethodResult, samples: Sequence[Sample]) -> MethodResult:
-    return replace(outcome, times=tuple(float(f"{sample.ratio:.5g}") for sample in samples))
 
 
 def _case_results(read: dict[str, Any]) -> CaseResults:

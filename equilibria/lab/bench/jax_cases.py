@@ -56,7 +56,7 @@ class JaxCase:
         return pytree.tree_map(lambda part: _to_torch(part, IMAGE), z)
 
     def gradients(self, weights: Weights, inputs: tuple[Array, ...]) -> list[Tensor]:
-        """In the order of the `leaves` of the torch case, as views."""
+        """The arrays of a case as views, in the order of the `leaves` of the torch case."""
         first = [_to_torch(weights[name], KERNEL) for name in self.weights]
         return first + [_to_torch(part, IMAGE) for part in inputs]
 

@@ -191,5 +191,5 @@ def _worst_sample(state: Array) -> Array:
 
 
 def _numbers(state: Array) -> int:
-    """Per sample."""
+    """The number of entries per sample."""
     return sum(math.prod(part.shape[1:]) for part in load().tree_util.tree_leaves(state))

@@ -29,6 +29,7 @@ from equilibria._core.packing import State
 from equilibria.lab.bench.cases import Case
 from equilibria.lab.bench.methods import Method, Ours
 
+# by which the tolerance of a method is tightened until its result is good enough
 FACTORS = (1.0, 0.7, 0.5, 0.35, 0.25, 0.1, 0.05, 0.02, 0.01)
 EXACT = 1e-9  # of the reference, in float64: far below what any method is asked for
 WARM, UNIT, SAMPLE = 0.02, 0.05, 0.03  # seconds at least: to warm up, of a bare call's measurement, of a timed sample
@@ -52,7 +53,7 @@ class Judge:
         return worst if math.isfinite(worst) else math.inf
 
     def gradient(self, gradients: Sequence[Tensor]) -> GradientError:
-        """Of the weights and of the inputs, whichever agrees less."""
+        """The error of the gradient, of the weights or of the inputs: the larger one."""
         weights = len(gradients) - len(self.case.inputs)
         parts = [slice(weights), slice(weights, None)]
         found = [_agreement(gradients[part], self.reference[part]) for part in parts if gradients[part]]

@@ -18,7 +18,7 @@ from rich.table import Table
 from equilibria.lab.choices import Scale
 from equilibria.lab.errors import CorruptCheckpointError, DataError, SettingError, TrainingError, UnknownName
 
-INTERRUPTED = 130
+INTERRUPTED = 130  # 128 plus the number of SIGINT, as shells report it
 
 
 def is_first_process() -> bool:
@@ -27,7 +27,7 @@ def is_first_process() -> bool:
 
 
 def progress_console() -> Console:
-    """For progress and messages: stderr, so that stdout has results alone."""
+    """The console for progress and messages: stderr, so that stdout has results alone."""
     return Console(stderr=True)
 
 
@@ -37,7 +37,7 @@ def say(text: str) -> None:
 
 
 def say_if_toy(scale: Scale) -> None:
-    """At debug scale, say that the figures are no results."""
+    """Say that the figures are no results, at debug scale."""
     if scale == "debug":
         say("Debug scale: data and model are toys that check the code. The figures are not results, and no claim is judged.")
 
@@ -92,7 +92,7 @@ def show_json(value: Any) -> None:
 
 
 def show_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Drawn on a terminal; elsewhere columns with two spaces between them, whatever their width."""
+    """Print a table: drawn on a terminal, elsewhere columns with two spaces between them."""
     if sys.stdout.isatty():
         table = Table(title=title, title_justify="left")
         for head in heads:

@@ -72,7 +72,7 @@ def _progress(label: str) -> Listener:
 
 
 def _sections(results: TableResults, run: Path, task: object, scale: Scale) -> list[Section]:
-    """What the demo says, section by section; every figure is measured here and now."""
+    """The text of the demo by section; every figure is measured in this run."""
     from equilibria.lab.cli.demo_page import Section, draw_dial, draw_memory, draw_quarters
     from equilibria.lab.experiments.digits.argument import Trained, memory
     from equilibria.lab.experiments.digits.memory_row import BATCH
@@ -128,7 +128,7 @@ def _show(sections: Sequence[Section], folder: Path, run: Path) -> None:
 
 
 def _program() -> str:
-    """How this command line was called: by its name where the shell finds it, else by its path."""
+    """The name of this command if the shell finds it, else its path."""
     called, found = Path(sys.argv[0]), shutil.which("equilibria")
     if called.name != "equilibria" or (found is not None and Path(found).resolve() == called.resolve()):
         return "equilibria"

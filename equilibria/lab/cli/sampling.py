@@ -71,6 +71,6 @@ def spelled(prompt: str, level: Level) -> list[str]:
 
 
 def decode(units: Sequence[str], level: Level) -> str:
-    """As text, with a new line for every end of a sentence."""
+    """The tokens as text, with a new line for every end of a sentence."""
     joined = ("" if level == "character" else " ").join("\n" if unit == END else unit for unit in units)
     return "\n".join(line.strip() for line in joined.split("\n")) if level == "word" else joined

@@ -41,7 +41,7 @@ def newest(folder: Path) -> Path:
 
 
 def view(folder: Path) -> tuple[Group, bool]:
-    """What is known of a run, and whether it is finished."""
+    """The view of a run, and whether the run is finished."""
     found, steps = Run.open(folder), read_steps(folder)
     parts: list[Any] = [_head(found, steps)]
     if steps:
@@ -94,7 +94,7 @@ def _head(run: Run, steps: Sequence[Mapping[str, Any]]) -> Text:
 
 
 def _written(folder: Path) -> float:
-    """When a run was written to last."""
+    """The time of the last write to a run."""
     return max((path.stat().st_mtime for name in (CONFIG, METRICS, STEPS) if (path := folder / name).exists()), default=0.0)
 
 

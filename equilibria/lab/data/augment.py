@@ -16,7 +16,7 @@ class Augmentation(Protocol):
     """Draws are made on the CPU for the whole batch, independent of device and number of processes."""
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        """What each of `count` samples gets, (count, ...)."""
+        """The random draws of `count` samples, (count, ...)."""
 
     def __call__(self, x: Tensor, y: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
         """Images (n, channels, height, width) and their targets, of which only labels of pixels (n, height, width) move."""

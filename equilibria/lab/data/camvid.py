@@ -13,6 +13,7 @@ from equilibria.lab.data.files import DataError, data_root
 from equilibria.lab.data.images import Paths, array, checked_labels
 from equilibria.lab.data.sets import IGNORE, Dataset, Split
 
+# in the order of the labels
 CLASSES = ("sky", "building", "pole", "road", "pavement", "tree", "sign", "fence", "car", "pedestrian", "bicyclist")
 HEIGHT, WIDTH = 72, 96
 REDUCTION = 5  # of the side, from 360x480

@@ -66,7 +66,7 @@ class Info:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `load` takes for this set, with defaults."""
+        """The options of `load` for this set, with defaults."""
         parameters = inspect.signature(self.read).parameters.values()
         return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from equilibria.lab.errors import DataError as DataError
 
-CHUNK = 1 << 18
+CHUNK = 1 << 18  # bytes read at once, so that a large file does not fill the memory
 
 
 @dataclass(frozen=True)

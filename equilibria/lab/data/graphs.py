@@ -45,7 +45,7 @@ class Graph:
         return Graph(**moved)
 
     def to_geometric(self) -> Any:
-        """As torch_geometric's Data, with the same names."""
+        """The graph as torch_geometric's Data, with the same names."""
         fields = {f.name: value for f in dataclasses.fields(self) if (value := getattr(self, f.name)) is not None}
         return optional("torch_geometric.data", "graph").Data(**fields)
 
@@ -163,7 +163,7 @@ def _ppi_split(paths: Paths, split: str) -> tuple[Graph, ...]:
 
 
 def _ppi_edges(path: Path, nodes: int) -> Tensor:
-    """Without loops, each once per direction."""
+    """The edges without loops, each once per direction."""
     try:
         content = json.loads(path.read_bytes())
         edges = torch.tensor([(link["source"], link["target"]) for link in content["links"]]).view(-1, 2)

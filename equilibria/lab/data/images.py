@@ -17,7 +17,9 @@ from equilibria.lab.data.files import DataError
 from equilibria.lab.data.sets import Dataset, Split, stratified_folds
 
 DIGITS = tuple("0123456789")
+# in the order of the labels
 CLOTHES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
+# in the order of the labels
 CIFAR = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
 Paths = Mapping[str, Path]

@@ -37,7 +37,7 @@ def carve(size: int, draws: Random) -> Grid:
 
 
 def paths_from(grid: Grid, start: tuple[int, int]) -> dict[tuple[int, int], tuple[int, int]]:
-    """For each cell that can be reached, the cell before it on the way from `start`."""
+    """The cell before each reachable cell on its path from `start`."""
     before, front = {start: start}, [start]
     for r, c in front:
         for cell in ((r, c + 1), (r + 1, c), (r, c - 1), (r - 1, c)):
@@ -48,7 +48,7 @@ def paths_from(grid: Grid, start: tuple[int, int]) -> dict[tuple[int, int], tupl
 
 
 def _path(before: dict[tuple[int, int], tuple[int, int]], goal: tuple[int, int]) -> list[tuple[int, int]]:
-    """From the start to `goal`, both included."""
+    """The path from the start to `goal`, both included."""
     way = [goal]
     while before[way[-1]] != way[-1]:
         way.append(before[way[-1]])

@@ -84,7 +84,7 @@ def _mask(index: Tensor, nodes: int) -> Tensor:
 
 
 class _Dtype:
-    """In place of numpy.dtype: a name such as "f4", and a byte order that comes with the state."""
+    """Replaces numpy.dtype: a name such as "f4", and a byte order that comes with the state."""
 
     order = "<"
 
@@ -102,7 +102,7 @@ class _Dtype:
 
 
 class _Array:
-    """In place of numpy.ndarray."""
+    """Replaces numpy.ndarray."""
 
     def __init__(self, *_: object) -> None:
         pass
@@ -119,7 +119,7 @@ class _Array:
 
 
 class _Csr:
-    """In place of scipy's csr_matrix, whose state is its attributes."""
+    """Replaces scipy's csr_matrix, whose state is its attributes."""
 
     def tensor(self) -> Tensor:
         state = vars(self)

@@ -21,7 +21,7 @@ REFINEMENTS = 4  # rounds of the signature: more tell no more boards apart
 
 @dataclass(frozen=True)
 class Solved:
-    """What the solver found."""
+    """The result of the solver."""
 
     solutions: int  # at most the limit it was given
     first: Board | None
@@ -30,7 +30,7 @@ class Solved:
 
 @lru_cache
 def peers(size: int) -> tuple[tuple[int, ...], ...]:
-    """For each cell the others in its row, column and box."""
+    """The other cells in the row, column and box of each cell."""
     return tuple(
         tuple(sorted({other for unit in units(size) if cell in unit for other in unit} - {cell})) for cell in range(size**2)
     )
@@ -78,7 +78,8 @@ def _search(
     limit: int,
     order: Random | None,
 ) -> int:
-    """Fill `cells` on, collect solutions in `found`; the number of guesses made."""
+    """Fill the empty `cells`, collect solutions in `found`; returns the number of guesses made."""
+    # the cell with the fewest choices first, which keeps the search tree small
     best, fewest = -1, 100
     for cell, digit in enumerate(cells):
         if digit == 0:
@@ -101,7 +102,7 @@ def _search(
             allowed[peer] &= ~(1 << d)
         guesses += _search(cells, allowed, near, found, limit, order)
         cells[best] = 0
-        for peer in changed:
+        for peer in changed:  # in place and taken back: copies of the board would take most of the time
             allowed[peer] |= 1 << d
         if len(found) >= limit:
             break

@@ -10,7 +10,7 @@ from torch import Tensor
 from equilibria.lab.data.graphs import Graph
 from equilibria.lab.data.sets import Dataset, Split, generator
 
-SHAPES = ("background", "circle", "square", "triangle")
+SHAPES = ("background", "circle", "square", "triangle")  # the classes of pixels
 SYMBOLS = tuple("0123456789")
 COPIED = 10  # symbols to remember
 
@@ -66,7 +66,7 @@ def chains(
 
 
 def copy_memory(*, delay: int = 400, train: int = 20_000, test: int = 2_000, seed: int = 0) -> Dataset[Split]:
-    """Ten symbols of 1 to 8, a delay, the signal 9, then the ten symbols are to be given back (Bai, Kolter and Koltun 2019).
+    """Ten symbols of 1 to 8, a delay, the signal 9, then the ten symbols must be repeated (Bai, Kolter and Koltun 2019).
 
     Sequences of delay + 20 numbers: x = (s_1 .. s_10, 0 .., 9 at place delay + 10, 0 ..), y = (0 .., s_1 .. s_10).
     """

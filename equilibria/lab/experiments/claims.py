@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What a paper says, as a comparison of means: at_least <= left / right (or left - right) <= at_most.
+    """A statement of a paper as a comparison of means: at_least <= left / right (or left - right) <= at_most.
 
     right    another row; None compares the value of `left` itself
     against  another column, of `right`, or of `left` where there is no `right`

@@ -45,7 +45,7 @@ class Experiment(Generic[S]):
 
     @property
     def reference(self) -> str:
-        """What `equilibria train` takes to run it."""
+        """The arguments with which `equilibria train` runs it."""
         return self.origin or self.name
 
     def task(self) -> Task[Any]:
@@ -154,7 +154,7 @@ class TableRow:
     limited: bool = False
 
     def title_at(self, scale: Scale) -> str:
-        """What is run at a scale."""
+        """The title of what runs at a scale."""
         return self.run_as.get(scale, self.title)
 
     def label(self, scale: Scale) -> str:
@@ -193,7 +193,7 @@ class Table:
         return next(column for column in (*self.columns, *self.hidden) if column.name == name)
 
     def folder(self, out: Path, scale: Scale) -> Path:
-        """Where the runs of a scale lie below `out`; a folder with the former name is used if only that one exists."""
+        """The folder of the runs of a scale below `out`; a folder with the former name is used if only that one exists."""
         own = out / self.name / scale
         if self.former is not None and not own.is_dir() and (out / self.former / scale).is_dir():
             return out / self.former / scale

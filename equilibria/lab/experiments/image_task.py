@@ -45,7 +45,7 @@ GUESS: dict[ImageSet, float] = {  # share of the largest class in the test set, 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageData:
-    """Which images, and their preprocessing; channels are always normalised to mean 0 and deviation 1.
+    """The choice of images, and their preprocessing; channels are always normalised to mean 0 and deviation 1.
 
     train, test  how many, drawn at random under `seed`; None: all
     size         the side to which they are scaled: down by means over squares, up by interpolation; None: as they are

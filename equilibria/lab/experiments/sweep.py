@@ -31,7 +31,7 @@ class Point:
 
 @dataclass(frozen=True)
 class PointResult:
-    """What a point gave.
+    """The result of a point.
 
     mean, deviation    of `metric` in the last epoch, over the finished runs; None without a run, or with one only
     failed             share of failed solves in the last epoch, the mean over runs

@@ -17,7 +17,7 @@ from equilibria.lab.training.gallery import SHOW_DATA, read_gallery
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-STYLES = ("-", "--", ":")
+STYLES = ("-", "--", ":")  # tell rows apart that share a colour
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class Measured:
 
 
 def from_runs(row: str, runs: Sequence[Run], columns: Iterable[Column], changes: Iterable[str]) -> Measured:
-    """What runs on one machine measured."""
+    """The measurements of runs on one machine."""
     named = {f"{row}/{run.folder.name}": run for run in runs}
     values = {
         column.name: {

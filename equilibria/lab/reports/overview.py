@@ -90,7 +90,7 @@ def _speed_ups(tables: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _counts(tables: Mapping[str, Mapping[str, Any]]) -> str:
-    """How many claims held, and why the others are undecided."""
+    """The number of claims that held, and the reasons why others are undecided."""
     claims = [claim for table in tables.values() for claim in table["claims"]]
     words = [WORDS[claim["held"]] for claim in claims]
     reasons = [_kind(claim) for claim in claims if claim["held"] is None]

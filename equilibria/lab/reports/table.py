@@ -18,7 +18,7 @@ _FREE = {"training.seed", "training.checkpoint_minutes"}  # may differ between r
 
 @dataclass(frozen=True)
 class TableResults:
-    """What is known of a table.
+    """The results of a table.
 
     measured    by row, a measurement for each machine
     runs        by row, the finished runs at hand; measurements of a stored report have none
@@ -95,7 +95,7 @@ def _by_machine(table: Table, row: TableRow, scale: Scale, runs: Iterable[Run]) 
 
 
 def protocol(results: TableResults) -> list[str]:
-    """What was run, as the runs themselves say: machines, seeds, epochs, commits, and settings that are not the table's."""
+    """The settings that the runs recorded: machines, seeds, epochs, commits, and settings that are not the table's."""
     lines = list(results.table.protocol.get(results.scale, ()))
     lines.append(f"Command: equilibria reproduce {results.table.name} --scale {results.scale}.")
     for place, machine in enumerate(results.machines()):

@@ -1,4 +1,4 @@
-"""Whether claims held: comparisons of means that count only where they are larger than the noise of the seeds."""
+"""Verdicts on claims: comparisons of means that count only if they are larger than the noise of the seeds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NEAR_GUESS = 0.1  # share of the way from the best constant answer to 100 % belo
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a claim held in these runs, None if undecided. `seen` has the numbers, `reason` why it is undecided."""
+    """The verdict on a claim: `held` is None if undecided, for `reason`; `seen` has the numbers."""
 
     claim: Claim
     held: bool | None
@@ -68,6 +68,7 @@ def judge(claim: Claim, results: Results) -> Verdict:
     )
     noise = "" if error is None else f" ± {ERRORS * error:.2g}"
     seen = f"{column.title}: {shown}{noise}; asked for {_bounds(claim)}"
+    # the figures are shown even if the runs do not allow a verdict
     reason = next(_reasons(claim, results, measured, (left, right)), None)
     if reason is not None:
         return Verdict(claim, None, seen, reason)
@@ -92,7 +93,7 @@ def _chosen(results: Results, left: str, right: str | None) -> dict[str | None, 
 def _reasons(
     claim: Claim, results: Results, measured: dict[str | None, Measured | None], figures: tuple[Figure, Figure | None]
 ) -> Iterator[str]:
-    """Why the runs cannot tell whether a claim holds, the first reason first."""
+    """The reasons why the runs cannot decide a claim, the most important first."""
     column = results.table.column(claim.column)
     for row, found in measured.items():
         if row is not None and found is not None and claim.column != "failed":

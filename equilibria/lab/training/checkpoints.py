@@ -58,7 +58,7 @@ class Checkpoints:
                 write_new(temporary / name, data)
             sums = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
             write_new(temporary / MANIFEST, (json.dumps({"step": step, "sha256": sums}, indent=1) + "\n").encode())
-            sync_folder(temporary)
+            sync_folder(temporary)  # a crash after the rename must not find files that are not on the disk yet
             self._put(temporary, path)
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -71,7 +71,7 @@ class Checkpoints:
             raise OSError(
                 error.errno, f"cannot write the checkpoint {path.name} in {self.folder}: {error.strerror or error}; {last}"
             ) from error
-        for old in self.paths()[: -self.keep]:
+        for old in self.paths()[: -self.keep]:  # only now: until the new one has its name, the old ones are needed
             shutil.rmtree(old)
         return path
 
@@ -85,7 +85,7 @@ class Checkpoints:
         shutil.rmtree(aside, ignore_errors=True)
 
     def paths(self) -> list[Path]:
-        """From old to new, sound or not. One that was set aside counts while its successor has not got its name."""
+        """The checkpoints from old to new, sound or not; one that was set aside counts until its successor has its name."""
         found = {path.name: path for path in self.folder.glob("step-*") if path.is_dir() and path.name[5:].isdigit()}
         asides = {_named(aside).name: aside for aside in self.folder.glob(".step-*.old") if aside.is_dir()}
         return [path for _, path in sorted((asides | found).items())]
@@ -175,7 +175,7 @@ def encode(value: Tree, tensors: dict[str, Tensor], path: str = "") -> Any:
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Tree:
-    """What `encode` was given."""
+    """Invert `encode`."""
     if isinstance(value, list):
         return [decode(each, tensors) for each in value]
     if not isinstance(value, dict):
@@ -224,7 +224,7 @@ def _files(parts: Mapping[str, Tree]) -> dict[str, bytes]:
 
 
 def _stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """On the host, and none a view of another: safetensors refuses tied weights."""
+    """The tensors on the host, none a view of another: safetensors refuses tied weights."""
     stored: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():

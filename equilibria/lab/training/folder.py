@@ -250,7 +250,7 @@ def _is_record(record: Any) -> bool:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """What summary.json says of a finished run; None where there is none."""
+    """The content of summary.json of a finished run; None if there is none."""
     file = folder / SUMMARY
     if not file.exists():
         return None
@@ -275,7 +275,7 @@ def does_not_fit(path: Path, error: Exception) -> CorruptCheckpointError:
 
 
 def whole_config(config: Mapping[str, Any] | None, training: Training) -> dict[str, Any]:
-    """What config.json has: that of the experiment, the settings of training, and versions."""
+    """The content of config.json: the experiment, the settings of training, and versions."""
     return {**(config or {}), "training": to_plain(training), "versions": versions()}
 
 

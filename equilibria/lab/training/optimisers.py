@@ -59,7 +59,7 @@ def momentum_at(schedule: Schedule, step: int, steps: int) -> float | None:
 
 
 def _cycle(done: float, steps: int, *, low: float, high: float, end: float) -> float:
-    """From `low` to `high` over the first part of the steps, then to `end`, by half a cosine each; `done` is in [0, 1)."""
+    """Rise from `low` to `high`, then change to `end`, by half a cosine each; `done` is the share of steps, in [0, 1)."""
     step, top = done * steps, CYCLE_TOP * steps - 1
     if step <= top:
         return _between(low, high, step / top)

@@ -38,7 +38,7 @@ class Progress:
 
 @dataclass
 class State:
-    """What a checkpoint holds. `model` is Fabric's wrapper around `module`."""
+    """The state of a run that a checkpoint stores. `model` is Fabric's wrapper around `module`."""
 
     fabric: Fabric
     task: Task[Any]

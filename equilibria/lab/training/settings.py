@@ -1,4 +1,4 @@
-"""How to train, as data: settings that check themselves and go to JSON and back."""
+"""Settings of training, which check themselves and convert to JSON and back."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from equilibria._core.names import nearest
 
 T = TypeVar("T")
 
-OPTIMIZERS = ("adam", "adamw", "sgd", "rmsprop")
-SCHEDULES = ("constant", "cosine", "step", "linear", "inverse-sqrt", "one-cycle")
-PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
-FAILED_SOLVES = ("count", "skip", "stop")
+OPTIMIZERS = ("adam", "adamw", "sgd", "rmsprop")  # names that `optimizer.name` takes
+SCHEDULES = ("constant", "cosine", "step", "linear", "inverse-sqrt", "one-cycle")  # names that `schedule.name` takes
+PRECISIONS = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")  # names of Lightning Fabric
+FAILED_SOLVES = ("count", "skip", "stop")  # what the trainer does about solves that failed
 
 
 def one_of(what: str, name: str, choices: Sequence[str]) -> None:
@@ -78,7 +78,7 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How a task is trained.
+    """Settings of the training of a task.
 
     batch_size          samples of all processes together
     clip_norm           gradients longer than that are shortened to it
@@ -135,7 +135,7 @@ def from_plain(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
-    """`value` as the annotation asks for it."""
+    """Convert `value` to the type of the annotation."""
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         if not isinstance(value, Mapping):
             raise TypeError(f"{where} must be an object with the settings of {hint.__name__}, got {value!r}.")
@@ -159,7 +159,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
 
 
 def _either(hint: Any, inner: tuple[Any, ...], value: Any, where: str) -> Any:
-    """Of a union the first type that takes the value; with one type beside None, that one's own error."""
+    """Convert to the first type of a union that takes the value; with one type beside None, that one's own error."""
     if value is None and type(None) in inner:
         return None
     kinds = [kind for kind in inner if kind is not type(None)]

@@ -1,4 +1,4 @@
-"""steps.jsonl: the loss and the convergence of training steps, for whoever watches a run. Nothing is computed from it."""
+"""steps.jsonl: the loss and the convergence of training steps, for `equilibria watch`. Nothing is computed from it."""
 
 from __future__ import annotations
 

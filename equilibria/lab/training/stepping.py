@@ -46,7 +46,7 @@ class Stepper:
 
     def step(self, batch: Any, asked: bool, due: bool) -> Stepped:
         """Train on a batch. All processes agree on what to do, and on the two flags."""
-        state, before = self.state, self._buffers()
+        state, before = self.state, self._buffers()  # a step that is skipped must not leave its statistics behind
         schedule, step = self.training.schedule, state.progress.step
         set_lr(state.optimizer, self.training.optimizer.lr * lr_factor(schedule, step, self.steps))
         momentum = momentum_at(schedule, step, self.steps)
@@ -57,6 +57,7 @@ class Stepper:
         backward = self._backward(outcome.loss * self._share(outcome.size))
         norm, seen = self._clip(), observe(outcome, solutions)
         flags = (not math.isfinite(seen.loss), not math.isfinite(norm), _failed(seen), asked, due)
+        # one process alone must not skip a step: the weights of the others would differ
         no_loss, no_gradient, failed, asked, due = agree(self.fabric, flags)
         reason = self._reason(no_loss, no_gradient, failed, seen)
         if reason is None:

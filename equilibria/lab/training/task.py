@@ -83,8 +83,8 @@ class Task(ABC, Generic[Batch]):
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch, step: int) -> Outcome:
-        """What to minimise, penalties included; `step` counts all batches before this one. Call `model` itself, not a part
-        of it or another method: that is where gradients are shared between processes."""
+        """The loss to minimise, penalties included; `step` counts all batches before this one. Call `model` itself, not a
+        part of it or another method: that is where gradients are shared between processes."""
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
         """The same without gradients, on a model in eval mode."""
@@ -92,13 +92,13 @@ class Task(ABC, Generic[Batch]):
             return self.loss(model, batch, 0)
 
     def summarise(self, means: dict[str, float]) -> dict[str, float]:
-        """What to report of a split, from the means of its metrics over all batches; for figures that are no means
+        """The figures to report of a split, from the means of its metrics over all batches; for figures that are no means
         themselves, such as a ratio of two."""
         return means
 
     def conclude(self, splits: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-        """What to report of validation and test together, from what `summarise` gave for each; for figures on the test
-        split of a choice that is made on the validation split."""
+        """The figures to report of validation and test together, from what `summarise` gave for each; for figures on the
+        test split of a choice that is made on the validation split."""
         return splits
 
     def improve(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -116,7 +116,7 @@ class Task(ABC, Generic[Batch]):
         return {}
 
     def state(self) -> Any:
-        """What else to keep in a checkpoint: tensors, numbers, strings, None, in dicts, lists and tuples."""
+        """The further content of a checkpoint: tensors, numbers, strings, None, in dicts, lists and tuples."""
         return None
 
     def resume(self, state: Any) -> None:

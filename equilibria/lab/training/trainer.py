@@ -187,7 +187,7 @@ class Trainer:
         progress, loader = self._state.progress, self._state.loaders.train
         self._seconds: list[float] = []
         self._backward: list[float] = []
-        if progress.trained:
+        if progress.trained:  # the run was stopped between the last batch and the end of the evaluation
             return
         if self.fabric.is_global_zero:
             self.listener.epoch_started(progress.epoch, self.training.epochs, len(loader), loader.state()["position"])
@@ -213,6 +213,7 @@ class Trainer:
                 raise Interrupted(f"Interrupted after step {progress.step}.")
             if stepped.due:
                 self._checkpoint()
+            # after the checkpoint, whose time is not that of a step
             begin, step_begin = time.perf_counter(), clock()
         progress.trained = True
 

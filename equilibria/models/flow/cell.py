@@ -37,7 +37,7 @@ class FlowCell(nn.Module):
         )
 
     def prepare(self, first: Tensor, second: Tensor, context: Tensor) -> tuple[Tensor, ...]:
-        """What no update changes: the share of the context in the gates, and the correlations."""
+        """The inputs that no update changes: the share of the context in the gates, and the correlations."""
         return self.context(context), *correlation_pyramid(first, second, self.config.levels)
 
     def forward(self, z: FlowState, context: Tensor, *pyramid: Tensor) -> FlowState:

@@ -91,7 +91,7 @@ class NodeGCN(GraphNet):
 
 @dataclass(frozen=True, kw_only=True)
 class GraphGCNConfig:
-    """As `GraphClassifierConfig`, without a contraction."""
+    """Settings as in `GraphClassifierConfig`, without a contraction."""
 
     features: int
     classes: int = 2

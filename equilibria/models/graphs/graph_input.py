@@ -49,7 +49,18 @@ def read_graph(
     matrix. The adjacency is cached per tensor and computed again only after the tensors have changed.
     """
     if not isinstance(x, Tensor):
-        return _read_object(x, edge_index, edge_weight, batch, normalize)
+        # read a graph from an object with attributes x and edge_index
+        parts = {name: getattr(x, name, None) for name in ("x", "edge_index", "edge_weight", "batch")}
+        if not isinstance(parts["x"], Tensor) or not isinstance(parts["edge_index"], (Tensor, Adjacency)):
+            raise TypeError(
+                f"Expected features and edges, or a graph with attributes x and edge_index: got {type(x).__name__}. If "
+                "nodes have no features, use their degrees."
+            )
+        if edge_index is not None:
+            raise TypeError("The edges were given twice: in the graph and as edge_index.")
+        weight = parts["edge_weight"] if edge_weight is None else edge_weight
+        chosen = parts["batch"] if batch is None else batch
+        return read_graph(parts["x"], parts["edge_index"], weight, chosen, normalize=normalize)
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(
             f"Features must be real numbers of shape (nodes, features): got {x.dtype} of shape {tuple(x.shape)}."
@@ -62,21 +73,6 @@ def read_graph(
         )
     dtype = torch.promote_types(x.dtype, torch.float32)
     return GraphInput(x, _known(edge_index, edge_weight, len(x), dtype, normalize), batch)
-
-
-def _read_object(graph: GraphLike, edge_index: Any, edge_weight: Any, batch: Any, normalize: bool) -> GraphInput:
-    """Read a graph from an object with attributes x and edge_index."""
-    parts = {name: getattr(graph, name, None) for name in ("x", "edge_index", "edge_weight", "batch")}
-    if not isinstance(parts["x"], Tensor) or not isinstance(parts["edge_index"], (Tensor, Adjacency)):
-        raise TypeError(
-            f"Expected features and edges, or a graph with attributes x and edge_index: got {type(graph).__name__}. If "
-            "nodes have no features, use their degrees."
-        )
-    if edge_index is not None:
-        raise TypeError("The edges were given twice: in the graph and as edge_index.")
-    weight = parts["edge_weight"] if edge_weight is None else edge_weight
-    chosen = parts["batch"] if batch is None else batch
-    return read_graph(parts["x"], parts["edge_index"], weight, chosen, normalize=normalize)
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,7 @@ class Lion(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class PruningConfig:
-    """How critical weights are selected.
+    """Settings of the selection of critical weights.
 
     keep   share of the weights that are critical
     decay  share by which the others shrink in every step

@@ -111,7 +111,7 @@ def halved(size: tuple[int, int], times: int) -> tuple[int, int]:
 # no released model has exactly its published size: they differ by up to 11 %, and those of the two small ImageNet models
 # seem to be swapped
 
-_FOUR = (32, 64, 128, 256)
+_FOUR = (32, 64, 128, 256)  # channels of the four resolutions
 
 TINY = MDEQConfig(
     summary="CIFAR-10, two resolutions, code of 2020",

@@ -74,10 +74,11 @@ class _Undone(Function):
             found = torch.autograd.grad(out, [leaf, *weights], cotangent, materialize_grads=True, allow_unused=True)
             for weight, gradient in zip(weights, found[1:], strict=True):
                 place = ctx.names[id(weight)]
-                before = sums[place]
+                before = sums[place]  # a weight may be used by several blocks
                 sums[place] = gradient if before is None else before + gradient
             return out.detach(), found[0]
 
+        # inputs are recomputed from outputs, so that no activation is stored
         for f, g in reversed(list(ctx.stack.pairs())):
             value, cotangent = through(g, left, to_right)
             right, to_left = right - value, to_left + cotangent

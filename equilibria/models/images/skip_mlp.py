@@ -23,7 +23,7 @@ Method = Literal["broyden", "tsit5", "bs3"]
 
 @dataclass(frozen=True, kw_only=True)
 class SkipSolver:
-    """How the equilibria and their gradients are computed.
+    """Settings of the equilibria and their gradients.
 
     method              "broyden" (discrete), "tsit5" or "bs3" (continuous)
     tolerance           relative tolerance of the equilibrium

@@ -15,7 +15,7 @@ from equilibria.models.language.sequence_layers import SPREAD
 
 @dataclass(frozen=True, kw_only=True)
 class VocabularyConfig:
-    """Which tokens there are and how they are written.
+    """The tokens and their embedding.
 
     tokens              how many, the most frequent first
     width               of the vectors of the most frequent ones; None: that of the model
@@ -45,7 +45,7 @@ class VocabularyConfig:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """For every cluster, the index after its last token."""
+        """The index after the last token of every cluster."""
         return (*self.cutoffs, self.tokens)
 
     def widths(self, model: int) -> tuple[int, ...]:

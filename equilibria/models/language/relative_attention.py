@@ -19,7 +19,7 @@ FUSED_FROM = 4096
 
 
 class Around(NamedTuple):
-    """What a block's attention depends on beside its state. Tensors without a batch have a first dimension of 1."""
+    """The inputs of a block's attention beside its state. Tensors without a batch have a first dimension of 1."""
 
     distances: Tensor  # (1, heads, k, e) r for distances k - 1 ... 0
     hidden: Tensor  # (1, 1, q, k) bool, which positions are out of sight

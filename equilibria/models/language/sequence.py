@@ -1,4 +1,4 @@
-"""What language models have in common: memory, loss, unrolled pre-training, and text drawn from them."""
+"""The common parts of language models: memory, loss, unrolled pre-training, and text drawn from them."""
 
 from __future__ import annotations
 
@@ -136,11 +136,12 @@ def generate(
     require(count >= 0, f"count is how many tokens to draw and must not be negative, got {count}.")
     require(temperature >= 0, f"temperature must not be negative, got {temperature}.")
     require(top_k is None or top_k >= 1, f"top_k must be at least 1, or None for all, got {top_k}.")
-    modes = [(module, module.training) for module in model.modules()]
+    modes = [(module, module.training) for module in model.modules()]  # parts may be in different modes
     model.eval()
     try:
         found, segment, memory = [tokens], tokens, None
         for _ in range(count):
+            # after the first segment only the new token is read; the memory has the others
             scores, memory = model(segment, memory)
             segment = _draw(scores[:, -1], temperature, top_k, generator).to(tokens.dtype)
             found.append(segment)

@@ -1,4 +1,4 @@
-"""What sequence models share: small weights, weight norm, weight drop."""
+"""The common layers of sequence models: small weights, weight norm, weight drop."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class TransformerConfig:
 
 
 WORDS = 267_735  # of WikiText-103
-CUTOFFS = (20_000, 40_000, 200_000)
+CUTOFFS = (20_000, 40_000, 200_000)  # between the clusters of words by frequency
 _PLAIN = VocabularyConfig(tokens=WORDS)
 _ADAPTIVE = VocabularyConfig(tokens=WORDS, cutoffs=CUTOFFS, divisor=4)
 

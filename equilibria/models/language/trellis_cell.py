@@ -114,7 +114,7 @@ class TrellisCell(nn.Module):
         self.dropout = VariationalDropout(config.hidden_dropout, shared=(1,))
 
     def prepare(self, x: Tensor, history: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """What a solve needs of embedded tokens, (batch, time, embedding), and history, () or (h, c, vectors)."""
+        """Return the inputs of a solve of embedded tokens, (batch, time, embedding), and history, () or (h, c, vectors)."""
         return (self.injected(x, history, 1), *self.before(x, history))
 
     def injected(self, x: Tensor, history: tuple[Tensor, ...], dilation: int) -> Tensor:

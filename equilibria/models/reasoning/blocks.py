@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 Mixer = Literal["mlp", "attention"]
 EPS = 1e-5  # of the RMS norms
-ROTARY_BASE = 10_000.0
+ROTARY_BASE = 10_000.0  # of the wavelengths of rotary positions, as in the literature
 
 
 class SwiGLU(nn.Module):

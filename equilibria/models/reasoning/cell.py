@@ -66,7 +66,7 @@ def _layer(c: ReasonerConfig) -> Layer:
 
 
 class PairStart(nn.Module):
-    """Where both states of a reasoner start: one vector for each of them, the same at every position of every sample.
+    """The start of both states of a reasoner: one vector for each of them, the same at every position of every sample.
 
     learned  True: the vectors are parameters. The solver takes a start as a constant, so they are trained only by gradients
              that follow the start, as `Unrolled`, or by `skip_penalty`. False: drawn once and kept

@@ -70,7 +70,7 @@ class Segments(Ordered[TextSegment]):
 
 @dataclass(frozen=True, kw_only=True)
 class TextData:
-    """Which text, and how much of it.
+    """The choice of a text, and of how much of it.
 
     name         "toy": sentences made by a rule, without any file
     level        of the tokens

@@ -25,7 +25,7 @@ from equilibria.lab.experiments.deq_language.task import LanguageSettings
 from equilibria.lab.training.settings import Training
 
 MEMORY = "language-memory"
-MEMORY_DEPTHS = (5, 10, 20, 40, 80)
+MEMORY_DEPTHS = (5, 10, 20, 40, 80)  # number of layers of the stacks
 
 _KINDS = {
     "deq": "DEQ, implicit",

@@ -17,8 +17,8 @@ from equilibria.lab.training.settings import Optimizer, Schedule, Training
 DEQ_SOURCE = "Bai, Kolter and Koltun 2019, Deep Equilibrium Models, arXiv:1909.01377"
 CUTOFFS = (1000, 4000)  # of 10,000 words: 79 % and 94 % of the running text of the Penn Treebank lie below them
 LAYERS = 16  # of the weight-tied stacks
-TRELLIS_LAYERS = 30
-DEPTHS = (1, 2, 4, 8, 16, 32, 64)
+TRELLIS_LAYERS = 30  # of the TrellisNets at the reduced scale
+DEPTHS = (1, 2, 4, 8, 16, 32, 64)  # at which the change of the state is measured
 EPOCHS, STEPS, ROWS, LENGTH = 2, 600, 16, 32  # reduced: epochs, steps of each, rows and length of a segment
 # Of the reduced scale, by validation perplexity and residual after an epoch on the words of PTB: at a rate of 3e-3 nano
 # transformers without a penalty leave their equilibria, and unrolling them at first costs more than it helps.

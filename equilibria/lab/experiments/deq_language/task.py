@@ -144,7 +144,7 @@ class Language(Task[TextSegment]):
         return Outcome(loss, metrics, batch.y.numel())
 
     def summarise(self, means: dict[str, float]) -> dict[str, float]:
-        """With perplexities, the exponentials of the mean over all tokens, and bits per token."""
+        """Add perplexities, the exponentials of the mean over all tokens, and bits per token."""
         found = dict(means)
         for name, value in means.items():
             if name == NLL or name.startswith(f"{NLL}_"):

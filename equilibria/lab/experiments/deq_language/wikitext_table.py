@@ -34,7 +34,7 @@ from equilibria.lab.training.settings import Optimizer, Schedule, Training
 WIKITEXT = "wikitext"
 CUTOFFS = (2000, 8000)  # of 33,278 words
 STEPS = 250  # of a reduced epoch: rows are many, and words too
-STEPS_PER_EPOCH = 103_227_021 // (60 * 150)
+STEPS_PER_EPOCH = 103_227_021 // (60 * 150)  # tokens of WikiText-103 over batch size times length
 Family = Literal["transformer", "trellisnet"]
 
 _SMALL: dict[str, Any] = {"cutoffs": CUTOFFS}

@@ -1,4 +1,4 @@
-"""What the demo shows beside accuracy: memory over depth, evaluations by difficulty, and the tolerance as a dial."""
+"""Measurements of the demo beside accuracy: memory over depth, evaluations by difficulty, and the tolerance."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from equilibria.lab.training.folder import Run
 from equilibria.solution import Stats, Status, record
 
 DEPTHS: dict[Scale, tuple[int, ...]] = {"debug": (8,), "reduced": (10, 40, 160), "full": (10, 40, 160)}
-TOLERANCES = (3e-1, 1e-1, 1e-2, 1e-3, 1e-4)
+TOLERANCES = (3e-1, 1e-1, 1e-2, 1e-3, 1e-4)  # of the solves that are compared
 AT_ONCE = 2  # processes
 MEMORY_ROW = "equilibria.lab.experiments.digits.memory_row"
 

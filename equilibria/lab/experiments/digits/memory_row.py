@@ -20,7 +20,7 @@ from equilibria.stop import Stop
 
 INPUTS, WIDTH, BATCH = 64, 64, 512
 GAIN = 0.5  # of the state's weight, so that no solve diverges, whatever its steps
-HISTORY = 5
+HISTORY = 5  # pairs that Anderson stores, which count as memory
 
 
 def classifier(kind: str, depth: int) -> SkipMLP:

@@ -11,7 +11,7 @@ from torch import Tensor
 from equilibria._core.files import optional
 from equilibria.models.fields.filters import coordinate_grid
 
-SIGNALS = ("image", "sound", "shape")
+SIGNALS = ("image", "sound", "shape")  # that a field can be fitted to
 
 
 @lru_cache(maxsize=8)

@@ -18,7 +18,7 @@ from equilibria.lab.training.settings import Training
 from equilibria.lab.training.task import Loaders, Outcome
 
 MEMORY = "flow-memory"
-DEPTHS = (6, 12, 24, 48)
+DEPTHS = (6, 12, 24, 48)  # number of updates of the unrolled networks
 ROWS: dict[str, tuple[str, Kind]] = {
     "deq": ("equilibrium, one-step gradient, two corrections", "jfb"),
     "unrolled": ("as many updates, back-propagated through", "unrolled"),

@@ -31,7 +31,7 @@ _BY_ROW: dict[str, dict[str, Any]] = {
     "deq": {"kind": "jfb"},
     "deq-exact": {"kind": "implicit"},
 }
-FRAMES = 8
+FRAMES = 8  # per scene; all pairs but the first start warm
 
 
 def experiment(row: str, scale: Scale = "full") -> Experiment[FlowSettings]:

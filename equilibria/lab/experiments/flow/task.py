@@ -32,7 +32,7 @@ ADJOINT = Stop(rtol=0.1, atol=0.0, max_steps=12, on_failure="ignore")
 
 @dataclass(frozen=True, kw_only=True)
 class SceneData:
-    """Which scenes: see `moving_layers`; `frames` is the length of the test videos."""
+    """The choice of scenes, see `moving_layers`; `frames` is the length of the test videos."""
 
     height: int = 48
     width: int = 64

@@ -115,7 +115,7 @@ def _ppi_table() -> Table:
 # chains
 
 
-LENGTHS = (10, 20, 50, 100)
+LENGTHS = (10, 20, 50, 100)  # of the chains
 FAR = 1e-12  # tolerance: a step carries what is known one node further, and 3e-6 is met after a dozen of them
 _CHAINS = {"implicit": "IGNN, implicit", "upg": "IGNN, UPG, 5 steps", "gcn": "2 graph convolutions"}
 

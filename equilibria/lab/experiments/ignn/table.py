@@ -19,8 +19,8 @@ from equilibria.lab.training.settings import Optimizer, Schedule, Training
 
 Data = Literal["cox2", "proteins"]
 
-FOLDS = 10
-DAMPINGS = (0.5, 0.8, 1.0)
+FOLDS = 10  # of the cross-validation
+DAMPINGS = (0.5, 0.8, 1.0)  # of the unrolled phantom gradient
 TITLES = {"implicit": "IGNN, implicit"} | {f"upg-{d}": f"IGNN, UPG, 5 steps, damping {d}" for d in DAMPINGS}
 TITLES["gcn"] = "graph convolutions"
 PHANTOM = tuple(name for name in TITLES if name.startswith("upg"))

@@ -40,7 +40,7 @@ SIZES: dict[GraphSet, tuple[int, int]] = {  # features, classes
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions:
-    """How the implicit layers of a network are solved and differentiated.
+    """Settings by which the implicit layers of a network are solved and differentiated.
 
     solver          of the state, and of the adjoint where the gradient is exact
     gradient        "implicit", exact, or "upg", `phantom_steps` steps from the equilibrium

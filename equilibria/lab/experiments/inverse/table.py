@@ -30,7 +30,7 @@ ROWS: dict[str, tuple[str, dict[str, Any], float]] = {
     "hqs": ("half-quadratic splitting, equilibrium", {"method": "hqs"}, 1e-2),
     "admm": ("ADMM, equilibrium of a pair", {"method": "admm"}, 1e-2),
 }
-EQUILIBRIA = ("proximal", "hqs", "admm")
+EQUILIBRIA = ("proximal", "hqs", "admm")  # the rows that solve for an equilibrium
 
 
 def experiment(row: str, scale: Scale = "full") -> Experiment[InverseSettings]:

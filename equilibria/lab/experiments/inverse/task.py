@@ -32,7 +32,7 @@ Batch = tuple[Tensor, Tensor]
 Method = Literal["proximal", "hqs", "admm", "tv", "ista"]
 ADJOINT = Stop(rtol=3e-2, max_steps=30, on_failure="ignore")
 EVALUATION = Stop(rtol=1e-5, max_steps=300, on_failure="ignore")
-DEPTHS = (5, 10, 30, 100)
+DEPTHS = (5, 10, 30, 100)  # numbers of steps at which the error is measured
 
 
 @dataclass(frozen=True, kw_only=True)

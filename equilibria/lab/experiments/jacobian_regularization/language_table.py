@@ -36,7 +36,7 @@ JR_SOURCE = (
     "Bai, Koltun and Kolter 2021, Stabilizing Equilibrium Models by Jacobian Regularization, arXiv:2106.14342, Table 1 "
     "(WikiText-103)"
 )
-AT = (1, 2, 4, 6, 8, 12)
+AT = (1, 2, 4, 6, 8, 12)  # numbers of steps after which the perplexity is measured
 STEPS_PER_EPOCH = 103_227_021 // (56 * 150)  # of WikiText-103 in 56 rows of segments of 150
 WORDS = f"softmax in clusters beginning at {CUTOFFS[0]:,} and {CUTOFFS[1]:,}"
 

@@ -18,7 +18,7 @@ SOURCE = (
     "Bai, Koltun and Kolter 2021, Stabilizing Equilibrium Models by Jacobian Regularization, arXiv:2106.14342, Table 2 and "
     "the ablation of the weight"
 )
-AT = (1, 2, 3, 4, 5, 6)
+AT = (1, 2, 3, 4, 5, 6)  # numbers of steps after which the accuracy is measured, as in the paper
 
 _ROWS = {
     "resnet": "ResNet-18",
@@ -75,7 +75,7 @@ def _training(scale: Scale, pretraining: int) -> Training:
 
 
 def _run_as(name: str) -> dict[Scale, str]:
-    """What a scale runs in place of the published network."""
+    """The network that a scale runs in place of the published one."""
     if name == "resnet":
         return {"debug": "ResNet-8", "reduced": "ResNet-8", "full": "ResNet-20, 64 to 256 channels"}
     return {"debug": f"nano {_ROWS[name]}", "reduced": f"nano {_ROWS[name]}"}

@@ -11,7 +11,7 @@ from equilibria.lab.experiments.definitions import Column, Experiment, Figure, S
 from equilibria.lab.experiments.image_task import GUESS, ImageData
 from equilibria.lab.experiments.jfb.task import (
     Flowing,
-    FlowSettings,
+    NeuralODESettings,
     Plain,
     PlainSettings,
     Residual,
@@ -115,7 +115,7 @@ def _settings(data: Data, row: str, scale: Scale, images: ImageData) -> tuple[An
             sizes: dict[str, Any] = {"filters": filters}
             if row == "anode":
                 sizes = {"filters": 64, "augment": 5 if data == "mnist" else 10}
-            flow = FlowSettings(data=images, method="heun" if small else "dopri5", steps=4 if small else None, **sizes)
+            flow = NeuralODESettings(data=images, method="heun" if small else "dopri5", steps=4 if small else None, **sizes)
             return flow, Flowing
         case "mon":
             conv = MonotoneSettings(data=images, kind="conv", channels=(4,))
@@ -164,7 +164,7 @@ def _row(data: Data, name: str, published: Mapping[str, float]) -> TableRow:
 
 
 def _run_as(data: Data, row: str) -> dict[Scale, str]:
-    """What the smaller scales run in place of the published network."""
+    """The network that the smaller scales run in place of the published one."""
     if row == "resnet":
         return {"debug": "ResNet-8", "reduced": "ResNet-20"}
     if row in ("node", "anode"):

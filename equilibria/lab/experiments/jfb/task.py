@@ -92,7 +92,7 @@ class Residual(ImageTask):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlowSettings(ImageSettings):
+class NeuralODESettings(ImageSettings):
     """Settings of a neural ODE.
 
     augment  channels of zeros
@@ -108,7 +108,7 @@ class FlowSettings(ImageSettings):
 class Flowing(ImageTask):
     """Trains a neural ODE."""
 
-    def __init__(self, settings: FlowSettings) -> None:
+    def __init__(self, settings: NeuralODESettings) -> None:
         super().__init__(settings.data)
         self.settings = settings
 

@@ -70,7 +70,7 @@ class Tuned(nn.Module):
         return sum(p.numel() for p in self.parameters() if p.requires_grad) - pruned
 
     def trained_share(self) -> float:
-        """Of all parameters."""
+        """The share of all parameters that is trained."""
         return self.trained() / sum(p.numel() for p in self.parameters())
 
     def _backbone(self) -> nn.Module:

@@ -12,7 +12,7 @@ from torch import Tensor
 from equilibria.analysis.plots import INK, finish, new_axes, png
 from equilibria.lab.data.sets import IGNORE
 
-VOID = (0, 0, 0)
+VOID = (0, 0, 0)  # black, for pixels without a label
 # told apart side by side, also by people who see few colours: they differ in lightness too
 PALETTE = (
     (126, 190, 255),
@@ -28,7 +28,7 @@ PALETTE = (
     (140, 40, 170),
     (0, 170, 170),
 )
-ROWS = ("image", "truth", "prediction")
+ROWS = ("image", "truth", "prediction")  # of panels, from top to bottom
 
 
 def coloured(labels: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def coloured(labels: Tensor) -> Tensor:
 
 
 def compared(images: Tensor, truth: Tensor, prediction: Tensor, names: Sequence[str]) -> bytes:
-    """A PNG with a column per image: itself, its labels, the predicted ones; below, what the colours stand for.
+    """A PNG with a column per image: itself, its labels, the predicted ones; below, a legend of the colours.
 
     images             bytes (n, 3, height, width)
     truth, prediction  labels (n, height, width)

@@ -28,7 +28,7 @@ from equilibria.models.solve_options import relative_stop
 from equilibria.solvers.krylov import GMRES
 
 MEMORY = "mdeq-memory"
-DEPTHS = (5, 10, 20, 40, 80)
+DEPTHS = (5, 10, 20, 40, 80)  # number of steps of the unrolled networks
 NEVER = 1e-30  # a tolerance that no solve meets
 DIRECTIONS = 4  # that GMRES keeps where it is told a number
 Kind = Literal["implicit", "implicit-default", "upg", "bptt", "checkpointed", "revnet"]

@@ -201,6 +201,6 @@ def ratios(means: dict[str, float], classes: int) -> dict[str, float]:
 
 
 def _shared(table: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a confusion matrix the intersection and the union of every class."""
+    """The intersection and the union of every class, from a confusion matrix."""
     both = table.diagonal()
     return both, table.sum(dim=0) + table.sum(dim=1) - both

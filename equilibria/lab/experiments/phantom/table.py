@@ -15,7 +15,7 @@ from equilibria.lab.training.settings import Optimizer, Training
 
 PHANTOM, LARGE = "phantom-cifar10", "phantom-cifar10-large"
 SOURCE = "Geng, Zhang, Bai, Wang and Lin 2021, On Training Implicit Models, arXiv:2111.05177"
-COSINES = (1, 3, 5, 9, 15)
+COSINES = (1, 3, 5, 9, 15)  # numbers of steps of the phantom gradients that are compared with the exact one
 TIGHT = 1e-6  # not reached by nano models within the published limits, so that their solves take all steps
 
 

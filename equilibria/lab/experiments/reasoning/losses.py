@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 Likelihood = Literal["softmax", "stablemax"]
-HALT_WEIGHT = 0.5
+HALT_WEIGHT = 0.5  # of the halting loss beside that of the answers
 
 
 def log_stablemax(logits: Tensor) -> Tensor:

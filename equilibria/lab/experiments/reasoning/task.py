@@ -45,7 +45,7 @@ EXACT_STEPS = 12  # products with the Jacobian in the adjoint solve of the exact
 
 @dataclass(frozen=True, kw_only=True)
 class PuzzleData:
-    """Which puzzles: `size` is that of a Sudoku or a maze, or the length of a sequence of bits.
+    """The choice of puzzles; `size` is that of a Sudoku or a maze, or the length of a sequence of bits.
 
     low, high   range of givens of a Sudoku, or of the path lengths of a maze
     repeats     times that an epoch goes through the training puzzles, each time under other symmetries

@@ -38,7 +38,7 @@ class DeepinvOperator(Operator):
         return self._squared_norm
 
     def regularized_inverse(self, v: Tensor, weight: Tensor | float) -> Tensor:
-        """By prox_l2 with measurements of zero."""
+        """Return the regularized inverse, computed by prox_l2 with measurements of zero."""
         if not callable(getattr(self.physics, "prox_l2", None)):
             return super().regularized_inverse(v, weight)
         return torch.as_tensor(self.physics.prox_l2(v, torch.zeros_like(self.physics.A(v)), weight))

@@ -1,4 +1,4 @@
-"""What replaces a proximal map: a learned denoiser whose Lipschitz constant is bounded, and soft thresholds."""
+"""Replacements of a proximal map: a learned denoiser whose Lipschitz constant is bounded, and soft thresholds."""
 
 from __future__ import annotations
 
