@@ -102,7 +102,7 @@ def test_a_sample_does_not_depend_on_its_neighbours(program: ExportedProgram) ->
         assert_close(alone[0], together[row], ROUNDING)
 
 
-def test_failures_are_told_and_harm_nobody(model: nn.Module, program: ExportedProgram) -> None:
+def test_failures_are_reported_and_change_no_other_sample(model: nn.Module, program: ExportedProgram) -> None:
     x = hard(5)
     x[2] = float("nan")
     assert_same(model, program, x)
@@ -336,7 +336,7 @@ def test_onnx_of_several_inputs_outputs_and_layers(tmp_path: Path) -> None:
         assert torch.equal(found[f"steps_{i}"], each.steps) and torch.equal(found[f"converged_{i}"], each.converged)
 
 
-def test_an_old_torch_is_told_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_torch_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.10.1+cpu")
     with pytest.raises(RuntimeError, match=r"from torch 2\.11 on, and this is torch 2\.10\.1\+cpu.*use eq\.export"):
         to_onnx(nn.Linear(2, 2), torch.zeros(2, 2), tmp_path / "model.onnx")

@@ -38,7 +38,7 @@ def test_contractions_are_solved(solver: AnySolver, kind: str, n: int, batch: in
 
 
 @given(nonlinear, sizes, contractions, seeds, st.lists(st.integers(0, 5), min_size=1, max_size=8))
-def test_a_sample_gives_the_same_in_any_company(solver: AnySolver, n: int, norm: float, seed: int, rows: list[int]) -> None:
+def test_a_sample_gives_the_same_in_any_batch(solver: AnySolver, n: int, norm: float, seed: int, rows: list[int]) -> None:
     cell, x = TanhCell(n, norm=norm, seed=seed), inputs(6, n, seed=seed + 1)
     stop = eq.Stop(rtol=1e-7, atol=0, max_steps=600, on_failure="raise")
     deq = eq.DEQ(cell, solver=solver, stop=stop)

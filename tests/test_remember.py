@@ -166,7 +166,7 @@ def test_a_model_of_several_layers_and_a_copy() -> None:
     assert list(model.state_dict()) == [f"{i}.cell.{name}" for i in range(2) for name in ("w", "u", "b")]
 
 
-def test_it_may_lie_on_another_device() -> None:
+def test_the_memory_may_be_on_another_device() -> None:
     memory, data = eq.Remember(device="cpu"), inputs(3, WIDTH)
     deq = layer(memory)
     visit(deq, [0, 1, 2], data)

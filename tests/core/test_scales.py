@@ -166,7 +166,7 @@ def test_measured_residuals_of_tiny_states_are_those_of_the_state(solver: eq.Sol
 
 
 @pytest.mark.parametrize("max_steps", [0, 40])
-def test_residuals_of_samples_that_begin_at_the_end_of_the_numbers_are_told(max_steps: int) -> None:
+def test_residuals_of_samples_that_start_near_the_largest_number_are_reported(max_steps: int) -> None:
     """|f(z)| is 1 beside a start of 2e307: divided by the size of the start, its square underflows."""
     z0 = torch.full((2, 3), 2e307, dtype=torch.float64)
     stop = eq.Stop(max_steps=max_steps, on_failure="ignore")

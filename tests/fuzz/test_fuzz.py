@@ -22,7 +22,7 @@ SOLVED = Case(cell="tanh", batch=3, width=4, gain=0.9, solver="anderson", rtol=1
 
 @settings(derandomize=True, deadline=None, max_examples=EXAMPLES, database=None, phases=[Phase.generate])
 @given(cases)
-def test_no_status_lies(case: Case) -> None:
+def test_every_status_is_true(case: Case) -> None:
     verdict = judge(case)
     assert not verdict.findings, f"{case}: {verdict.findings}"
 
@@ -121,7 +121,7 @@ def kinds(verdict: Verdict) -> set[str]:
     return {finding.kind for finding in verdict.findings}
 
 
-def test_an_honest_solution_passes() -> None:
+def test_a_true_solution_passes() -> None:
     verdict = judge(SOLVED)
     assert not verdict.findings
     assert (verdict.samples, verdict.converged, verdict.gradients) == (3, 3, 3)

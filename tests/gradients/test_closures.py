@@ -132,7 +132,7 @@ def test_a_cotangent_of_a_closure_that_is_not_finite_is_left_out(gradient: Any) 
 
 
 @pytest.mark.parametrize("gradient", [eq.Implicit(), eq.NeumannPhantom()], ids=name)
-def test_a_derivative_of_a_closure_that_is_not_finite_is_told_for_every_sample(gradient: Any) -> None:
+def test_a_derivative_of_a_closure_that_is_not_finite_is_reported_for_every_sample(gradient: Any) -> None:
     """One row of what the closure captured has no derivative: zero times it is nan in the sum over the batch."""
     w = torch.ones((), dtype=torch.float64, requires_grad=True)
     gain = torch.full((4, 2), 0.01, dtype=torch.float64)

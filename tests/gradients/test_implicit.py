@@ -395,7 +395,7 @@ def test_an_infinite_derivative_is_quarantined_too() -> None:
     assert s.adjoint is not None
 
 
-def test_forward_mode_quarantines_as_well() -> None:
+def test_forward_mode_quarantines_samples() -> None:
     cell, x = TanhCell(4), inputs(3, 4)
     x[0] = float("nan")
     f, parameters = as_function(eq.DEQ(cell, stop=dataclasses.replace(TIGHT, on_failure="ignore")))

@@ -386,7 +386,9 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         ({"options": {"gone": 1}}, "cannot make: skip-mlp-v2 has no option gone"),
     ],
 )
-def test_what_other_versions_wrote_is_told(changes: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_other_versions_are_reported(
+    changes: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = altered(save(small(), tmp_path / "m"), **changes)
     monkeypatch.setattr("equilibria.models.files._digest", lambda tensors, notes: notes["sha256"])
     with pytest.raises(ModelFileError, match=said):

@@ -47,7 +47,7 @@ class Iterating(Method):
         raise NotImplementedError
 
 
-def test_an_honest_method_keeps_its_tolerance() -> None:
+def test_a_method_that_meets_its_tolerance_keeps_it() -> None:
     found = tighten(CASE, Iterating(lambda residual, tol: residual <= 0.99 * tol), Judge(CASE))
     assert found.reached and found.tol == CASE.rtol
     assert found.residual <= CASE.rtol

@@ -99,7 +99,7 @@ def test_version() -> None:
     assert run("--version") == (0, f"{eq.__version__}\n")
 
 
-def test_without_typer_the_extra_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_typer_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "typer", None)
     with pytest.raises(SystemExit, match=r"needs the extra `train`: pip install 'equilibria\[train\]'"):
         runpy.run_path(str(Path(eq.__file__).parent / "lab" / "cli" / "main.py"))

@@ -284,7 +284,7 @@ def test_processes_run_a_table_and_go_on_after_an_interruption(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_process_that_fails_is_told_with_its_last_words(tmp_path: Path) -> None:
+def test_a_process_that_fails_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "equilibria", "reproduce", "skipdeq-mnist-mlp", "--scale", "reduced", "--row", "v2"]
     environment = os.environ | {
         "EQUILIBRIA_DATA": str(tmp_path / "nothing"),

@@ -32,7 +32,7 @@ def make_run(folder: Path, *, finished: bool, epochs: int = 2) -> Path:
     return folder
 
 
-def test_every_metric_is_drawn_and_told(tmp_path: Path) -> None:
+def test_every_metric_is_drawn_and_listed(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", finished=True)
     page = write_run_report(folder).read_text()
     assert sorted(path.stem for path in (folder / "plots").iterdir()) == ["loss", "lr", "seconds_train"]
@@ -42,7 +42,7 @@ def test_every_metric_is_drawn_and_told(tmp_path: Path) -> None:
     assert "a &lt;b&gt;" in page and "<b>" not in page and "2 epochs</span>" in page
 
 
-def test_a_single_epoch_is_told_and_not_drawn(tmp_path: Path) -> None:
+def test_a_single_epoch_is_listed_and_not_drawn(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", finished=False, epochs=1)
     page = write_run_report(folder).read_text()
     assert "<td>loss</td><td>1</td><td>2</td>" in page

@@ -151,7 +151,7 @@ def test_a_column_may_be_taken_at_the_epoch_that_validation_chose(tmp_path: Path
     assert [value(run, chosen) for run in found.runs["v2"]] == [None]
 
 
-def test_other_settings_and_unfinished_runs_are_told(results: TableResults, tmp_path: Path) -> None:
+def test_other_settings_and_unfinished_runs_are_reported(results: TableResults, tmp_path: Path) -> None:
     folder = write_run(tmp_path, MNIST, "v2-jr", 1, {"nfe": 4.0})
     config = json.loads((folder / "config.json").read_text())
     config["training"]["epochs"], config["settings"]["solver"]["tolerance"] = 2, 0.1

@@ -170,7 +170,7 @@ def test_columns_of_a_row_are_compared_in_pairs(tmp_path: Path) -> None:
     assert judge(at_least("accuracy", "deq", "deq", 1.0, ""), found).held is True
 
 
-def test_times_are_told_from_their_keys() -> None:
+def test_times_are_recognized_by_their_keys() -> None:
     assert Column("a", "", "seconds_step").is_time and Column("a", "", "test.predict_seconds").is_time
     assert not Column("a", "", "test.accuracy").is_time
 

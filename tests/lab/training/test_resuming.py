@@ -171,7 +171,7 @@ def test_another_config_is_refused_with_what_differs(uninterrupted: Path, tmp_pa
         Trainer(Classifying(), EVERY_STEP, uninterrupted, config={"experiment": "other"}, accelerator="cpu").fit()
 
 
-def test_other_versions_are_told(uninterrupted: Path, tmp_path: Path) -> None:
+def test_other_versions_are_reported(uninterrupted: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(uninterrupted, folder)
     config = json.loads((folder / "config.json").read_text())

@@ -107,7 +107,7 @@ def test_the_original_is_left_alone() -> None:
     assert isinstance(implicit[1], eq.DEQ)  # type: ignore[index]
 
 
-def test_a_layer_alone_has_twins_too_and_starts_where_it_is_told() -> None:
+def test_a_layer_alone_has_twins_too_and_starts_at_its_init() -> None:
     layer = eq.DEQ(Cell(3), init=eq.FirstStep())
     stack, x = untied(layer, 2), torch.rand(2, 3)
     assert isinstance(stack, UntiedStack)

@@ -114,7 +114,7 @@ def test_prompts_contract_however_large_their_weights() -> None:
 
 
 @pytest.mark.parametrize("keep", [0.3, 0.7])
-def test_pruning_removes_the_share_it_was_told_to(keep: float) -> None:
+def test_pruning_removes_the_share_of_its_settings(keep: float) -> None:
     model = tiny()
     pruning = Pruning(model.prunable(), PruningConfig(keep=keep))
     total = sum(p.numel() for p in model.prunable().values())
