@@ -274,13 +274,22 @@ def test_inference_tunes_solver_and_eval_stop() -> None:
 
 
 def test_a_setting_that_misses_its_own_tolerance_is_not_recommended() -> None:
-    """It reaches the required residual but would warn at every solve."""
-    short = eq.Stop(rtol=1e-12, atol=0.0, max_steps=80)
-    deq, x = eq.DEQ(TanhCell(5, norm=0.9), solver=eq.Picard(), stop=short), inputs(6, 5)
+    """It reaches the required residual but would warn at every solve: 20 steps halve the residual 20 times."""
+
+    class Halving(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.share = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+
+        def forward(self, z: Tensor, x: Tensor) -> Tensor:
+            return self.share * z + x
+
+    short = eq.Stop(rtol=1e-12, atol=0.0, max_steps=20)
+    deq, x = eq.DEQ(Halving(), solver=eq.Picard(), stop=short), inputs(6, 5)
     present = next(m for m in only(deq, x, residual=1e-3).measurements if m.setting.stop == short)
     deq.stop = dataclasses.replace(short, on_failure="ignore")
     missed = int(deq.solve(x).stats.failed.sum())
-    assert missed and present.residual <= 1e-3 and f"would warn: {missed} of 6 samples" in str(present.reason)
+    assert missed == 6 and present.residual <= 1e-3 and f"would warn: {missed} of 6 samples" in str(present.reason)
     present = next(m for m in only(deq, x, residual=1e-3).measurements if m.setting.stop == deq.stop)
     assert present.reason is None
 
