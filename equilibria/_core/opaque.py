@@ -80,7 +80,12 @@ def call(layer: Any, inputs: tuple[Tensor, ...]) -> Tensor:
     return z
 
 
-@torch.library.custom_op("equilibria::solve", mutates_args=())
+# The schemas are written out: torch before 2.7 cannot read them from hints like list[Tensor].
+@torch.library.custom_op(
+    "equilibria::solve",
+    mutates_args=(),
+    schema="(int layer, Tensor[] inputs, Tensor[] parameters, bool[] wanted) -> (Tensor, Tensor)",
+)
 def solve(layer: int, inputs: list[Tensor], parameters: list[Tensor], wanted: list[bool]) -> tuple[Tensor, Tensor]:
     """The equilibrium of a layer, and a token for its backward pass. `wanted`: inputs and parameters that need gradients."""
     found = _layers[layer]
@@ -121,7 +126,9 @@ def _(layer: int, inputs: list[Tensor], parameters: list[Tensor], wanted: list[b
     return first.new_empty(shape), torch.empty((), dtype=torch.int64)
 
 
-@torch.library.custom_op("equilibria::solve_backward", mutates_args=())
+@torch.library.custom_op(
+    "equilibria::solve_backward", mutates_args=(), schema="(Tensor token, Tensor cotangent, Tensor[] like) -> Tensor[]"
+)
 def solve_backward(token: Tensor, cotangent: Tensor, like: list[Tensor]) -> list[Tensor]:
     """The gradients of a solve, for the tensors that need them, which have the shapes of `like`."""
     graph = _graphs.get(int(token))
