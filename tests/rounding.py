@@ -23,7 +23,7 @@ SETTINGS: Mapping[str, Mapping[str, str]] = {
     "aten-default": ONE_THREAD | {"ATEN_CPU_CAPABILITY": "default"},
     "aten-avx2": ONE_THREAD | {"ATEN_CPU_CAPABILITY": "avx2"},
     "aten-avx512": ONE_THREAD | {"ATEN_CPU_CAPABILITY": "avx512"},
-    "two-threads": {"OMP_NUM_THREADS": "2"},
+    "two-threads": {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"},  # waiting threads leave the cores to others
     "onednn-sse41": ONE_THREAD | {"ONEDNN_MAX_CPU_ISA": "SSE41"},
     "mkl-compatible": ONE_THREAD | {"MKL_CBWR": "COMPATIBLE"},
     "other-seeds": ONE_THREAD | {"EQUILIBRIA_TEST_SEED": "1000"},
