@@ -16,6 +16,7 @@ TESTS = (
     "tests/solvers",
     "tests/gradients",
     "tests/cells",
+    "tests/native",
     "tests/analysis/test_spectrum.py",
     "tests/test_deq.py",
     "tests/test_export.py",
