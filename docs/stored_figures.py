@@ -21,7 +21,7 @@ LINES = [
     ("skipdeq-mnist-mlp", "v2", "accuracy"),
     ("jfb-mnist", "jfb", "accuracy"),
     ("ignn-cox2", "implicit", "best"),
-    ("ignn-chains", "implicit", "at_100"),
+    ("ignn-chains", "implicit", "at_10"),
     ("ptb-transformer", "deq", "valid"),
 ]
 
