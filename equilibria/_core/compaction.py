@@ -194,7 +194,9 @@ def compare_answer(run: LoopRun, result: SolveResult) -> RowCheck:
 def is_harmless(alone: Tensor, among: Tensor, relative: float, absolute: float = 0.0) -> bool:
     """True if rows evaluated alone, (k, n), equal the same rows in the batch within these errors; nan is ignored."""
     # one norm and one read-back: this runs in every solve, beside steps of a few microseconds
-    errors, sizes = torch.linalg.vector_norm(torch.stack((alone - among, among)), dim=2).tolist()
+    norms = torch.linalg.vector_norm(torch.stack((alone - among, among)), dim=2)
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(norms)  # `tolist` fails on these in torch 2.6
+    errors, sizes = [[each.item() for each in row] for row in norms] if wrapped else norms.tolist()
     return not any(error > relative * size + absolute for error, size in zip(errors, sizes, strict=True))
 
 

@@ -28,7 +28,7 @@ TITLES = {
     "solvers": "Other solvers to the same tolerance: worst sample",
     "gradients": "Gradients next to the exact one",
 }
-LABEL = 40  # characters of a label in a plot
+LABEL = 24  # characters of a label in a plot
 WORDS = {Severity.ILL: "ILL", Severity.RISK: "At risk", Severity.HINT: "Hint"}
 
 
@@ -58,6 +58,7 @@ def page(layers: Sequence[LayerDiagnosis], drawn: dict[str, bytes], command: str
 def section(layer: LayerDiagnosis, drawn: dict[str, bytes]) -> str:
     """Return the HTML section of one layer, with those of its pictures that are in `drawn`."""
     e = layer.examination
+    title = f"Layer “{e.name}”" if e.name else "The model itself"
     about = f"{e.samples} samples of {e.size} numbers ({e.dtype}), {'training' if e.training else 'eval'} mode"
     found = "".join(
         f'<li class="{f.severity.value}"><b>{WORDS[f.severity]}: {escape(f.cause)}.</b> {escape(f.seen)} '
@@ -72,7 +73,7 @@ def section(layer: LayerDiagnosis, drawn: dict[str, bytes]) -> str:
     if e.out_of_time:
         about += f". Stopped because they took too long: {', '.join(e.out_of_time)}"
     return (
-        f"<section><h2>{escape(layer.name)}</h2><p>{escape(about)}</p><ul>{found}</ul><table>{table}</table>"
+        f"<section><h2>{escape(title)}</h2><p>{escape(about)}</p><ul>{found}</ul><table>{table}</table>"
         f"{plots(shown) if shown else ''}{_solver_table(e)}{_gradient_table(e)}</section>"
     )
 
@@ -112,8 +113,13 @@ def _gradient_table(e: Examination) -> str:
 def _labels(names: Sequence[str]) -> list[str]:
     """Return class names for a plot, with their settings where two would be the same."""
     short = [name.split("(")[0] for name in names]
-    long = [own if short.count(own) == 1 else name[:LABEL] for own, name in zip(short, names, strict=True)]
+    long = [own if short.count(own) == 1 else _shortened(name) for own, name in zip(short, names, strict=True)]
     return [name if long.count(name) == 1 else f"{name} {i}" for i, name in enumerate(long, start=1)]
+
+
+def _shortened(name: str) -> str:
+    """Return a name that fits a plot."""
+    return name if len(name) <= LABEL else name[: LABEL - 1] + "…"
 
 
 def _convergence(e: Examination, axes: Axes) -> bool:
