@@ -26,13 +26,12 @@ from equilibria.solvers.krylov import GMRES
 from equilibria.stop import Stop
 
 NAN = float("nan")
-# directions that the adjoint solve of the exact gradient may keep where the default number does not suffice
-DIRECTIONS = 100
+DIRECTIONS = 100  # restart length of GMRES for the exact gradient, if its default does not converge
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """The comparison of a gradient g with the exact one, and its cost; numbers are nan or 0 where `error` is set."""
+    """The comparison of a gradient g with the exact one, and the cost of g; if `error` is set, all numbers are nan or 0."""
 
     gradient: Gradient
     name: str
@@ -102,6 +101,8 @@ def _compare(bench: Bench, name: str, gradient: Gradient, exact: Tensor) -> Agre
 
 @dataclass(frozen=True)
 class _Measured:
+    """One forward and backward pass with a gradient: its value, the solution and the cost."""
+
     gradient: Tensor  # (numbers,), on the CPU in float64
     solution: Solution
     meter: CellMeter
@@ -118,6 +119,7 @@ class _Measured:
 
     @property
     def exact(self) -> bool:
+        """True if both solves used at least half of the digits of the dtype."""
         return self.residual <= self.solution.equation.precision**0.5
 
 
@@ -167,18 +169,20 @@ class Bench:
             settings: dict[str, Any] = {"solver": deq.solver, "stop": deq.stop, "gradient": gradient, **changes}
             twin = DEQ(cell, deq.init, batched=deq.batched, **settings)
             if twin.solves is not None and deq.solves is not None:
-                twin.solves.copy_(deq.solves)
+                twin.solves.copy_(deq.solves)  # Warmup chooses its gradient by the number of solves so far
             began = self._now()
             solution = twin.solve(*self.inputs)
             grads = torch.autograd.grad(self.loss(solution.z), self.wanted, allow_unused=True)
             seconds = self._now() - began
-        return _Measured(self._flat(grads), solution, meter, seconds)
+        return _Measured(self.flat(grads), solution, meter, seconds)
 
-    def _flat(self, grads: Sequence[Tensor | None]) -> Tensor:
+    def flat(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """Concatenate gradients of `wanted` to one real vector on the CPU in float64; None counts as zeros."""
         filled = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, self.wanted, strict=True)]
         return torch.cat([(torch.view_as_real(g) if g.is_complex() else g).flatten().cpu().double() for g in filled])
 
     def _now(self) -> float:
+        """Return seconds of the wall clock after all queued GPU work."""
         for device in {tensor.device for tensor in self.wanted if tensor.is_cuda}:
             torch.cuda.synchronize(device)
         return time.perf_counter()
@@ -199,8 +203,9 @@ class RandomFunctional:
 
 
 class OutOfTime(Exception):  # noqa: N818
-    """A measurement exceeded its time limit. Not a RuntimeError, which compaction takes for a cell that needs the full
-    batch.
+    """A measurement exceeded its time limit.
+
+    This is no RuntimeError on purpose: compaction reads a RuntimeError of a cell as "this cell needs the full batch".
     """
 
 
@@ -230,11 +235,13 @@ class CellMeter:
         self._check()
 
     def follow(self, output: State) -> None:
+        """Count every product with this run's Jacobian, by a hook on its first differentiable output."""
         followed = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        # tensors inside a transform take no hooks; one output is enough, since a product passes through all of them
         if followed and not autodiff_modes.inside_transform():
-            self._hooks.append(followed[0].register_hook(self._pulled))
+            self._hooks.append(followed[0].register_hook(self._count_product))
 
-    def _pulled(self, cotangent: Tensor) -> None:
+    def _count_product(self, cotangent: Tensor) -> None:
         self.products += 1
         self._check()
 
@@ -244,7 +251,7 @@ class CellMeter:
 
 
 class _Watched:
-    """A plain callable whose runs are counted; attributes are those of the callable."""
+    """A plain callable with its runs counted; attributes such as `prepare` are those of the callable."""
 
     def __init__(self, cell: Callable[..., State], meter: CellMeter) -> None:
         self._cell, self._meter = cell, meter

@@ -26,5 +26,6 @@ def plots(pictures: Pictures) -> str:
 
 
 def _figure(title: str, content: bytes) -> str:
+    """Return an HTML figure with the PNG inlined as base64."""
     source = f"data:image/png;base64,{base64.b64encode(content).decode()}"
     return f'<figure><img alt="{escape(title)}" src="{source}"><figcaption>{escape(title)}</figcaption></figure>'

@@ -46,15 +46,17 @@ def captured(model: nn.Module, batch: Any) -> dict[str, Call]:
     found: dict[str, _Solve] = {}
     with untouched(model, batch), torch.no_grad(), _watched(layers, found):
         model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    # a DEQ inside another's cell is part of that cell's function
     inner = {name for name, _ in layers for other, _ in layers if name.startswith(f"{other}.cell." if other else "cell.")}
     return {name: Call(_starting(s.deq, s.start), s.inputs) for name, s in found.items() if name not in inner}
 
 
 @contextmanager
 def untouched(module: nn.Module, inputs: Any = (), seed: int | None = None) -> Iterator[None]:
-    """Give the module copies of its buffers inside the block, and restore the random state after it.
+    """Give the module copies of its buffers inside the block, and restore buffers and random state after it.
 
-    seed  of the random state inside the block, so that measurements repeat; None: it goes on as it is
+    inputs  tensors whose devices have their random state restored too
+    seed    of the random state inside the block, so that measurements repeat; None: the state stays as it is
     """
     parts = list(module.modules())
     originals = [dict(part._buffers) for part in parts]
@@ -81,8 +83,9 @@ def untouched(module: nn.Module, inputs: Any = (), seed: int | None = None) -> I
 
 @contextmanager
 def muted(layers: Sequence[DEQ]) -> Iterator[None]:
-    """Keep the layers from warning, raising and dropping rows inside the block; compaction is tried once per cell and
-    remembered.
+    """Set on_failure="ignore" and compact=False on the layers inside the block.
+
+    Compaction is off because its first use checks the cell and remembers the result, which is a side effect.
     """
     stops = [(layer, layer.stop, layer.eval_stop) for layer in layers]
     for layer, stop, eval_stop in stops:
@@ -121,16 +124,18 @@ def _noting(name: str, deq: DEQ, found: dict[str, _Solve]) -> Any:
 
 
 def _starting(deq: DEQ, start: Any) -> DEQ:
-    """Return the layer, or a twin of the same parts with another start."""
+    """Return the layer, or if `start` is given a twin of the same parts that always starts there."""
     if start is None:
         return deq
     twin = copy.copy(deq)
+    # without "init": nn.Module refuses to replace a registered module by a function
     twin.__dict__["_modules"] = {name: part for name, part in deq._modules.items() if name != "init"}
     twin.init = constant(start)
     return twin
 
 
 def _leaf(value: Any) -> Any:
+    """Return a detached copy of a tensor, which requires a gradient if its dtype allows one; other values unchanged."""
     if not isinstance(value, Tensor):
         return value
     real = value.is_floating_point() or value.is_complex()
@@ -149,5 +154,6 @@ def brief(part: Any) -> str:
 
 
 def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
+    """Return True if `value` equals the default of the field."""
     made = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
     return bool(made is not dataclasses.MISSING and value == made)

@@ -30,6 +30,7 @@ def peak_memory(work: Callable[[], Any], device: torch.device | str = "cpu") -> 
 
 
 def _peak_on_cuda(work: Callable[[], Any], device: torch.device) -> int:
+    """Return the growth of the peak of allocated CUDA memory during `work()`."""
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     work()

@@ -53,7 +53,8 @@ def plot_spectrum(eigenvalues: Tensor, axes: Axes | None = None) -> Axes:
 def histogram(axes: Axes, converged: Sequence[int], failed: Sequence[int]) -> Axes:
     """Plot a stacked histogram of the steps of converged and of failed samples."""
     top = max([*converged, *failed, 1])
-    width = max(1, -(-top // 40))
+    width = max(1, -(-top // 40))  # at most about 40 bars
+    # edges lie between integers, so that every number of steps is the middle of a bar
     bins = [edge - 0.5 for edge in range(0, top + 2 * width, width)]
     parts = [part for part in (converged, failed) if len(part)]
     labels = [name for name, part in (("converged", converged), ("failed", failed)) if len(part)]
@@ -63,14 +64,14 @@ def histogram(axes: Axes, converged: Sequence[int], failed: Sequence[int]) -> Ax
 
 
 def _shown_axes() -> Axes:
-    """Return the axes of a new figure of pyplot, which notebooks and `plt.show()` show."""
+    """Return the axes of a new pyplot figure, which notebooks and `plt.show()` display."""
     _, axes = optional("matplotlib.pyplot", "train").subplots(figsize=SIZE, layout="constrained")
     found: Axes = axes
     return found
 
 
 def new_axes(width: float = SIZE[0], height: float = SIZE[1]) -> Axes:
-    """Return the axes of a new figure that is drawn without a display, for files; pyplot does not know of it."""
+    """Return the axes of a new figure for a file; it needs no display and is not registered with pyplot."""
     figure = optional("matplotlib.figure", "train").Figure(figsize=(width, height), layout="constrained")
     optional("matplotlib.backends.backend_agg", "train").FigureCanvasAgg(figure)
     axes: Axes = figure.add_subplot()

@@ -92,7 +92,7 @@ def dense_jacobian(s: Solution, limit: int = 1024) -> Tensor:
         "spectral_radius or largest_singular_value, which avoid both, or raise the limit.",
     )
     require(
-        not jacobian.whole,
+        not jacobian.coupled,
         f"The {batch} samples are coupled by batch statistics and have no separate Jacobians. Put the cell into eval mode "
         "and solve again.",
     )
@@ -104,8 +104,9 @@ def dense_jacobian(s: Solution, limit: int = 1024) -> Tensor:
 
 
 def jacobian_spectrum(s: Solution, limit: int = 1024) -> Tensor:
-    """Return the eigenvalues of `dense_jacobian`, (batch, n) complex128, by descending modulus; nan where it is not
-    finite.
+    """Return the eigenvalues of `dense_jacobian`, (batch, n) complex128, by descending modulus.
+
+    Samples whose Jacobian is not finite have nan.
     """
     dense = dense_jacobian(s, limit).double()
     bad = ~torch.isfinite(dense).flatten(1).all(dim=1).unsqueeze(1)
@@ -123,13 +124,15 @@ class _Jacobian:
         self.good = s.report.finite
         z, args, _ = quarantine(s.equation, z, s.equation.args, z, self.good)
         self.at = Linearisation(s.equation, z, args)
-        self.whole = s.equation.identity.coupled and len(z) > 1
+        self.coupled = s.equation.identity.coupled and len(z) > 1
         self.shape = z.shape
 
     def transposed(self, v: Tensor) -> Tensor:
+        """Return J'v for v of shape (batch, n), or (1, batch * n) if samples are coupled."""
         return self.at.transposed(v.reshape(self.shape)).reshape(v.shape)
 
     def product(self, v: Tensor) -> Tensor:
+        """Return Jv for v of the same shapes."""
         return self.at.product(v.reshape(self.shape)).reshape(v.shape).detach()
 
     def iterate(self, product: FlatMap, steps: int, tolerance: float, generator: torch.Generator | None) -> _Estimate:
@@ -139,7 +142,7 @@ class _Jacobian:
         z, good = self.at.z, self.good
         device = z.device if generator is None else generator.device
         start = torch.randn(self.shape, dtype=z.dtype, device=device, generator=generator).to(z.device)
-        found = _power_iteration(product, start.reshape(1, -1) if self.whole else start, steps, tolerance)
+        found = _power_iteration(product, start.reshape(1, -1) if self.coupled else start, steps, tolerance)
         radius, residual, rayleigh = (
             value.expand(len(z)).masked_fill(~good, NAN) for value in (found.radius, found.residual, found.rayleigh)
         )
@@ -160,7 +163,7 @@ class _Estimate:
 def _power_iteration(product: FlatMap, start: Tensor, steps: int, tolerance: float) -> _Estimate:
     """Iterate v <- A v / |A v| until every row has converged; start: (rows, n)."""
     v = divide(start, _length(start))
-    before, growth = torch.zeros_like(v), torch.ones_like(v[:, :1])  # there is no third vector yet
+    before, growth = torch.zeros_like(v), torch.ones_like(v[:, :1])  # zeros: the first step has no vector before v
     radius = residual = rayleigh = last = torch.full_like(v[:, 0], float("inf"))
     converged = torch.zeros_like(last, dtype=torch.bool)
     growths: list[Tensor] = []
@@ -179,7 +182,7 @@ def _power_iteration(product: FlatMap, start: Tensor, steps: int, tolerance: flo
         if bool((converged | ~torch.isfinite(radius)).all()):
             break
     later = torch.stack(growths[len(growths) // 2 :])
-    # not the fit: while it is poor, its roots lie anywhere inside the field of values
+    # rows that did not converge do not use the fit: while it is poor, its roots lie anywhere inside the field of values
     radius = torch.where(converged, radius, later.log().mean(dim=0).exp())
     return _Estimate(radius, converged, residual, rayleigh, len(growths))
 

@@ -64,12 +64,13 @@ def _check(model: nn.Module, inputs: Sequence[Any], depth: int) -> None:
 
 
 def _layers(model: nn.Module) -> dict[str, DEQ]:
+    """Return the equilibrium layers of the model by name."""
     return {name: part for name, part in model.named_modules() if isinstance(part, DEQ)}
 
 
 def _parts(model: nn.Module, depth: int) -> Iterator[_Part]:
     """Yield the modules that are shown, each once, parents first."""
-    met: set[int] = set()
+    met: set[int] = set()  # ids of modules already visited: a module that two parents share is shown under the first
 
     def walk(name: str, module: nn.Module, above: _Part | None, down: int) -> Iterator[_Part]:
         met.add(id(module))
@@ -153,7 +154,7 @@ def _run(model: nn.Module, inputs: Sequence[Any]) -> _Seen:
 
 
 def _own(layer: DEQ, recorded: Mapping[str, list[Solution]], layers: Mapping[str, DEQ]) -> list[Solution]:
-    """Return the solves of a layer without those of layers inside it."""
+    """Return the solves of a layer without those of layers inside it, which `record` lists too."""
     inner = {id(part) for part in layer.modules()} - {id(layer)}
     others = {id(s) for name, found in recorded.items() if id(layers[name]) in inner for s in found}
     return [s for name, found in recorded.items() if layers[name] is layer for s in found if id(s) not in others]
@@ -187,6 +188,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _shapes(tree: Any) -> Shapes:
+    """Return the shapes of the tensors in a nested structure."""
     return tuple(tuple(leaf.shape) for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor))
 
 

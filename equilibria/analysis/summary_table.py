@@ -71,7 +71,7 @@ class SummaryRow:
     """One part of a model, including everything inside it.
 
     trained, frozen, buffers  counts of numbers; tied tensors count once
-    output                    shapes of the tensors it returned first; None: it did not run
+    output                    shapes of the tensors that its first call returned; None: it did not run
     equilibrium               settings, for a DEQ
     """
 
@@ -147,11 +147,12 @@ class Summary:
 
 
 def shapes_text(shapes: Shapes) -> str:
-    """Shapes as text, separated by commas."""
+    """Return shapes as text, separated by commas."""
     return ", ".join(map(str, shapes))
 
 
 def _cells(row: SummaryRow, with_output: bool) -> list[str]:
+    """Return the texts of a row, one per column."""
     output = "-" if not row.output else shapes_text(row.output)
     numbers = (f"{number:,}" if number else "-" for number in (row.trained, row.frozen, row.buffers))
     return ["  " * row.level + row.label, row.kind, *([output] if with_output else []), *numbers]

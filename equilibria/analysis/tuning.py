@@ -30,14 +30,16 @@ from equilibria.stop import Stop
 
 T = TypeVar("T")
 
-CHEAP = JFB()  # the gradient with which solvers are compared: it works for every cell and solves nothing
-WORTH = 1.4  # a setting expected to take this many times as long as the best is not measured further
-CLOSE = 1.25  # settings slower than the fastest by at most this factor are timed again
-AGAIN = 3  # factor on the number of rounds for these
-MISS = 1.3  # largest ratio of 1 - cosine to the allowed value at which a gradient is tried with another solver
-HASTE = 10  # a candidate's first solve is stopped after 1 / HASTE of its steps without progress,
-HOPELESS = 10  # or after this many times the seconds of another candidate,
-GRACE = 1.0  # but not before this many seconds: the first forward-mode derivative of a process is slow
+CHEAP = JFB()  # the gradient with which solvers are compared: it works for every cell and needs no backward solve
+SKIP_RATIO = 1.4  # a setting expected to take this many times as long as the best is not measured further
+RETIME_RATIO = 1.25  # settings slower than the fastest by at most this factor are timed again
+RETIME_ROUNDS = 3  # factor on the number of rounds for these
+MISS_RATIO = 1.3  # a gradient whose 1 - cosine exceeds the allowed value by more is not tried with another solver
+# the first solve of a candidate is stopped early: after max_steps / PATIENCE_DIVISOR steps without progress, or after
+# TIME_RATIO times the seconds of the quickest candidate
+PATIENCE_DIVISOR = 10
+TIME_RATIO = 10
+LEAST_SECONDS = 1.0  # time every first solve gets: the first forward-mode derivative of a process is slow
 CLOCK = time.perf_counter if sys.platform == "win32" else time.thread_time  # thread_time ticks only every 16 ms on Windows
 
 
@@ -97,14 +99,18 @@ class _Trial:
 
     @property
     def ran(self) -> bool:
+        """True if the setting was solved with, whether or not it was accepted."""
         return not math.isnan(self.residual)
 
     def measurement(self, unit: float) -> Measurement:
+        """Return the result; `unit` is the time of the reference in seconds."""
         return Measurement(self.setting, unit * self.step, self.residual, self.cosine, self.evaluations, self.reason)
 
 
 @dataclass(frozen=True)
 class _Run:
+    """One solve with its backward pass; `grads` is empty for inference."""
+
     stats: Stats
     grads: Sequence[Tensor | None]
     seconds: float
@@ -138,7 +144,7 @@ class _Layer:
 
     @contextmanager
     def limited(self, seconds: float) -> Iterator[None]:
-        """Raise from runs of the cell after `seconds`; works for cells that are modules, others have no hook."""
+        """Make runs of the cell raise RuntimeError after `seconds`; a cell that is no module has no hooks and no limit."""
 
         def look(module: nn.Module, inputs: Any) -> None:
             if self._now() > end:
@@ -153,12 +159,14 @@ class _Layer:
                 hook.remove()
 
     def cosine(self, run: _Run, exact: Tensor) -> float:
+        """Return the cosine between the gradient of a run and the exact one, (numbers,)."""
         assert self.bench is not None
-        return float(torch.cosine_similarity(self.bench._flat(run.grads), exact, dim=0))
+        return float(torch.cosine_similarity(self.bench.flat(run.grads), exact, dim=0))
 
     def exact(self, setting: Setting) -> Tensor:
-        """Return the exact gradient at the equilibrium this solver finds; raises ConvergenceWarning if it cannot be
-        computed.
+        """Return the exact gradient, (numbers,), at the equilibrium that the solver of this setting finds.
+
+        Raises ConvergenceWarning if it cannot be computed.
         """
         assert self.bench is not None
         _silent(setting).apply(self.twin)
@@ -176,16 +184,16 @@ class _Layer:
 
 
 class _Search:
-    """Tries solvers with one gradient, gradients with the fastest solver, then the promising combinations.
+    """Tries all solvers with one gradient, all gradients with the fastest solver, then the promising combinations.
 
-    Forward and backward pass hardly affect each other, so the full product would add little.
+    The costs of forward and backward pass are nearly independent, so the full product would find little more.
     """
 
     def __init__(self, layer: _Layer, residual: float, agreement: float | None, rounds: int) -> None:
         self.layer, self.residual, self.agreement, self.rounds = layer, residual, agreement, rounds
         self.present = _Trial(layer.present)
-        self.reference = self.present  # runs in every round
-        self.unit = math.inf  # its seconds
+        self.reference = self.present  # the trial that runs in every round; times are relative to it
+        self.unit = math.inf  # seconds of the reference
         self.quickest = math.inf  # shortest first solve that finished, in seconds
         given = layer.present.stop
         # atol = 0: for a small state an absolute tolerance would end the solve before the required relative residual
@@ -202,7 +210,7 @@ class _Search:
             self._compare([self.present])
             trials = self._combine(trials, candidates.gradients)
         trials = [self.present, *(trial for trial in trials if trial.setting != self.present.setting)]
-        return self._result(name, self._race([trial for trial in trials if trial.reason is None]), trials)
+        return self._result(name, self._fastest([trial for trial in trials if trial.reason is None]), trials)
 
     def _result(self, name: str, best: _Trial | None, trials: Sequence[_Trial]) -> Tuning:
         """Return the Tuning with the best setting, or the nearest one if none was accepted."""
@@ -217,9 +225,12 @@ class _Search:
         return Tuning(name, self.residual, self.agreement, self.present.setting, setting, tuple(measured))
 
     def _combine(self, first: Sequence[_Trial], gradients: Sequence[Gradient]) -> list[_Trial]:
-        """Return trials of solvers with gradients; solvers that failed or are too slow appear without other gradients."""
+        """Try the solvers of `first` with the gradients, the fastest solver with all of them.
+
+        Returns all trials. Solvers that failed or are too slow appear once, with the gradient that they had.
+        """
         solved = [trial for trial in first if trial.reason is None]
-        self._take_turns(solved, self.rounds)
+        self._time_interleaved(solved, self.rounds)
         solved.sort(key=lambda trial: trial.step)
         found: list[_Trial] = []
         for trial in solved:
@@ -232,29 +243,34 @@ class _Search:
         return [*found, *(trial for trial in first if trial not in solved)]
 
     def _promising(self, gradients: Sequence[Gradient], found: Sequence[_Trial], delay: float) -> list[Gradient]:
-        """Return the gradients to try with a solver that is slower than the first one by `delay`."""
+        """Return the gradients to try with a solver that is slower than the fastest one by `delay`.
+
+        `found` holds the trials of the fastest solver first, in the order of `gradients`.
+        """
         best = min((trial.step for trial in found if trial.reason is None), default=math.inf)
         if math.isinf(best):
             return list(gradients)
-        allowed = MISS * (1 - (self.agreement or 0.0))
+        allowed = MISS_RATIO * (1 - (self.agreement or 0.0))
         known = zip(gradients, found, strict=False)
         return [
             gradient
             for gradient, trial in known
-            if math.isnan(trial.cosine) or (1 - trial.cosine <= allowed and trial.step + delay <= WORTH * best)
+            if math.isnan(trial.cosine) or (1 - trial.cosine <= allowed and trial.step + delay <= SKIP_RATIO * best)
         ]
 
     def _check(self, trial: _Trial) -> None:
         """Run the setting once, stopping early without progress, and set its reason if it does not solve the layer."""
         stop = trial.setting.stop
-        hasty = stop if trial is self.present else replace(stop, patience=stop.patience or stop.max_steps // HASTE)
-        with self.layer.limited(max(HOPELESS * self.quickest, GRACE)):
+        hasty = (
+            stop if trial is self.present else replace(stop, patience=stop.patience or stop.max_steps // PATIENCE_DIVISOR)
+        )
+        with self.layer.limited(max(TIME_RATIO * self.quickest, LEAST_SECONDS)):
             run = self.layer.run(replace(trial.setting, stop=hasty))
-        self._judge(trial, run.stats)
+        self._check_requirements(trial, run.stats)
         if trial.reason is None:
             self.quickest = min(self.quickest, run.seconds)
 
-    def _judge(self, trial: _Trial, stats: Stats) -> None:
+    def _check_requirements(self, trial: _Trial, stats: Stats) -> None:
         """Store residual and evaluations, and the reason if the solve missed the requirements."""
         trial.residual, trial.evaluations = float(stats.residual.max()), stats.evaluations
         lost = stats.count(Status.NONFINITE)
@@ -267,14 +283,17 @@ class _Search:
             trial.reason = f"would warn: {short} of {stats.status.numel()} samples miss the tolerance of the setting"
 
     def _compare(self, trials: list[_Trial]) -> list[_Trial]:
-        """Measure the cosines of settings with one solver and stop; another solver may find another equilibrium."""
+        """Measure cosines and times of settings that share solver and stop.
+
+        They share one exact gradient; another solver may find another equilibrium, whose exact gradient differs.
+        """
         exact: list[Tensor] = []
 
         def compare(trial: _Trial) -> None:
             if not exact:
                 exact.append(self.layer.exact(trial.setting))
             run = self.layer.run(trial.setting)
-            self._judge(trial, run.stats)
+            self._check_requirements(trial, run.stats)
             trial.cosine = self.layer.cosine(run, exact[0])
             if trial.reason is None and not trial.cosine >= (self.agreement or 0.0):
                 trial.reason = f"cosine {trial.cosine:.4f}"
@@ -282,18 +301,18 @@ class _Search:
         for trial in trials:
             if trial.reason is None:
                 self._attempt(trial, compare)
-        self._take_turns([trial for trial in trials if trial.ran], self.rounds)
+        self._time_interleaved([trial for trial in trials if trial.ran], self.rounds)
         return trials
 
-    def _race(self, trials: Sequence[_Trial]) -> _Trial | None:
-        """Return the fastest setting; close ones get more rounds. None without trials."""
-        self._take_turns(_leaders(trials, WORTH), self.rounds)
-        close = _leaders(trials, CLOSE)
+    def _fastest(self, trials: Sequence[_Trial]) -> _Trial | None:
+        """Return the fastest of the trials, or None if there are none; settings close to the fastest get more rounds."""
+        self._time_interleaved(_leaders(trials, SKIP_RATIO), self.rounds)
+        close = _leaders(trials, RETIME_RATIO)
         if len(close) > 1:
-            self._take_turns(close, AGAIN * self.rounds)
+            self._time_interleaved(close, RETIME_ROUNDS * self.rounds)
         return min(close, key=lambda trial: trial.step, default=None)
 
-    def _take_turns(self, trials: Sequence[_Trial], rounds: int) -> None:
+    def _time_interleaved(self, trials: Sequence[_Trial], rounds: int) -> None:
         """Time the settings in rounds in which each runs once."""
         runners = [self.reference, *(trial for trial in trials if trial is not self.reference)]
         times = [[self.layer.run(trial.setting).seconds for trial in runners] for _ in range(rounds)]
@@ -317,7 +336,10 @@ def _leaders(trials: Sequence[_Trial], factor: float) -> list[_Trial]:
 
 
 def _silent(part: T) -> T:
-    """Return the same settings with on_failure="ignore". Filtering warnings would not do: each is issued once per cell."""
+    """Return the same settings with on_failure="ignore".
+
+    A filter of warnings would not do: a warning is issued once per cell, and training would not see it any more.
+    """
     if isinstance(part, Stop):
         return replace(part, on_failure="ignore")
     if not isinstance(part, (Setting, Gradient)) or not dataclasses.is_dataclass(part):

@@ -31,6 +31,7 @@ WIDEST = 100  # characters of a reason shown in a table
 
 
 def _implicit() -> Iterator[Implicit]:
+    """Yield Implicit with several adjoint solvers and tolerances."""
     for solver in (GMRES(), BiCGSTAB(), Anderson()):
         yield Implicit(solver=solver)  # to the tolerance of the forward solve
         for rtol in (1e-2, 1e-1, 3e-1):
@@ -140,6 +141,7 @@ class Tuning:
         return f"<p>{'<br>'.join(map(escape, self._heading()))}</p><table>{_html_row(HEADS, 'th')}{rows}</table>"
 
     def _heading(self) -> list[str]:
+        """Return the lines above the table: requirements, best setting and advice."""
         target = f"residual <= {self.residual:.1e}"
         target += "" if self.agreement is None else f", cosine >= {self.agreement:g}"
         found = f"{'best' if self.reached else 'nearest'}: {self.best}"
@@ -166,6 +168,7 @@ class Tuning:
         return ["  ".join([*map(str.rjust, row, widths), row[-1]]) for row in rows]
 
     def _rows(self) -> list[tuple[str, ...]]:
+        """Return the texts of the table, one tuple per measurement."""
         unit = next(m.seconds for m in self.measurements if m.setting == self.present)
         return [self._row(m, unit) for m in self.measurements]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 LONGEST = 64  # longest side in pixels that is transformed by matrix products; beyond it the FFT is faster
-SCRATCH = 2**21  # most numbers between the two products: larger buffers are cleared by the allocator on every call
+SCRATCH = 2**21  # largest intermediate result of the transform, in numbers: the allocator clears larger ones on every call
 
 
 def convolve(z: Tensor, kernel: Tensor, stride: int = 1) -> Tensor:
@@ -37,6 +37,7 @@ def gram(kernel: Tensor) -> Tensor:
     """Return the kernel of K'K, of size 2 k - 1: sum_e K[e]' K[e + d]."""
     reach = kernel.shape[-1] - 1
     columns = kernel.transpose(0, 1)
+    # conv2d is a cross-correlation, sum_e K[e + d] K[e] over outputs, which is the formula transposed
     return F.conv2d(columns, columns, padding=reach).transpose(0, 1)
 
 
@@ -115,7 +116,6 @@ class Torus:
     def analyse(self, z: Tensor) -> Tensor:
         """Return the spectrum of images (batch, channels, height, width)."""
         if self.bases is None or is_traced():
-            # the spectrum of `z` by the FFT: for devices other than the CPU, long sides and traced graphs
             fold, weights = self.fold, self.weights(z.dtype)
             whole = torch.fft.rfft2(z, norm="ortho") if fold == 1 else torch.fft.fft2(z, norm="ortho")
             apart = whole.unflatten(3, (fold, -1)).unflatten(2, (fold, -1))[..., : self.kept]
@@ -130,8 +130,9 @@ class Torus:
         return _Synthesis.apply(spectrum, self)  # type: ignore[no-untyped-call]
 
     def apply(self, z: Tensor, blocks: Tensor) -> Tensor:
-        """Apply the operator whose `real_blocks` per group are `blocks`, (groups, 2 * fold^2 * out, 2 * fold^2 * in), to
-        images.
+        """Apply an operator to images (batch, in, height, width), in the dtype of `blocks` and without autocast.
+
+        blocks  `real_blocks` of the operator's matrices, (groups, 2 * fold^2 * out, 2 * fold^2 * in)
         """
         with torch.autocast(z.device.type, enabled=False):
             return self.synthesise(torch.bmm(blocks, self.analyse(z.to(blocks.dtype))))
@@ -155,7 +156,7 @@ class Torus:
         return hash(self._key())
 
     def _key(self) -> tuple[Any, ...]:
-        return self.size, self.fold, self.kind
+        return self.size, self.fold, self.kind  # the bases follow from these
 
     def __repr__(self) -> str:
         return f"Torus(size={self.size}, fold={self.fold})"
@@ -185,26 +186,27 @@ def _bases(torus: Torus) -> tuple[Tensor, Tensor]:
 
 
 def _waves(n: int, fold: int, device: torch.device) -> Tensor:
-    """Return exp(-i w q) / sqrt(n) for frequencies w and pixels q, (n / fold, fold, n); frequencies n / fold apart are one
-    group.
+    """Return exp(-i w q) / sqrt(n) for frequencies w and pixels q, (n / fold, fold, n).
+
+    The second dimension holds the frequencies of a group, which are n / fold apart.
     """
     place = torch.arange(n, device=device)
+    # integers modulo n: the angle stays in [0, 2 pi), where cos and sin are exact to rounding
     angle = (torch.outer(place, place) % n).double() * (-2 * math.pi / n)
     return torch.polar(torch.full_like(angle, n**-0.5), angle).unflatten(0, (fold, -1)).transpose(0, 1)
 
 
 def _channels_at_once(torus: Torus, batch: int) -> int:
+    """Return how many channels to transform together so that the intermediate result stays below SCRATCH numbers."""
     return max(1, SCRATCH // max(1, 2 * torus.fold * torus.kept * torus.size[0] * batch))
 
 
 class _Analysis(torch.autograd.Function):
-    """The transform by matrix products. It is linear with `_Synthesis` as its transpose, so nothing is saved for
-    backward.
-    """
+    """The transform by matrix products. It is linear, with `_Synthesis` as its transpose; nothing is saved."""
 
     @staticmethod
     def forward(z: Tensor, torus: Torus) -> Tensor:
-        """Return the spectrum of `z`; a few channels at a time keep the intermediate result below SCRATCH numbers."""
+        """Return the spectrum of images z, (batch, channels, height, width), computed a few channels at a time."""
         assert torus.bases is not None
         along, down = torus.bases
         (batch, channels), (height, width) = z.shape[:2], torus.size
@@ -245,9 +247,7 @@ class _Synthesis(torch.autograd.Function):
 
     @staticmethod
     def forward(spectrum: Tensor, torus: Torus) -> Tensor:
-        """Return the images of a spectrum, a few channels at a time so that the intermediate result stays below SCRATCH
-        numbers.
-        """
+        """Return the images of a spectrum, computed a few channels at a time."""
         assert torus.bases is not None
         along, down = torus.bases
         (channels, batch), (height, width) = (spectrum.shape[1] // (2 * torus.fold**2), spectrum.shape[2]), torus.size
@@ -300,5 +300,5 @@ def _phases(n: int, kernel: Tensor) -> Tensor:
     reach = kernel.shape[-1] // 2
     offsets = torch.arange(-reach, reach + 1, dtype=torch.float64, device=kernel.device)
     frequencies = torch.arange(n, dtype=torch.float64, device=kernel.device) * (2 * math.pi / n)
-    angle = torch.outer(frequencies, offsets).to(kernel.dtype)
+    angle = torch.outer(frequencies, offsets).to(kernel.dtype)  # computed in float64, rounded once
     return torch.complex(angle.cos(), angle.sin())

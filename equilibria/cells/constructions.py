@@ -1,8 +1,8 @@
 """The representation theorems of deep equilibrium models, as constructions that run.
 
 - One DEQ is enough: equilibrium layers in series are one equilibrium on the concatenated state (`stack`).
-- Weight tying is universal: any feed-forward network equals a weight-tied network with input injection, and the equilibrium
-of its cell (`weight_tied_form`).
+- Weight tying is universal: any feed-forward network equals a weight-tied network with input injection, and its output is
+  the equilibrium of the tied cell (`weight_tied_form`).
 
 Both are from Bai, Kolter, Koltun 2019, "Deep Equilibrium Models".
 """
@@ -39,14 +39,14 @@ def stack(
     gradient: Gradient | None = None,
     eval_stop: Stop | None = None,
 ) -> DEQ:
-    """Join DEQs in series into one DEQ: the equilibrium of [f1(w1, x); f2(w2, w1); ...] is (w1, w2, ...).
+    """Join DEQs in series into one DEQ with the state (w1, w2, ...) and the cell (f1(w1, x), f2(w2, w1), ...).
 
     The last part of its state is `second(first(x))`, with the same derivatives. The Jacobian is block triangular, so the
     joint equation has an equilibrium exactly where the series has one, and plain iteration converges where it converges for
     every part. The weights are shared with the parts, not copied.
 
     first, second, more  DEQs, or cells (wrapped in a DEQ with default settings); each takes the equilibrium of the one
-                         before as its only input. A stack may be `second`; as `first` it passes the tuple of its parts on
+                         before as its only input. A part may be a stack; the part after it then gets a tuple of states
     solver               default: that of the last part
     stop, eval_stop      default: that of the last part, with the strictest tolerances and the sum of all `max_steps`
     gradient             default: that of the last part, if all are Implicit. Other gradients must be passed explicitly:
@@ -107,6 +107,7 @@ class _StackedStart(nn.Module):
 
 
 def _bound(cell: nn.Module, inputs: Sequence[Any]) -> Callable[[State], State]:
+    """Return the cell as a function of its state alone; a function of its own, since a loop's lambda binds late."""
     return lambda z: cell(z, *prepared(cell, inputs))
 
 
@@ -160,7 +161,7 @@ def _check_stackable(parts: Sequence[DEQ], gradient: Gradient | None) -> None:
 
 
 def weight_tied_form(layers: Any) -> TiedLayers:
-    """Return a feed-forward network as a weight-tied cell; L layers become L steps, and the equilibrium.
+    """Return a feed-forward network of L layers as a weight-tied cell, which computes it in L steps and then stands still.
 
         cell = weight_tied_form(mlp)
         cell.readout(WeightTied(cell, cell.depth, cell.start)(x))       # mlp(x)

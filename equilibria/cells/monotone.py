@@ -26,7 +26,7 @@ Tensors = Any  # a tensor, or tuples of tensors
 
 @dataclass(frozen=True)
 class Certificate:
-    """Bounds that prove an equilibrium unique, computed from the current weights of a cell."""
+    """Bounds that prove the equilibrium unique, computed from the current weights of a cell."""
 
     monotonicity: float  # the smallest eigenvalue of the symmetric part of I - W: at least m, up to rounding
     norm: float  # |I - W|
@@ -122,11 +122,10 @@ class MonotoneCell(nn.Module, ABC):
         return each(lambda part: part > 0, z)
 
     def inverse(self, alpha: float) -> Tensors:
-        """Return ((1 + alpha) I - alpha W)^{-1} for `solve`; without gradients, the last inverse is reused if W and alpha
-        are the same.
+        """Return ((1 + alpha) I - alpha W)^{-1} in the form that `solve` takes.
 
-        W is compared by value: parameters can change without their version counters (`weight.data.copy_`), and addresses are
-        reused.
+        Without gradients the last inverse is reused while W and alpha stay the same. W is compared by value: parameters can
+        change without their version counters (`weight.data.copy_`), and addresses are reused.
         """
         operator = self.operator()
         tensors = pytree.tree_leaves(operator)
@@ -141,7 +140,7 @@ class MonotoneCell(nn.Module, ABC):
         """Raise ValueError if `z` is not a state of this cell."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_known": None}
+        return {**self.__dict__, "_known": None}  # copies and pickles compute their own inverse
 
 
 class MonotoneLinear(MonotoneCell):
@@ -240,7 +239,7 @@ def check_shape(z: Any, shape: tuple[int, ...]) -> None:
 
 
 def check_sizes(**sizes: int) -> None:
-    """Raise ValueError for the first size below 1, naming it."""
+    """Raise ValueError with the name of the first size below 1."""
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}.")
@@ -255,10 +254,12 @@ class _Inverse:
     value: Tensors
 
     def fits(self, operator: list[Tensor], alpha: float) -> bool:
+        """Return True if this is the inverse for `operator` and `alpha`."""
         return alpha == self.alpha and all(_same(a, b) for a, b in zip(operator, self.operator, strict=True))
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
+    """Return True if two tensors are equal in value and interchangeable in use."""
     # tensors made in inference mode cannot be used in a graph outside it
     alike = a.dtype == b.dtype and a.device == b.device and a.is_inference() == b.is_inference()
     return alike and torch.equal(a, b)

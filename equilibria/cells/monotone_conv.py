@@ -1,7 +1,7 @@
 """Monotone convolutional cells on one image or on a pyramid of images; W consists of circular convolutions.
 
 On a torus, (1 + alpha) I - alpha W splits into one small matrix per frequency, which is cheap to invert. Images are not
-tori: they get a frame of zeros, which s sets to zero again in every step. Nothing then crosses the edge, and the interior
+tori. They get a frame of zeros, which s sets to zero again in every step, so that no value crosses an edge and the interior
 sees ordinary zero padding. Setting entries to zero is a projection too, so the theory holds unchanged.
 """
 
@@ -168,8 +168,9 @@ class MonotoneTiers2d(MonotoneCell):
         self.L = nn.ModuleList(Kernel(c, d, kernel_size) for c, d in pairwise(channels))
 
     def _shapes(self, channels: tuple[int, ...], kernel_size: int) -> tuple[tuple[int, int, int], ...]:
-        """Return (channels, height, width) of every tier, frames included; raises ValueError if the image cannot be halved
-        so often.
+        """Return (channels, height, width) of every tier, frames included.
+
+        Raises ValueError if height and width cannot be halved once per tier.
         """
         halvings = 2 ** (len(channels) - 1)
         if any(side % halvings or side // halvings + 2 * self.frame < kernel_size for side in self.image):
@@ -213,10 +214,12 @@ class MonotoneTiers2d(MonotoneCell):
         return tuple(out)
 
     def invert(self, operator: Tensors, alpha: float) -> Tensors:
-        """Return (D_i^{-1}, tori, 2 alpha A_i, L_i), tuples over tiers; D_i are the diagonal blocks of (1 + alpha) I - alpha
-        W.
+        """Return (D_i^{-1}, tori, 2 alpha A_i, L_i), each a tuple over tiers.
+
+        D_i are the diagonal blocks of (1 + alpha) I - alpha W.
         """
         within, A, L = operator
+        # L_i'L_i keeps every second pixel and mixes frequencies; the last tier has no L
         folds = [2] * len(L) + [1]
         tori = tuple(Torus(shape[1:], within[0], fold) for shape, fold in zip(self.shapes, folds, strict=True))
         blocks = [_inverse_between(*parts, alpha) for parts in zip(within, L, tori, strict=False)]
@@ -256,8 +259,7 @@ class MonotoneTiers2d(MonotoneCell):
 
     @torch.no_grad()
     def certificate(self) -> Certificate:
-        """Return m itself and an upper bound of the norm; tiers of different sizes have no common frequencies for an exact
-        value.
+        """Return m and an upper bound of the norm; an exact norm would need frequencies that tiers of all sizes share.
 
         The symmetric part of I - W is m I + A'A by construction. |I - W| is at most the largest norm of a diagonal block
         plus the largest norm of a block below it.
@@ -299,11 +301,11 @@ def _shifted(W: Tensor, alpha: float) -> Tensor:
 
 
 def _inverse_between(kernel: Tensor, down: Tensor, torus: Torus, alpha: float) -> Tensor:
-    """Return D^{-1} per group of frequencies for D = F + alpha L'L, where F = (1 + alpha) I - alpha K is a convolution on
-    the torus.
+    """Return D^{-1}, (groups, 4 in, 4 in), for D = F + alpha L'L with the convolution F = (1 + alpha) I - alpha K.
 
-    L drops pixels, so L'L mixes the four frequencies of a group. The Woodbury identity inverts only small matrices: D^{-1} =
-    F^{-1} - F^{-1} L' alpha H^{-1} L F^{-1} with H = I + alpha L F^{-1} L'.
+    L drops pixels, so L'L mixes the four frequencies of a group. The Woodbury identity inverts only small matrices:
+
+        D^{-1} = F^{-1} - alpha F^{-1} L' H^{-1} L F^{-1} with H = I + alpha L F^{-1} L'
     """
     inverse = torch.linalg.inv(_shifted(torus.response(kernel[0]), alpha))  # (groups, 4, in, in)
     L = torus.response(down[0]) / torus.fold  # (groups, 4, out, in); one of 4 pixels is kept, which halves lengths
@@ -325,7 +327,7 @@ def _norm(matrices: Tensor) -> float:
 
 
 class _Rectified(torch.autograd.Function):
-    """relu inside and 0 in the frame, in one pass over the image; relu followed by a mask would take two."""
+    """relu inside and 0 in the frame, by one clamp: relu followed by a mask would read the image twice."""
 
     @staticmethod
     def forward(u: Tensor, frame: int) -> Tensor:
@@ -336,6 +338,7 @@ class _Rectified(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+        # the output suffices for both: it is positive exactly where the derivative is 1
         ctx.save_for_backward(output)
         ctx.save_for_forward(output)
 
@@ -369,7 +372,7 @@ def _where_positive(t: Tensor, z: Tensor) -> Tensor:
 
 
 def _injection(in_channels: int, channels: int, kernel_size: int, frame: int) -> nn.Conv2d:
-    """Return the convolution U x + b onto the framed image; outside the frame the torus has zeros again."""
+    """Return the convolution U x + b, whose output has the size of the framed image; without a frame it is circular."""
     if frame:
         return nn.Conv2d(in_channels, channels, kernel_size, padding=2 * frame)
     return nn.Conv2d(in_channels, channels, kernel_size, padding=kernel_size // 2, padding_mode="circular")

@@ -181,7 +181,7 @@ class AdjointCell(MonotoneCell):
 
 
 def tune_alpha(splitting: Splitting, steps: Callable[[], float | Tensor], largest: float = 1.0, halvings: int = 12) -> float:
-    """Halve alpha, starting from `largest`, while the number of steps does not grow; set the best value and return it.
+    """Halve alpha, starting from `largest`, until the number of steps grows; set the best value and return it.
 
     steps     solves a batch and returns its number of steps: lambda: deq.solve(x).stats.steps.max()
     halvings  most halvings to try

@@ -1,6 +1,6 @@
 """Convergence of equilibrium layers in the logs of Lightning, the Hugging Face Trainer, accelerate and TensorBoard.
 
-Every name is a thin wrapper of `eq.monitor` and loads its library on first use; the extra `integrations` installs them all.
+Every name wraps `eq.monitor` and imports its library on first use. The extra `integrations` installs all of these libraries.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ def accelerate_monitor(
             for x, y in loader:
                 accelerator.backward(criterion(model(x), y))
 
-    `model` may be the prepared one: layers have the names of the model within. Trackers write in the main process alone,
-    so the rows are of its share of the batch. The other settings are those of `eq.monitor`.
+    `model` may be the prepared one; layers keep the names that they have without the wrapper. Only the main process writes
+    to trackers, so the rows describe its share of the batch. The other settings are those of `eq.monitor`.
 
     first_step  the step of the first row, for a run that is resumed
     """

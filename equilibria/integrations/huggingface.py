@@ -15,8 +15,8 @@ class TrainerMonitor(TrainerCallback):
 
         trainer.add_callback(eq.integrations.TrainerMonitor(trainer))
 
-    The rows are in `trainer.state.log_history` and go to everything in `report_to`. With gradient accumulation a row is of
-    the last batch of the step. Evaluation is not monitored.
+    The rows are in `trainer.state.log_history` and go to everything in `report_to`. With gradient accumulation a row
+    describes the last batch of the step. Evaluation is not monitored.
 
     prefix      of all names
     quantities  the entries of `Stats.summary()` to log; None: all
@@ -27,7 +27,7 @@ class TrainerMonitor(TrainerCallback):
         self._monitor: Monitor | None = None
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
-        self._close()  # of a training that was broken off
+        self._close()  # a training that was interrupted may have left a monitor
         settings: dict[str, Any] = {"prefix": self.prefix, "quantities": self.quantities}
         self._monitor = monitor(self.trainer.model, to=self.trainer, manual=True, **settings).__enter__()
 
@@ -42,7 +42,7 @@ class TrainerMonitor(TrainerCallback):
         self._close()
 
     def _close(self) -> None:
-        """Stop the monitor without a row."""
+        """Stop the monitor without logging a row."""
         running, self._monitor = self._monitor, None
         if running is not None:
             running.discard()

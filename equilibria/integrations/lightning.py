@@ -15,9 +15,9 @@ class LightningMonitor(Callback):
 
         trainer = lightning.Trainer(callbacks=[eq.integrations.LightningMonitor()])
 
-    The rows go to every logger of the trainer, and their last values to `trainer.callback_metrics`, which `EarlyStopping`
-    and `ModelCheckpoint` read. A row has all solves of a training batch and their adjoints. The trainer's
-    `log_every_n_steps` chooses the rows that loggers get. Validation is not monitored.
+    The rows go to every logger of the trainer, every `log_every_n_steps` steps. Their last values are in
+    `trainer.callback_metrics`, which `EarlyStopping` and `ModelCheckpoint` read. A row covers all solves of a training
+    batch and their adjoints. Validation is not monitored.
 
     prefix      of all names
     quantities  the entries of `Stats.summary()` to log; None: all
@@ -36,10 +36,11 @@ class LightningMonitor(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._monitor is not None:
-            self._monitor.discard()  # nothing can be logged outside of a batch
+            self._monitor.discard()  # Lightning refuses log_dict outside of a batch
             self._close()
 
     def _close(self) -> None:
+        """Stop the monitor, which logs the row of this batch."""
         running, self._monitor = self._monitor, None
         if running is not None:
             running.__exit__(None, None, None)

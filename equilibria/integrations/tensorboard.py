@@ -12,7 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from equilibria.monitoring import Monitor, monitor
 
-FLUSH_SECONDS = 10  # the writer's own 120 s are long for someone who watches
+FLUSH_SECONDS = 10  # the writer's default of 120 s is long for someone who watches a run
 
 
 @contextmanager

@@ -75,7 +75,7 @@ class Pair(nn.Module):
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """One round suffices: times are not checked here."""
-    monkeypatch.setattr("equilibria.analysis.tuning.AGAIN", 1)
+    monkeypatch.setattr("equilibria.analysis.tuning.RETIME_ROUNDS", 1)
 
 
 def only(model: nn.Module, batch: Any, **options: Any) -> Tuning:
@@ -140,8 +140,8 @@ def test_a_gradient_that_raises_stores_its_reason() -> None:
 
 
 def test_a_far_slower_solver_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("equilibria.analysis.tuning.GRACE", 0.0)
-    monkeypatch.setattr("equilibria.analysis.tuning.HOPELESS", 1e-9)  # the limit has passed, whatever another solver took
+    monkeypatch.setattr("equilibria.analysis.tuning.LEAST_SECONDS", 0.0)
+    monkeypatch.setattr("equilibria.analysis.tuning.TIME_RATIO", 1e-9)  # the limit has passed, whatever another solver took
     deq = eq.DEQ(TanhCell(4), solver=eq.Broyden())
     tuning = only(deq, inputs(3, 4), candidates=ONE)
     refused = row(tuning, eq.Anderson())

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from equilibria.analysis.diagnosis.attractors import DRIFT_STEPS, SAME, Attractors
 from equilibria.analysis.diagnosis.findings import Finding, Severity
 
-LAZY = 0.01  # relative distance to the equilibrium after one step, below which a sample counts as lazy
-MOST = 0.9  # share of lazy samples from which a cell counts as lazy
-# areas under the curve: from TELLING on the residual predicts wrong answers, up to BLIND it does not
+LAZY = 0.01  # a sample is lazy if one step brings it closer to the equilibrium than this, relative to its norm
+MOST = 0.9  # a cell is lazy if at least this share of its samples is
+# area under the ROC curve: at TELLING or more the residual predicts wrong answers, at BLIND or less it does not
 TELLING, BLIND = 0.8, 0.6
-FEW = 3  # fewest right or wrong answers for which the area is reported
+FEW = 3  # with fewer right or fewer wrong answers the area is noise and not reported
 
 
 def attractor_findings(a: Attractors | None) -> list[Finding]:
@@ -102,13 +102,13 @@ def _correctness(a: Attractors) -> Finding | None:
             Severity.HINT,
             measured,
             f"eq.looped.breadth(deq, starts={a.restarts}), which keeps the best converged start, and "
-            'eq.looped.Halting(by="convergence"), which stops where it is small.',
+            'eq.looped.Halting(by="convergence"), which stops a sample once its residual is small.',
         )
     return Finding(
         "residual blind to wrong answers",
         Severity.HINT,
         measured,
-        "no choice by residual among starts: wrong answers converge as well as right ones.",
+        "another criterion than the residual to choose among starts: wrong answers converge as well as right ones.",
     )
 
 

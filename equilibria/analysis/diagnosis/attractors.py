@@ -37,7 +37,10 @@ class Attractors:
 
 
 def measure_attractors(deq: DEQ, inputs: tuple[Any, ...], restarts: int, wrong: Tensor | None = None) -> Attractors:
-    """Solve the layer `restarts` times from random starts of the norm of its equilibria, and from those of other samples."""
+    """Solve the layer from `restarts` random starts and from the equilibria of other samples, and compare the answers.
+
+    wrong  (batch,) bool, samples that the model answers wrongly; None: the residual is not compared with correctness
+    """
     stop = deq.stop if deq.training or deq.eval_stop is None else deq.eval_stop
     rtol = stop.rtol if stop.rtol > 0 or stop.atol > 0 else RTOL
     # a restart from far away may need more steps than the layer is given
@@ -94,11 +97,12 @@ def wrong_answers(output: Any, labels: Tensor) -> Tensor:
 
 
 def _packed(s: Solution, state: State) -> Tensor:
+    """Return a nested state as a matrix (batch, n)."""
     return s.layout.pack(state).detach()
 
 
 def _random_like(s: Solution) -> State:
-    """Return normal numbers with the root mean square of each tensor of the equilibrium, per sample."""
+    """Draw a normally distributed start; per sample, every tensor has the root mean square of that of the equilibrium."""
 
     def draw(leaf: Tensor) -> Tensor:
         if not s.layout.batched:
@@ -115,7 +119,10 @@ def _distance(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _clusters(own: Tensor, others: Tensor, counts: bool) -> int:
-    """Count different states among `others`, and `own` if `counts`; a state is new if it is far from all before it."""
+    """Count the different states among `others`, (restarts, n), and `own`, (n,), which takes part if `counts`.
+
+    A state is new if it is farther than SAME from every state counted so far.
+    """
     seen: list[Tensor] = [own] if counts else []
     for state in others:
         if all(float((state - one).norm() / one.norm().clamp_min(1e-30)) > SAME for one in seen):
@@ -124,4 +131,5 @@ def _clusters(own: Tensor, others: Tensor, counts: bool) -> int:
 
 
 def _where(values: Tensor, good: Tensor) -> list[float]:
+    """Return `values` as a list, with nan for samples that are not `good`; both (batch,)."""
     return torch.where(good, values.double(), torch.nan).tolist()

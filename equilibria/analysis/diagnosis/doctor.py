@@ -1,4 +1,4 @@
-"""diagnose: examine every equilibrium layer of a model and report."""
+"""`diagnose`: examine every equilibrium layer of a model, and the report that it returns."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ PAGE, NUMBERS = "diagnosis.html", "diagnosis.json"
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis:
-    """The diagnosis of every equilibrium layer of a model; prints as a table with findings, in a notebook as the page."""
+    """The diagnosis of every equilibrium layer of a model.
+
+    It prints as tables with findings; a notebook shows it as HTML.
+    """
 
     layers: tuple[LayerDiagnosis, ...]
 
@@ -121,7 +124,7 @@ def _examined(name: str, call: Call, restarts: int, wrong: Tensor | None) -> Exa
 
 
 def _named(value: Any) -> Any:
-    """Return a JSON-compatible value: gradients and severities by name, numbers that JSON lacks as strings."""
+    """Return a value that JSON can hold: gradients as their repr, severities by name, nan and infinities as strings."""
     if isinstance(value, Gradient):
         return repr(value)
     if isinstance(value, Severity):

@@ -1,4 +1,4 @@
-"""Measurements on one DEQ with the inputs it gets in a model; the results are numbers and lists, ready for JSON."""
+"""Measurements on one DEQ with the inputs that it gets in a model; the results are plain numbers and lists, for JSON."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SOLVERS: tuple[AnySolver, ...] = (Picard(), Anderson(), Broyden(), Newton())
 GRADIENTS: tuple[Gradient, ...] = (JFB(), NeumannPhantom(steps=5, damping=1.0), Implicit())
 QUANTILES = (0.1, 0.5, 0.9, 1.0)  # of the residuals over the samples, per step
 RANDOM = 100.0  # two runs of a deterministic cell differ by less than this many spacings of its numbers, also on a GPU
-ROUNDS = 3  # times every solver is timed, the fastest counts: other work disturbs single runs
+ROUNDS = 3  # each solver is timed this often and its shortest time reported: other load only adds time
 SEED = 0  # of the random numbers an examination draws
 MORE_STEPS = 100  # max_steps of other solvers, if the layer's own is smaller
 SECONDS = 10.0  # time limit of any other solver, and of the same one with more steps
@@ -139,10 +139,10 @@ def examine(name: str, call: Call) -> Examination:
     deq, inputs = call.deq, call.inputs
     with untouched(deq, inputs, seed=SEED), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the findings contain what the warnings would say
-        return _Patient(name, deq, inputs).examination()
+        return _Examiner(name, deq, inputs).examination()
 
 
-class _Patient:
+class _Examiner:
     """A layer with its inputs and its own solve, on which the measurements are made."""
 
     def __init__(self, name: str, deq: DEQ, inputs: tuple[Any, ...]) -> None:
@@ -158,6 +158,7 @@ class _Patient:
         self.seconds = time.perf_counter() - began
 
     def solve(self, solver: AnySolver, seconds: float = math.inf, **changes: Any) -> Solution:
+        """Solve the layer with another solver and changed fields of its Stop; raises OutOfTime after `seconds`."""
         stop = dataclasses.replace(self.stop, **changes)
         with CellMeter(seconds).watch(self.deq.cell) as cell:
             return DEQ(cell, self.deq.init, solver, stop, batched=self.deq.batched).solve(*self.inputs)
@@ -211,17 +212,16 @@ class _Patient:
         """Run the layer's own solver and the others to the same tolerance; timed rounds are interleaved."""
         solvers = [self.deq.solver, *[solver for solver in SOLVERS if solver != self.deq.solver]]
         with torch.no_grad():
-            first = {i: found for i, solver in enumerate(solvers) if (found := self.first(solver)) is not None}
+            first = {i: found for i, solver in enumerate(solvers) if (found := self.first_run(solver)) is not None}
             seconds = {i: [found.seconds] for i, found in first.items()}
             for _ in range(ROUNDS - 1):
                 for i, found in first.items():
                     # the time of a failure does not matter, and all rounds together stay below the limit
                     if found.solve.failed == 0 and ROUNDS * found.seconds < SECONDS:
                         seconds[i].append(self.timed(solvers[i], math.inf)[0])
-        # the minimum: other load on the machine only adds time
         return [dataclasses.replace(found, seconds=min(seconds[i])) for i, found in first.items()]
 
-    def first(self, solver: AnySolver) -> SolverResult | None:
+    def first_run(self, solver: AnySolver) -> SolverResult | None:
         """Run this solver once; None if it cannot run on this cell: Newton needs a forward-mode derivative."""
         own = solver == self.deq.solver
         try:
@@ -234,7 +234,7 @@ class _Patient:
             if own:  # the layer's own solver runs as configured, without more steps
                 return SolverResult(brief(solver), own, self.seconds, summary(self.solution.stats))
             self.out_of_time.append(brief(solver))
-            # a placeholder for a solve that was stopped
+            # the tables still list a solver that was stopped; `out_of_time` marks that these numbers are no results
             batch = self.solution.layout.batch
             nothing = Solve({"out of time": batch}, [0] * batch, [math.inf] * batch, 0, 0, [])
             return SolverResult(brief(solver), own, SECONDS, nothing, out_of_time=True)
@@ -243,7 +243,7 @@ class _Patient:
     def timed(self, solver: AnySolver, limit: float) -> tuple[float, Solution]:
         """Return the seconds of a solve of at most `limit` seconds, and its solution."""
         steps = NEWTON_STEPS if isinstance(solver, Newton) else max(self.stop.max_steps, MORE_STEPS)
-        # a clock: processor time on a CPU, where other programs do not affect it; wall-clock time elsewhere
+        # processor time on a CPU, since other programs do not affect it; a GPU works while the processor waits
         clock = time.process_time if self.solution.layout.device.type == "cpu" else time.perf_counter
         began = clock()
         s = self.solve(solver, limit, max_steps=steps)
@@ -251,8 +251,9 @@ class _Patient:
         return clock() - began, s
 
     def compare_gradients(self, more_steps: Solve | None) -> list[Agreement]:
-        """Compare the layer's own gradient and others with the exact one; empty if the solve fails or nothing requires a
-        gradient.
+        """Compare the layer's own gradient and others with the exact one.
+
+        Returns an empty list if no sample has an equilibrium, nothing requires a gradient, or the time is up.
         """
         gradients = [self.deq.gradient, *[gradient for gradient in GRADIENTS if gradient != self.deq.gradient]]
         wants = any(map(_wants_gradient, (*self.deq.parameters(), *pytree.tree_leaves(self.inputs))))
@@ -261,6 +262,7 @@ class _Patient:
             return []
         named = {brief(gradient): gradient for gradient in gradients}
         twin = copy.copy(self.deq)
+        # copy.copy shares this dict, so that a new cell of the twin would become the layer's own
         twin.__dict__["_modules"] = dict(self.deq._modules)
         try:
             with CellMeter(GRADIENT_SECONDS).watch(self.deq.cell) as cell, warnings.catch_warnings(record=True) as told:
@@ -275,7 +277,7 @@ class _Patient:
         return agreements
 
     def try_again(self) -> Trial:
-        """Run the cell twice at the equilibrium, and on every second row alone."""
+        """Run the cell twice at the equilibrium, which shows randomness, and on every second row, which shows coupling."""
         s, cell = self.solution, self.deq.cell
         z, args = s.layout.pack(s.z), s.equation.args
         named = list(cell.named_modules()) if isinstance(cell, nn.Module) else []
@@ -319,7 +321,7 @@ def _curve(traces: Sequence[Tensor]) -> list[list[float]]:
     """Return quantiles per step; a sample that has stopped counts with its last residual."""
     length = max(len(trace) for trace in traces)
     filled = [torch.cat([t, t[-1:].expand(length - len(t))]) for t in traces]
-    residuals = torch.stack(filled).double().nan_to_num(nan=float("inf"))  # (batch, steps)
+    residuals = torch.stack(filled).double().nan_to_num(nan=float("inf"))  # (batch, steps); nan counts as the worst
     order = residuals.sort(dim=0).values
     places = [round(q * (len(traces) - 1)) for q in QUANTILES]
     return order[places].T.tolist()
@@ -331,7 +333,7 @@ def _radius(s: Solution) -> Radius:
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
-    """Return the largest difference of finite entries, relative to the norm of `a`."""
+    """Return the largest difference of finite entries, relative to the largest entry of `a`."""
     both = torch.isfinite(a) & torch.isfinite(b)
     if not bool(both.any()):
         return 0.0
@@ -340,7 +342,7 @@ def _difference(a: Tensor, b: Tensor) -> float:
 
 
 def _coupling(s: Solution, z: Tensor, fz: Tensor) -> float | None:
-    """Return the difference of rows run without the others; None if that is not possible."""
+    """Return how much fz = f(z), (batch, n), changes if every second row runs without the others; None if it cannot."""
     batch = s.layout.batch
     if batch < 2 or not s.layout.batched:
         return None
@@ -374,6 +376,7 @@ class _Kept:
         self.storages: dict[int, torch.UntypedStorage] = {}
 
     def watch(self) -> Any:
+        """Return a context in which saved tensors are counted."""
         return torch.autograd.graph.saved_tensors_hooks(self._note, lambda tensor: tensor)
 
     def _note(self, tensor: Tensor) -> Tensor:

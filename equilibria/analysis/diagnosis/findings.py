@@ -61,6 +61,7 @@ def _random_cell(e: Examination) -> Finding | None:
 
 def _coupled(e: Examination) -> Finding | None:
     """Report a cell in which samples depend on each other."""
+    # matrix products of another batch size round differently: differences up to 1e3 spacings are no coupling
     measured = e.trial.coupled is not None and e.trial.coupled > max(1e3 * e.precision, 1e-12)
     if _random_cell(e) is not None and not e.trial.batch_statistics:
         return None  # rows differ because every run does
@@ -132,10 +133,11 @@ def _not_contractive(e: Examination) -> Finding | None:
 def _too_few_steps(e: Examination) -> Finding | None:
     """Report samples that converge with ten times the steps."""
     more = e.more_steps
+    # if more than half of the failed samples fail with more steps too, something else is the cause
     if more is None or 2 * more.failed > e.forward.failed or _random_cell(e) is not None:
         return None
     needed = max((steps for steps in more.steps if steps < 10 * e.max_steps), default=10 * e.max_steps)
-    enough = f"Stop(max_steps={needed + needed // 4 + 1})"
+    enough = f"Stop(max_steps={needed + needed // 4 + 1})"  # a margin of a quarter, for other batches
     return Finding(
         "too few steps",
         Severity.ILL,
@@ -242,6 +244,7 @@ def _tail(e: Examination) -> Finding | None:
     """Report a batch in which a few samples take many more steps than the others."""
     steps = sorted(e.forward.steps)
     median = steps[len(steps) // 2] if steps else 0
+    # coupled samples stop together, and in short solves a ratio of steps means little
     if median == 0 or steps[-1] < TAIL * median or steps[-1] < 10 or e.trial.batch_statistics:
         return None
     return Finding(

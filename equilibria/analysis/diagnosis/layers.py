@@ -39,16 +39,17 @@ def text(layer: LayerDiagnosis) -> str:
     lines += ["", f"  {'solver':<28} {'converged':>9} {'steps':>6} {'evaluations':>11} {'ms':>8}"]
     for result in e.solvers:
         if result.out_of_time:
-            lines.append(f"  {_short(result.solver, 28):<28} stopped after {result.seconds:g} s")
+            lines.append(f"  {shortened(result.solver, 28):<28} stopped after {result.seconds:g} s")
             continue
         share = 1 - result.solve.failed / max(e.samples, 1)
         steps, name = max(result.solve.steps, default=0), result.solver + (" (present)" if result.present else "")
         lines.append(
-            f"  {_short(name, 28):<28} {share:>9.0%} {steps:>6} {result.solve.evaluations:>11} {1e3 * result.seconds:>8.1f}"
+            f"  {shortened(name, 28):<28} {share:>9.0%} {steps:>6} {result.solve.evaluations:>11} "
+            f"{1e3 * result.seconds:>8.1f}"
         )
     if e.agreements:
         lines += ["", f"  {'gradient':<44} {'cosine':>7} {'length':>7}"]
-        lines += [f"  {_short(a.name, 44):<44} {a.cosine:>7.4f} {a.norm_ratio:>7.3f}" for a in e.agreements]
+        lines += [f"  {shortened(a.name, 44):<44} {a.cosine:>7.4f} {a.norm_ratio:>7.3f}" for a in e.agreements]
     if e.out_of_time:
         lines += ["", f"  Stopped because they took too long: {', '.join(e.out_of_time)}."]
     lines += ["", *([f"  {finding}" for finding in layer.findings] or ["  Healthy: nothing found."])]
@@ -72,14 +73,17 @@ def rows(e: Examination) -> list[tuple[str, str]]:
 
 
 def _solve_line(solve: Solve) -> str:
+    """Return the statistics of a solve in one line."""
     counts = ", ".join(f"{count} {name}" for name, count in solve.status.items())
     steps = max(solve.steps, default=0)
     return f"{counts}; up to {steps} steps, {solve.evaluations} evaluations, worst residual {solve.worst:.1e}"
 
 
 def _size(count: int) -> str:
+    """Return a number of bytes as text in MB or kB."""
     return f"{count / 2**20:.1f} MB" if count >= 2**20 else f"{count / 2**10:.1f} kB"
 
 
-def _short(text: str, length: int) -> str:
+def shortened(text: str, length: int) -> str:
+    """Return `text` cut to `length` characters, with an ellipsis where something was cut."""
     return text if len(text) <= length else text[: length - 1] + "…"

@@ -14,7 +14,7 @@ import torch
 import equilibria
 from equilibria.analysis.diagnosis.examine import Examination
 from equilibria.analysis.diagnosis.findings import Severity
-from equilibria.analysis.diagnosis.layers import LayerDiagnosis, rows
+from equilibria.analysis.diagnosis.layers import LayerDiagnosis, rows, shortened
 from equilibria.analysis.html_document import document, plots
 from equilibria.analysis.plots import COLOURS, INK, MUTED, finish, histogram, new_axes, png
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 TITLES = {
     "convergence": "Residual over the steps, quantiles over the samples",
     "steps": "Steps per sample",
-    "radius": "Spectral radius per sample: below 1 plain iteration settles",
-    "solvers": "Other solvers to the same tolerance: worst sample",
-    "gradients": "Gradients next to the exact one",
+    "radius": "Spectral radius per sample; plain iteration converges below 1",
+    "solvers": "Worst residual of every solver over its steps",
+    "gradients": "Agreement of gradients with the exact one",
 }
 LABEL = 24  # characters of a label in a plot
 WORDS = {Severity.ILL: "ILL", Severity.RISK: "At risk", Severity.HINT: "Hint"}
@@ -44,7 +44,7 @@ def pictures(layers: Sequence[LayerDiagnosis]) -> dict[str, bytes]:
 
 
 def page(layers: Sequence[LayerDiagnosis], drawn: dict[str, bytes], command: str | None = None) -> str:
-    """Return one HTML document with pictures and style inlined; `command` is shown as what wrote it."""
+    """Return one HTML document with the pictures `drawn` and the style inlined; it shows the `command` that wrote it."""
     sections = "\n".join(section(layer, drawn) for layer in layers)
     verdict = "healthy" if all(layer.healthy for layer in layers) else "needs attention"
     count = len(layers)
@@ -111,19 +111,14 @@ def _gradient_table(e: Examination) -> str:
 
 
 def _labels(names: Sequence[str]) -> list[str]:
-    """Return class names for a plot, with their settings where two would be the same."""
+    """Return short and different labels: the class name, with its settings if two are equal, and then with a number."""
     short = [name.split("(")[0] for name in names]
-    long = [own if short.count(own) == 1 else _shortened(name) for own, name in zip(short, names, strict=True)]
+    long = [own if short.count(own) == 1 else shortened(name, LABEL) for own, name in zip(short, names, strict=True)]
     return [name if long.count(name) == 1 else f"{name} {i}" for i, name in enumerate(long, start=1)]
 
 
-def _shortened(name: str) -> str:
-    """Return a name that fits a plot."""
-    return name if len(name) <= LABEL else name[: LABEL - 1] + "…"
-
-
 def _convergence(e: Examination, axes: Axes) -> bool:
-    """Plot quantiles of the residual over the steps; False if there is nothing to plot. The other plots do the same."""
+    """Plot quantiles of the residual over the steps; returns False if there is nothing to plot, like all these functions."""
     curve = _finite(e.forward.curve)
     steps = range(len(curve))
     low, middle, high, worst = ([row[i] for row in curve] for i in range(4)) if curve else ([], [], [], [])
@@ -136,6 +131,7 @@ def _convergence(e: Examination, axes: Axes) -> bool:
 
 
 def _steps(e: Examination, axes: Axes) -> bool:
+    """Plot a histogram of the steps of samples that reached rtol and of those that did not."""
     done = [r <= e.rtol for r in e.forward.residual]
     paired = list(zip(e.forward.steps, done, strict=True))
     histogram(axes, [s for s, good in paired if good], [s for s, good in paired if not good])
@@ -176,7 +172,7 @@ def _gradients(e: Examination, axes: Axes) -> bool:
         axes.text(
             place, position, f"{agreement.cosine:.3f}, length {agreement.norm_ratio:.2f}", va="center", color=INK, fontsize=8
         )
-    axes.set_xlim(min([0.0, *[a.cosine for a in shown]]), 1.45)
+    axes.set_xlim(min([0.0, *[a.cosine for a in shown]]), 1.45)  # leaves space for the text right of a bar of length 1
     finish(axes, "cosine with the exact gradient", "")
     return bool(shown)
 
@@ -196,5 +192,5 @@ def _finite(curve: list[list[float]]) -> list[list[float]]:
 
 
 def _stem(layer: LayerDiagnosis) -> str:
-    """Return a file name for a module's name."""
+    """Return the name of the layer with characters that file names may not have replaced by "_"."""
     return re.sub(r"[^A-Za-z0-9_.-]", "_", layer.examination.name) or "model"

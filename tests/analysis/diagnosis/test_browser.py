@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import equilibria as eq
-from equilibria.analysis.diagnosis import illnesses
+from equilibria.analysis.diagnosis import example_models
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chrome")
 # headless, without any network access
@@ -33,7 +33,7 @@ addEventListener("load", () => {
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium here")
 @pytest.mark.parametrize("example", ["healthy", "not-contractive"])
 def test_the_page_shows_its_plots(example: str, tmp_path: Path) -> None:
-    page = eq.diagnose(*illnesses.EXAMPLES[example]()).save(tmp_path)
+    page = eq.diagnose(*example_models.EXAMPLES[example]()).save(tmp_path)
     looked = tmp_path / "looked.html"
     looked.write_text(page.read_text().replace("</body>", f"{LOOK}</body>"))
     command = [str(BROWSER), *FLAGS, f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1200,900", "--dump-dom"]

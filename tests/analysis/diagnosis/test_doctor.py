@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import equilibria as eq
-from equilibria.analysis.diagnosis import examine, illnesses
+from equilibria.analysis.diagnosis import examine, example_models
 from equilibria.analysis.diagnosis.findings import Severity, findings
 from equilibria.analysis.measuring import brief, captured
 from tests.problems import NestedCell, TanhCell, inputs
@@ -37,40 +37,40 @@ def causes(model: nn.Module, batch: Any) -> dict[str, eq.analysis.Severity]:
 def test_planted_problems_are_named_and_no_others(example: str, cause: str) -> None:
     found = {
         name
-        for name, severity in causes(*illnesses.EXAMPLES[example]()).items()
+        for name, severity in causes(*example_models.EXAMPLES[example]()).items()
         if severity is not eq.analysis.Severity.HINT
     }
     assert found == {cause}
 
 
 def test_a_healthy_model_is_called_healthy() -> None:
-    diagnosis = eq.diagnose(*illnesses.healthy())
+    diagnosis = eq.diagnose(*example_models.healthy())
     assert diagnosis.healthy
     assert not diagnosis.findings or all(f.severity is eq.analysis.Severity.HINT for f in diagnosis.findings)
 
 
 def test_eval_mode_has_no_dropout_or_batch_statistics_findings() -> None:
     for example in ("free-dropout", "batch-statistics"):
-        model, batch = illnesses.EXAMPLES[example]()
+        model, batch = example_models.EXAMPLES[example]()
         assert not {name for name, s in causes(model.eval(), batch).items() if s is not eq.analysis.Severity.HINT}, example
 
 
 def test_noise_other_than_dropout_is_found() -> None:
-    class Noisy(illnesses.TanhCell):
+    class Noisy(example_models.TanhCell):
         def forward(self, z: Tensor, x: Tensor) -> Tensor:
             return super().forward(z, x) + 0.01 * torch.randn_like(z)
 
     model = eq.DEQ(Noisy(0.5))
-    assert causes(model, inputs(8, illnesses.WIDTH, dtype=torch.float32)).get("random cell") is eq.analysis.Severity.ILL
+    assert causes(model, inputs(8, example_models.WIDTH, dtype=torch.float32)).get("random cell") is eq.analysis.Severity.ILL
 
 
 def test_data_hidden_in_the_cell_couples_samples() -> None:
-    class Mean(illnesses.TanhCell):
+    class Mean(example_models.TanhCell):
         def forward(self, z: Tensor, x: Tensor) -> Tensor:
             return super().forward(z, x + 0.1 * z.mean(dim=0))
 
     model = eq.DEQ(Mean(0.5), stop=eq.Stop(compact=False))
-    found = causes(model, inputs(8, illnesses.WIDTH, dtype=torch.float32))
+    found = causes(model, inputs(8, example_models.WIDTH, dtype=torch.float32))
     assert found.get("samples depend on each other") is eq.analysis.Severity.RISK
 
 
@@ -154,7 +154,7 @@ def test_findings_on_a_residual_convolution_match_the_measurements() -> None:
 
 def test_a_measured_gradient_is_reported_where_samples_fail() -> None:
     """A residual of 0.03 in the backward solve beside a cosine of 0.34."""
-    (layer,) = eq.diagnose(*illnesses.healthy()).layers
+    (layer,) = eq.diagnose(*example_models.healthy()).layers
     e = layer.examination
     failed = {"converged": 24, "max_steps": 8}
     adjoint = dataclasses.replace(e.forward, status=failed, residual=[0.03] * 32, steps=[40] * 32)
@@ -176,7 +176,7 @@ def test_a_measured_gradient_is_reported_where_samples_fail() -> None:
 
 def test_an_adjoint_at_no_equilibrium_is_not_named_beside_the_failure_of_the_forward_solve() -> None:
     """Plain iteration on an expansive cell ends anywhere; now and then the adjoint there misses its tolerance by little."""
-    e = eq.diagnose(*illnesses.not_contractive()).layers[0].examination
+    e = eq.diagnose(*example_models.not_contractive()).layers[0].examination
     assert e.forward.failed == e.samples and e.adjoint is not None
     missed = dataclasses.replace(e.adjoint, status={"converged": 31, "max_steps": 1}, residual=[1.1e-3] * 32)
     assert {finding.cause for finding in findings(dataclasses.replace(e, adjoint=missed))} == {"cell not contractive"}
@@ -258,7 +258,7 @@ def test_an_inner_equilibrium_is_not_examined_separately() -> None:
 
 
 def test_the_model_is_not_modified() -> None:
-    model, batch = illnesses.batch_statistics()
+    model, batch = example_models.batch_statistics()
     model[0].weight.grad = torch.ones_like(model[0].weight)  # type: ignore[index]
     before = copy.deepcopy(model.state_dict())
     random = torch.get_rng_state()
@@ -276,7 +276,7 @@ def test_the_model_is_not_modified() -> None:
 
 def test_the_same_layer_and_inputs_give_the_same_measurements() -> None:
     """Cotangents drawn from torch's own random state once made findings differ from process to process."""
-    model, batch = illnesses.not_contractive()
+    model, batch = example_models.not_contractive()
     torch.manual_seed(1)
     first = eq.diagnose(model, batch, restarts=2).layers[0].examination
     torch.manual_seed(2)
@@ -286,7 +286,7 @@ def test_the_same_layer_and_inputs_give_the_same_measurements() -> None:
 
 
 def test_the_text_has_the_numbers_and_the_advice() -> None:
-    found = eq.diagnose(*illnesses.not_contractive())
+    found = eq.diagnose(*example_models.not_contractive())
     text = str(found)
     for part in (
         "layer 1",
@@ -320,7 +320,7 @@ def test_models_without_an_equilibrium_raise() -> None:
 
 def test_all_files_are_saved_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    diagnosis = eq.diagnose(*illnesses.healthy())
+    diagnosis = eq.diagnose(*example_models.healthy())
     page = diagnosis.save(tmp_path / "new" / "folder")
     names = sorted(path.name for path in page.parent.iterdir())
     plots = [f"1-{what}.png" for what in ("convergence", "gradients", "radius", "solvers", "steps")]

@@ -1,4 +1,4 @@
-"""Small models with one problem each: examples for the diagnosis, and for its tests."""
+"""Small models, one healthy and the others with one problem each: examples for the diagnosis and its tests."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ EXAMPLES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 
 
 def _model(layer: Callable[[], DEQ], scale: float = 1.0) -> tuple[nn.Module, Tensor]:
-    """Return the model and a batch, the same every time, independent of torch's random state."""
+    """Return Linear, layer, Linear and a batch (BATCH, 10) times `scale`; the numbers do not depend on torch's seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(10, WIDTH), layer(), nn.Linear(WIDTH, 3)), scale * torch.randn(BATCH, 10)
