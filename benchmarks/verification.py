@@ -37,7 +37,7 @@ def unverified() -> Iterator[None]:
     """Training steps without the verification."""
 
     def believe(problem: Problem, *measured: Any, **options: Any) -> None:
-        problem.report.unmeasured = None
+        problem.result.unmeasured = False
 
     with (
         patch.object(loop, "compare_rows", lambda *given, **options: TRUSTED),

@@ -225,7 +225,7 @@ def lipschitz_ratio(s: Solution, scale: float = 1.0, generator: torch.Generator 
         lambda part: part + scale * torch.randn(part.shape, dtype=part.dtype, device=part.device, generator=generator), u
     )
     fu, fw = s.f(u), s.f(w)
-    kept = s.report.finite
+    kept = s.finite
     for image in (fu, fw):
         kept = kept & torch.isfinite(s.layout.pack(image)).all(dim=1)
     return _mean_distance(fw, fu, kept) / _mean_distance(w, u, kept)

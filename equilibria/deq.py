@@ -21,7 +21,7 @@ from equilibria.gradients.base import Gradient
 from equilibria.gradients.implicit import Implicit
 from equilibria.gradients.warmup import Warmup
 from equilibria.remember import Keys
-from equilibria.solution import Report, Solution, note, recordings
+from equilibria.solution import Solution, note, recordings
 from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.fallback import AnySolver, check_solver
 from equilibria.solvers.robust import Robust
@@ -224,21 +224,20 @@ def _solve(
     opaque = equation.opaque
     if fixed.module is None and _differentiating():
         known, opaque = equation.captures(z0)
-    report = Report()
     # a default tolerance below the precision of the cell would never be met
     stop = stop if stop.rtol >= equation.precision else stop.reachable(equation.precision)
-    problem = Problem(equation, solver, stop, report, known=known, opaque=opaque, solves=solves, compiler=compiler)
+    problem = Problem(equation, solver, stop, known=known, opaque=opaque, solves=solves, compiler=compiler)
     z = gradient(problem, z0, equation.args)
     # evaluations outside of the loop count in the statistics too
     extra = int(known is not None) + int(bool(equation.moves_buffers) and equation.settle(z.detach()))
     extra += 0 if init is None else first_steps(init)
     if extra:
-        report.add_evaluations(extra, layout.batch)
+        problem.result.add_evaluations(extra, layout.batch)
     if fixed.cell is not fixed.original:  # the cell may have set attributes on itself, such as a counter
         fixed.hand_back()
     # the matrix has a larger range than float16: inf would otherwise leave the layer
     z = layout.saturate(z) if layout.narrow else z
-    return Solution(z if layout.flat else layout.unpack(z), start, f, report, layout, equation)
+    return Solution(z if layout.flat else layout.unpack(z), start, f, problem.result, layout, problem)
 
 
 def _nonfinite_samples(inputs: Sequence[Any], batched: bool) -> Tensor | None:

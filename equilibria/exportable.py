@@ -23,7 +23,6 @@ from equilibria._core.loop import finished
 from equilibria._core.maps import Counter, Equation
 from equilibria._core.problem import Problem
 from equilibria._core.program import Parts, Program
-from equilibria._core.results import SolveResult
 from equilibria.deq import DEQ
 from equilibria.gradients.base import Gradient
 from equilibria.gradients.escalate import Escalate
@@ -31,7 +30,7 @@ from equilibria.gradients.implicit import Implicit
 from equilibria.gradients.phantom import JFB, NeumannPhantom, UnrolledPhantom
 from equilibria.gradients.unrolled import Unrolled
 from equilibria.gradients.warmup import Warmup
-from equilibria.solution import Status
+from equilibria.solution import SolveResult, Status
 from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.base import Solver
 from equilibria.solvers.picard import Picard
@@ -80,7 +79,7 @@ class Traced(Gradient):
             raise TypeError(f"A layer cannot be exported: {cause}.")
         assert isinstance(problem.solver, Solver)
         result = Loop(problem.solver, problem.stop, problem.equation.precision).solve(problem.equation, z0, args)
-        problem.report.stats = result.stats
+        problem.result.keep(result)
         if self.steps:
             h = result.z
             for _ in range(self.steps):

@@ -48,7 +48,7 @@ def jacobian_penalty(s: Solution, probes: int = 1, generator: torch.Generator | 
             "The gradient of the Jacobian penalty is a second derivative, which FSDP does not support for sharded weights: "
             'train with strategy="ddp", or leave the penalty out.'
         )
-    good = s.report.finite
+    good = s.finite
     z = s.layout.pack(s.z).detach()
     # a sample that is not finite would make the sum over the batch nan, even with weight zero
     z, args, _ = quarantine(s.equation, z, s.equation.args, z, good)
@@ -66,7 +66,7 @@ def skip_penalty(s: Solution) -> Tensor:
     With a learned `init` this trains a Skip DEQ V1, which predicts its equilibrium; with `init=FirstStep()` a Skip DEQ V2,
     whose first step approximates it. Gradients reach both z, by the layer's gradient, and z0.
     """
-    good = s.report.finite
+    good = s.finite
     distances = [_mean_distance(a, b, good, s.layout.batched) for a, b in zip(*map(_leaves, (s.z, s.z0)), strict=True)]
     return torch.stack(distances).sum()
 
@@ -236,7 +236,7 @@ def _states(s: Solution | Trajectory | Sequence[State], steps: int, damping: flo
 
 def _head(s: Solution, z: Tensor, steps: int, damping: float) -> Tensor:
     """Take `steps` damped steps from an iterate, (batch, n), with a graph; non-finite samples are left unchanged."""
-    good = s.report.finite
+    good = s.finite
     h, args, _ = quarantine(s.equation, z, s.equation.args, z, good)
     for _ in range(steps):
         h = torch.lerp(h, s.equation(h, *args), damping)

@@ -133,26 +133,42 @@ class Stats:
         )
 
 
-@dataclass
-class Report:
-    """Filled in while a problem is solved: the forward statistics, and after `backward()` those of the adjoint."""
+@dataclass(eq=False)
+class SolveResult:
+    """What a solve found. Every run of the loop returns one, and a `Problem` keeps that of its forward solve.
 
-    stats: Stats | None = None
-    adjoint: Stats | None = None
-    nonfinite: bool = False  # True if a sample needs quarantine; on the host, so that backward needs no synchronisation
-    # solver, stop and version of the args of a solve whose rows were not evaluated together: backward evaluates the whole
-    # batch and measures the residuals, or whoever asks for the statistics before; None if they are known
-    unmeasured: tuple[Any, Any, int] | None = None
+    Backward adds to the kept one, so that the graph of z refers to it. It has no z for that reason: a graph that referred to
+    itself would be freed by the garbage collector only. `Solution` joins it with z again.
+    """
 
-    @property
-    def finite(self) -> Tensor:
-        """(batch,) the samples that are not NONFINITE, which no measurement of the residuals changes."""
-        assert self.stats is not None
-        return self.stats.status != Status.NONFINITE
+    z: Tensor  # (batch, n), without a graph; not set in the result that a `Problem` keeps
+    stats: Stats  # of the forward solve in the result that a `Problem` keeps
+    taken: int = 0  # steps of the loop, the same on every rank
+    state: Any = None  # state of the solver, with each row as it was when the sample stopped; None unless `keep_state`
+    coupled: bool | None = None  # True if rows depend on each other, False if a check found that they do not, else None
+    # True if the rows were not evaluated together: backward evaluates the whole batch and measures the residuals, or whoever
+    # asks for the statistics before
+    unmeasured: bool = False
+    failed: bool = True  # False if no sample has failed, as known on the host
+    sound: Tensor | None = None  # (batch,) True for results with a smaller residual than the start; None for all
+    faint: Tensor | None = None  # (batch,) True for results whose squares underflow; None if there are none
+    nonfinite: bool = False  # True if a sample needs quarantine; on the host, so that backward need not wait for the device
+    version: int = 0  # of the args of an unmeasured solve: an optimizer step changes it
+    adjoint: Stats | None = None  # of the backward solve
+
+    @classmethod
+    def pending(cls) -> SolveResult:
+        """The result of a solve that has not run: only `adjoint` and the flags are set."""
+        result = cls.__new__(cls)
+        result.adjoint, result.unmeasured, result.nonfinite = None, False, False
+        return result
+
+    def keep(self, run: SolveResult) -> None:
+        """Become the result of `run`, except for z, the state of its solver and the adjoint."""
+        vars(self).update({name: value for name, value in vars(run).items() if name not in ("z", "state", "adjoint")})
 
     def add_evaluations(self, evaluations: int, rows: int) -> None:
         """Count evaluations of the cell outside of the solver loop, each on `rows` rows."""
-        assert self.stats is not None
         total, sampled = self.stats.evaluations + evaluations, self.stats.sample_evaluations + evaluations * rows
         self.stats = replace(self.stats, evaluations=total, sample_evaluations=sampled)
 
@@ -171,10 +187,15 @@ class Solution:
     z: State
     z0: State
     f: Callable[[State], State] = field(repr=False)
-    report: Report = field(repr=False)
+    result: SolveResult = field(repr=False)  # what forward and backward found
     layout: Layout = field(repr=False)  # how z is packed to (batch, n)
-    equation: Any = field(repr=False)  # z = equation(z, *equation.args) on packed states
+    problem: Any = field(repr=False)  # the Problem that was solved
     layer: str = ""
+
+    @property
+    def equation(self) -> Any:
+        """The equation on packed states, z = equation(z, *equation.args)."""
+        return self.problem.equation
 
     @property
     def stats(self) -> Stats:
@@ -183,24 +204,14 @@ class Solution:
         If rows stopped at different steps, backward measures the residuals of all rows together. Before `backward()`, the
         first access does so by one evaluation of the cell, which is counted.
         """
-        if self.report.unmeasured is not None:
-            self._measure()
-        assert self.report.stats is not None
-        return self.report.stats
+        if self.result.unmeasured:
+            self.problem.measure_again(self.layout.pack(self.z).detach(), self.equation.args)
+        return self.result.stats
 
-    def _measure(self) -> None:
-        from equilibria._core.problem import Problem, version
-
-        assert self.report.unmeasured is not None
-        solver, stop, before = self.report.unmeasured
-        self.report.unmeasured = None
-        args = [arg.detach() for arg in self.equation.args]
-        if version(args) != before:  # an optimizer step since then: the cell is another one
-            return
-        with torch.no_grad():
-            z = self.layout.pack(self.z).detach()
-            self.report.add_evaluations(1, len(z))
-            Problem(self.equation, solver, stop, self.report).measure(z, self.equation(z, *args), args, trust=False)
+    @property
+    def finite(self) -> Tensor:
+        """(batch,) the samples that are not NONFINITE, which no measurement of the residuals changes."""
+        return self.result.stats.status != Status.NONFINITE
 
     def __repr__(self) -> str:
         shapes = pytree.tree_map(lambda leaf: f"{tuple(leaf.shape)} {str(leaf.dtype).removeprefix('torch.')}", self.z)
@@ -234,7 +245,7 @@ class Solution:
         These three solve nothing in backward. If they left out samples whose gradients are not finite, the samples are
         NONFINITE here, and the others are MAX_STEPS with a residual of nan.
         """
-        return self.report.adjoint
+        return self.result.adjoint
 
     @property
     def iterates(self) -> tuple[State, ...]:

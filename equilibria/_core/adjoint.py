@@ -30,7 +30,7 @@ def backward_first_order(
 ) -> Sequence[Tensor | None]:
     """Gradients of the args without derivatives of their own: one run of the cell with a graph, then only products."""
     equation, good = problem.equation, status != Status.NONFINITE
-    some_bad, adjoint = problem.report.nonfinite, problem.derived(AdjointEquation)
+    some_bad, adjoint = problem.result.nonfinite, problem.derived(AdjointEquation)
     lost, whole_z = None, z  # `lost`: samples that are found on the way and reported at the end
     while True:
         if some_bad:
@@ -40,7 +40,7 @@ def backward_first_order(
                 return [torch.zeros_like(arg) if need else None for arg, need in zip(args, needs, strict=True)]
             z, args, v = quarantine(equation, z, args, v, good)
         at = Linearisation(equation, z, args, needs)
-        if problem.report.unmeasured is not None and z is whole_z:
+        if problem.result.unmeasured and z is whole_z:
             problem.measure(z, at.run()[1].detach(), args)
         scale = cotangent_scale(equation, v, measured=True)
         rhs = v / scale
@@ -108,14 +108,14 @@ def cotangent(adjoint: Problem, system: LinearMap) -> Tensor:
 def rest(adjoint: Problem, system: LinearMap, residual: Tensor, u: Tensor) -> Tensor:
     """Solve for the correction of a cotangent u with this residual; add the statistics to those of finding u."""
     # a formula takes no steps, so that there is nothing to add to
-    before = adjoint.report.adjoint if adjoint.linear.approximation is None else None
+    before = adjoint.result.adjoint if adjoint.linear.approximation is None else None
     remainder = system.with_rhs(residual)
     adjoint = dataclasses.replace(adjoint, known=residual)  # J'0 + residual
     if before is not None:  # both solves together take at most max_steps; the caller applies the failure policy
         stop = dataclasses.replace(adjoint.stop, max_steps=steps_left(adjoint))
         adjoint = dataclasses.replace(adjoint, stop=stop, on_failure="ignore")
         result = adjoint.run(torch.zeros_like(residual), f=remainder, rhs=system.rhs)
-        adjoint.report.adjoint = dataclasses.replace(
+        adjoint.result.adjoint = dataclasses.replace(
             result.stats,
             steps=before.steps + result.stats.steps,
             best=before.steps + result.stats.best,
@@ -134,7 +134,7 @@ def rest(adjoint: Problem, system: LinearMap, residual: Tensor, u: Tensor) -> Te
 
 def steps_left(adjoint: Problem) -> int:
     """max_steps less the steps that the adjoint solve has taken."""
-    stats = adjoint.report.adjoint
+    stats = adjoint.result.adjoint
     taken = int(stats.steps.max()) if stats is not None and stats.steps.numel() else 0
     return max(adjoint.stop.max_steps - adjoint.stop.largest(taken), 0)
 
@@ -184,7 +184,7 @@ def _file_measured(adjoint: Problem, residual: Tensor, rhs: Tensor) -> tuple[Ten
 
     Returns these samples, (batch,), and the statistics.
     """
-    stats, stop, batch = adjoint.report.adjoint, adjoint.stop, len(rhs)
+    stats, stop, batch = adjoint.result.adjoint, adjoint.stop, len(rhs)
     assert stats is not None
     if adjoint.equation.identity.coupled:  # one system
         residual, rhs = residual.reshape(1, -1), rhs.reshape(1, -1)
@@ -197,13 +197,13 @@ def _file_measured(adjoint: Problem, residual: Tensor, rhs: Tensor) -> tuple[Ten
         wanted = wanted + stop.atol / length.clamp_min(torch.finfo(length.dtype).tiny)
     short = (stats.status == Status.CONVERGED) & ~(relative <= wanted).expand(batch)
     status = stats.status.masked_fill(short, Status.STALLED)
-    adjoint.report.adjoint = stats = dataclasses.replace(stats, residual=relative.expand(batch), status=status)
+    adjoint.result.adjoint = stats = dataclasses.replace(stats, residual=relative.expand(batch), status=status)
     return short, stats
 
 
 def _worth_more(adjoint: Problem, short: Tensor) -> Tensor:
     """(batch,) the samples of `short` that more steps can help: not those at the rounding of their dtype."""
-    stats, precision = adjoint.report.adjoint, adjoint.equation.precision
+    stats, precision = adjoint.result.adjoint, adjoint.equation.precision
     assert stats is not None
     return short if adjoint.stop.rtol >= precision else short & (stats.residual > adjoint.stop.rtol + FLOOR * precision)
 
@@ -299,18 +299,18 @@ def _responsible(pull: _Pull, u: Tensor, rows: Tensor) -> Tensor:
 
 def file_lost(adjoint: Problem, lost: Tensor) -> None:
     """Set samples with derivatives that are not finite to NONFINITE in the adjoint statistics, and report them."""
-    stats = adjoint.report.adjoint or empty_stats(len(lost), lost.device)
+    stats = adjoint.result.adjoint or empty_stats(len(lost), lost.device)
     status = stats.status.masked_fill(lost, Status.NONFINITE)
     residual = stats.residual.masked_fill(lost, float("inf"))
-    adjoint.report.adjoint = stats = dataclasses.replace(stats, status=status, residual=residual)
+    adjoint.result.adjoint = stats = dataclasses.replace(stats, status=status, residual=residual)
     adjoint.report_failures(stats, "warn" if adjoint.on_failure == "fall_back" else adjoint.on_failure)
 
 
 def file_residual(adjoint: Problem, residual: Tensor, rhs: Tensor) -> None:
     """Store how far a cotangent by formula is from the solution of its system."""
-    norm, report = adjoint.stop.norm, adjoint.report
+    norm, result = adjoint.stop.norm, adjoint.result
     relative = norm(residual) / norm(rhs).clamp_min(torch.finfo(rhs.dtype).tiny)
-    before = report.adjoint or empty_stats(len(rhs), rhs.device)
+    before = result.adjoint or empty_stats(len(rhs), rhs.device)
     converged = relative <= adjoint.stop.rtol
     status = torch.where(converged, Status.CONVERGED, Status.MAX_STEPS).to(torch.int8)
-    report.adjoint = dataclasses.replace(before, status=status, residual=relative)
+    result.adjoint = dataclasses.replace(before, status=status, residual=relative)

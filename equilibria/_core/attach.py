@@ -30,7 +30,7 @@ def attach(problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
     if not torch.is_grad_enabled():
         return result.z
     z, inputs, good = result.z, args, result.stats.status != Status.NONFINITE
-    if problem.report.nonfinite and bool(good.any()):
+    if problem.result.nonfinite and bool(good.any()):
         z, inputs, _ = quarantine(problem.equation, z, args, z, good)
     leaf = z.detach().requires_grad_()
     out = problem.equation(leaf, *inputs)
@@ -69,7 +69,7 @@ class _Attach(Function):
         system = _adjoint_map(ctx, v / size)
         u = cotangent(adjoint, system)
         sure = verified(adjoint, system, u, system(u) - u, lambda u: system(u) - u)
-        stats = adjoint.report.adjoint
+        stats = adjoint.result.adjoint
         assert sure is not None and stats is not None
         lost = lost | (ctx.good & (stats.status == Status.NONFINITE))
         u = torch.where((ctx.good & ~lost).unsqueeze(1), sure * size, torch.zeros_like(v))

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equilibria._core.results import LoopRun, SolveResult, merge
-from equilibria.solution import Handover, Status
+from equilibria._core.results import LoopRun, merge
+from equilibria.solution import Handover, SolveResult, Status
 from equilibria.solvers.base import Solver
 from equilibria.solvers.fallback import Fallback
 

@@ -21,7 +21,8 @@ from equilibria.stop import binary_size, rms_norm
 
 if TYPE_CHECKING:
     from equilibria._core.maps import FlatMap
-    from equilibria._core.results import LoopRun, SolveResult
+    from equilibria._core.results import LoopRun
+    from equilibria.solution import SolveResult
     from equilibria.solvers.base import Iterate, Solver
 
 # A difference below SHARE of a row's tolerance changes no status. One below ROUNDING machine epsilons is rounding, because

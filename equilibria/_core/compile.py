@@ -26,8 +26,7 @@ from equilibria._core import autodiff_modes
 from equilibria._core.loop import measure, solve
 from equilibria._core.maps import Equation, FlatMap, Map
 from equilibria._core.program import Backend, Call, Program, Run
-from equilibria._core.results import SolveResult
-from equilibria.solution import Status
+from equilibria.solution import SolveResult, Status
 from equilibria.solvers.base import Solver
 from equilibria.solvers.picard import Picard
 from equilibria.stop import FLOOR, Stop, euclidean_norm, rms_norm

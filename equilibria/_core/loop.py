@@ -25,10 +25,10 @@ from equilibria._core.closed_record import FALL, GROWN, RUNNING, ClosedRecord
 from equilibria._core.compaction import ROUNDING, TRUSTED, RowCheck, compare_answer, compare_rows, is_to_compare
 from equilibria._core.magnitude import Unusual, is_unusual, solve_divided
 from equilibria._core.maps import Counter, FlatMap, Map
-from equilibria._core.results import VERIFICATIONS, LoopRun, SolveResult, merge
+from equilibria._core.results import VERIFICATIONS, LoopRun, merge
 from equilibria.native import solve as native_solve
 from equilibria.native.solve import Iteration, Krylov
-from equilibria.solution import Stats, Status
+from equilibria.solution import SolveResult, Stats, Status
 from equilibria.solvers.base import Iterate, Solver
 from equilibria.solvers.fallback import AnySolver, Fallback, check_solver
 from equilibria.solvers.krylov import GMRES

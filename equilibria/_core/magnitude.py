@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equilibria._core.results import LoopRun, SolveResult, within_dtype
+from equilibria._core.results import LoopRun, within_dtype
+from equilibria.solution import SolveResult
 from equilibria.solvers.fallback import AnySolver
 from equilibria.stop import USUAL, binary_size, max_norm
 

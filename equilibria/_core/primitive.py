@@ -110,7 +110,7 @@ def _backward_any_order(
 ) -> Sequence[Tensor | None]:
     """Gradients of the args that are themselves differentiable: the adjoint is another fixed point."""
     equation, good = problem.equation, status != Status.NONFINITE
-    if problem.report.unmeasured is not None and autodiff_modes.has_values(z, *args):
+    if problem.result.unmeasured and autodiff_modes.has_values(z, *args):
         problem.measure(z.detach(), equation(z, *args).detach(), args)
     z, args, v = quarantine(equation, z, args, v, good)
     _learn_coupling(equation, z, args)

@@ -1,4 +1,4 @@
-"""The problem of one solve: an equation with its solver, tolerances and report, and how its derivatives are solved.
+"""The problem of one solve: an equation with its solver, tolerances and result, and how its derivatives are solved.
 
 `Problem.run` solves it without a graph. Rows are solved separately. If rows depend on each other, as with batch statistics,
 the batch is solved as one system: Krylov spaces and mixing weights per sample are not valid there, because J is not block
@@ -22,8 +22,8 @@ from equilibria._core.compile import Compiler
 from equilibria._core.failures import report_failures
 from equilibria._core.loop import measure, solve
 from equilibria._core.maps import Equation, FlatMap, LinearEquation, LinearMap, Map
-from equilibria._core.results import VERIFICATIONS, SolveResult
-from equilibria.solution import Report, Stats, Status
+from equilibria._core.results import VERIFICATIONS
+from equilibria.solution import SolveResult, Stats, Status
 from equilibria.solvers.fallback import AnySolver
 from equilibria.solvers.krylov import GMRES
 from equilibria.stop import Stop, rms_norm
@@ -58,7 +58,7 @@ class LinearSolve:
 
 @dataclass(frozen=True)
 class Problem:
-    """The problem z = equation(z, *args) with its solver, stop and report.
+    """The problem z = equation(z, *args) with its solver and stop, and the result of its solve.
 
     what    "forward" for a cell; "adjoint" or "tangent" for a linear system of its derivatives, whose args are
             (z, right-hand side, *args) and whose tolerance is relative to that right-hand side
@@ -69,7 +69,7 @@ class Problem:
     equation: Equation
     solver: AnySolver
     stop: Stop
-    report: Report
+    result: SolveResult = dataclasses.field(default_factory=SolveResult.pending)
     what: Literal["forward", "adjoint", "tangent"] = "forward"
     on_failure: AdjointFailure | None = None  # None uses `stop.on_failure`
     known: Tensor | None = None
@@ -84,12 +84,12 @@ class Problem:
     def run(
         self, z0: Tensor, args: Sequence[Tensor] = (), *, f: Map | None = None, rhs: Tensor | None = None
     ) -> SolveResult:
-        """Solve from z0, (batch, n), without a graph; store the statistics in `report` and report failures.
+        """Solve from z0, (batch, n), without a graph; keep what was found in `self.result` and report failures.
 
         f    the map in which the args are bound already, which may record a graph; None binds `args`
         rhs  what the tolerance of a linear system is relative to; None uses its right-hand side
         """
-        equation, report = self.equation, self.report
+        equation = self.equation
         with torch.set_grad_enabled(f is not None and torch.is_grad_enabled()):
             f = equation.bind(args) if f is None else f
             rhs = f.rhs if rhs is None and isinstance(f, LinearMap) else rhs
@@ -107,11 +107,11 @@ class Problem:
                 if result.coupled:
                     result = self._go_on_as_one(f, z0, result)
         if self.what == "forward":
-            report.stats = result.stats
-            report.unmeasured = (self.solver, self.stop, version(f.args)) if result.unmeasured else None
-            report.nonfinite = result.failed and result.stats.count(Status.NONFINITE) > 0
+            result.version = version(f.args) if result.unmeasured else 0
+            result.nonfinite = result.failed and result.stats.count(Status.NONFINITE) > 0
+            self.result.keep(result)
         else:
-            report.adjoint = result.stats
+            self.result.adjoint = result.stats
         if result.failed and self.on_failure != "ignore":  # `failed` is on the host: a good solve waits for nothing here
             self.report_failures(result.stats, "warn" if self.on_failure == "fall_back" else self.on_failure)
         if rhs is not None and self.on_failure == "fall_back":  # failed rows get the Jacobian-free cotangent g = v
@@ -142,7 +142,7 @@ class Problem:
         """The problem of the adjoint or tangent equation, which is solved by the settings in `linear`."""
         by, equation = self.linear, kind(self.equation)
         return Problem(
-            equation, by.solver, by.stop, self.report, kind.what, by.on_failure, linear=by, compiler=self.compiler
+            equation, by.solver, by.stop, self.result, kind.what, by.on_failure, linear=by, compiler=self.compiler
         )
 
     def report_failures(self, stats: Stats, action: Any = None) -> None:
@@ -156,9 +156,8 @@ class Problem:
         An evaluation in a batch of another size rounds differently, which is allowed for. With `trust`, later training
         steps of the cell do not compare rows in the forward pass for as long as this check agrees.
         """
-        stats, stop, precision = self.report.stats, self.stop, self.equation.precision
-        assert stats is not None
-        self.report.unmeasured = None
+        stats, stop, precision = self.result.stats, self.stop, self.equation.precision
+        self.result.unmeasured = False
         # ratios of root mean squares are those of lengths. This runs in every training step: few operations, one read-back
         norm = partial(torch.linalg.vector_norm, dim=1) if stop.norm is rms_norm else stop.norm
         residual, rounding = norm(fz - z) / norm(fz), ROUNDING * precision
@@ -173,12 +172,20 @@ class Problem:
         length, size = stop.norm(fz - z), stop.norm(fz)
         wrong = stats.converged & (length > stop.atol + (stop.rtol + rounding) * size)
         status, residual = stats.status.masked_fill(wrong, Status.STALLED), torch.where(size > 0, residual, stats.residual)
-        self.report.stats = dataclasses.replace(stats, status=status, residual=residual)
+        self.result.stats = dataclasses.replace(stats, status=status, residual=residual)
         if bool(wrong.any()):
             equation = self.equation
             with torch.no_grad():
                 equation.set_coupled(bool(rows_mix(lambda y: equation(y, *args).detach(), z, precision)))
-            self.report_failures(self.report.stats)
+            self.report_failures(self.result.stats)
+
+    def measure_again(self, z: Tensor, args: Sequence[Tensor]) -> None:
+        """Evaluate the answer z, (batch, n), and check its residuals, unless the args were written to since the solve."""
+        self.result.unmeasured, args = False, [arg.detach() for arg in args]
+        if version(args) == self.result.version:  # else an optimizer step has made the cell another one
+            with torch.no_grad():
+                self.result.add_evaluations(1, len(z))
+                self.measure(z, self.equation(z, *args), args, trust=False)
 
 
 def version(args: Sequence[Tensor]) -> int:

@@ -25,7 +25,7 @@ from equilibria._core.autodiff_modes import no_autocast
 from equilibria._core.bookkeeping import SolveRecord
 from equilibria._core.loop import finished
 from equilibria._core.maps import Counter, Equation, Map
-from equilibria._core.results import SolveResult
+from equilibria.solution import SolveResult
 from equilibria.solvers.base import Solver
 from equilibria.solvers.rowwise import collect, rebuild
 from equilibria.stop import Stop

@@ -1,4 +1,4 @@
-"""The arguments and the result of a run of the loop, and the join of the results of two runs."""
+"""The arguments of a run of the loop, and the join of the results of two runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from equilibria._core.compaction import RowCheck, warn_once
 from equilibria._core.maps import Map
-from equilibria.solution import Stats, Status
+from equilibria.solution import SolveResult, Status
 from equilibria.stop import Stop
 
 VERIFICATIONS = 3  # how often a result found by recurrence may miss the tolerance and be improved
@@ -52,21 +52,6 @@ class LoopRun:
     def with_stop(self, **changes: Any) -> LoopRun:
         """The same run with some settings of its stop changed."""
         return dataclasses.replace(self, stop=dataclasses.replace(self.stop, **changes))
-
-
-@dataclass(frozen=True)
-class SolveResult:
-    """The result of a solve of a FlatMap."""
-
-    z: Tensor  # (batch, n)
-    stats: Stats
-    taken: int  # steps of the loop, the same on every rank
-    state: Any = None  # state of the solver, with each row as it was when the sample stopped; None unless `keep_state`
-    coupled: bool | None = None  # True if rows depend on each other, False if a check found that they do not, else None
-    unmeasured: bool = False  # True if rows were evaluated separately and the result was not evaluated as a whole
-    failed: bool = True  # False if no sample has failed, as known on the host
-    sound: Tensor | None = None  # (batch,) True for results with a smaller residual than the start; None for all
-    faint: Tensor | None = None  # (batch,) True for results whose squares underflow; None if there are none
 
 
 def merge(first: SolveResult, then: SolveResult, rows: Tensor | None = None) -> SolveResult:

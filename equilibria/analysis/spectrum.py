@@ -121,7 +121,7 @@ class _Jacobian:
 
     def __init__(self, s: Solution) -> None:
         z = s.layout.pack(s.z).detach()
-        self.good = s.report.finite
+        self.good = s.finite
         z, args, _ = quarantine(s.equation, z, s.equation.args, z, self.good)
         self.at = Linearisation(s.equation, z, args)
         self.coupled = s.equation.identity.coupled and len(z) > 1

@@ -25,7 +25,7 @@ class Gradient(ABC):
 
     @abstractmethod
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
-        """Solve the problem from z0 and return the differentiable equilibrium, (batch, n); fills in `problem.report`."""
+        """Solve the problem from z0 and return the differentiable equilibrium, (batch, n); fills in `problem.result`."""
 
 
 def check_first_order(name: str, *, differentiable: bool = False) -> None:

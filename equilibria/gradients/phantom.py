@@ -126,9 +126,9 @@ def unroll_from(
 
     replays  True if backward runs the cell again
     """
-    report, good = problem.report, status != Status.NONFINITE
+    result, good = problem.result, status != Status.NONFINITE
     concrete = autodiff_modes.has_values(z, good, *args)  # under vmap no value can be looked at
-    if report.nonfinite and not autodiff_modes.inside_transform() and not bool(good.any()):
+    if result.nonfinite and not autodiff_modes.inside_transform() and not bool(good.any()):
         return with_zero_gradient(z, args)  # no good sample is left to replace the bad ones
     steps = _Advance(advance, good)
     out = watched(steps, problem, z, args, replays=replays)
@@ -137,9 +137,8 @@ def unroll_from(
         if not bool(finite.all()):  # steps from an iterate that has not converged may overflow
             _set_aside(problem, ~finite)
             return unroll_from(problem, z, status.masked_fill(~finite, Status.NONFINITE), args, advance, replays=replays)
-    problem.report.add_evaluations(steps.runs, len(z))
-    assert report.stats is not None
-    report.stats = dataclasses.replace(report.stats, extra_steps=steps.runs)
+    problem.result.add_evaluations(steps.runs, len(z))
+    result.stats = dataclasses.replace(result.stats, extra_steps=steps.runs)
     return out
 
 
@@ -158,7 +157,7 @@ class _Advance:
             """Evaluate the cell and count it; an evaluation at the equilibrium measures the residual."""
             self.runs += 1
             out = guarded(problem, problem.equation(h, *inputs))
-            if problem.report.unmeasured is not None and start is z:  # the first evaluation is at the equilibrium itself
+            if problem.result.unmeasured and start is z:  # the first evaluation is at the equilibrium itself
                 problem.measure(z.detach(), out.detach(), inputs)
             return out
 
@@ -167,12 +166,11 @@ class _Advance:
 
 def _set_aside(problem: Problem, rows: Tensor) -> None:
     """Mark samples whose extra steps are not finite as NONFINITE, and report them."""
-    stats = problem.report.stats
-    assert stats is not None
+    stats = problem.result.stats
     status = stats.status.masked_fill(rows, Status.NONFINITE)
-    problem.report.stats, problem.report.nonfinite = dataclasses.replace(stats, status=status), True
+    problem.result.stats, problem.result.nonfinite = dataclasses.replace(stats, status=status), True
     report_failures(
-        problem.report.stats, problem.stop, problem.solver, what="forward", owner=problem.equation.identity.owner
+        problem.result.stats, problem.stop, problem.solver, what="forward", owner=problem.equation.identity.owner
     )
 
 

@@ -223,5 +223,5 @@ def _file_rest(problem: Problem, left: Tensor, v: Tensor, steps: Tensor, lost: T
     status = torch.where(residual <= problem.stop.rtol, Status.CONVERGED, Status.STALLED).to(torch.int8)
     status, residual = status.masked_fill(lost, Status.NONFINITE), residual.masked_fill(lost, float("inf"))
     stats = dataclasses.replace(empty_stats(len(steps), steps.device), status=status, steps=steps, residual=residual)
-    problem.report.adjoint = stats
+    problem.result.adjoint = stats
     report_failures(stats, problem.stop, problem.solver, what="adjoint", owner=problem.equation.identity.owner)

@@ -102,7 +102,7 @@ class Unrolled(Gradient):
         if not bool(sound.all()):  # steps with a graph round differently near underflow and may not stay finite
             good = good & sound
             status = result.stats.status.masked_fill(~sound, Status.NONFINITE)
-            problem.report.stats, problem.report.nonfinite = dataclasses.replace(result.stats, status=status), True
+            problem.result.stats, problem.result.nonfinite = dataclasses.replace(result.stats, status=status), True
             chosen = self._steps_again(problem, z0, args, result.stats.best, good)
         # the value is that of the first solve, which the statistics describe; the gradient is that of the replay
         return torch.where(good.unsqueeze(1), result.z + (chosen - chosen.detach()), result.z)
@@ -115,7 +115,7 @@ class Unrolled(Gradient):
         start = problem.solver.init(f, z0)
         step = _ReplayedStep(problem.solver, f, start, best, self.truncate)
         _, chosen, *_ = repeat(step, step.first(start), int(best.max()) if best.numel() else 0, self.checkpoint)
-        problem.report.add_evaluations(f.counter.evaluations, len(z0))
+        problem.result.add_evaluations(f.counter.evaluations, len(z0))
         return chosen
 
 
@@ -178,12 +178,11 @@ class _Explicit:
         with torch.no_grad():
             (fz,) = step(z, None)
         _file(problem, z[0], fz, self.depth)
-        if not problem.report.nonfinite:
+        if not problem.result.nonfinite:
             return z[0]
         # the start replaces rows that are not finite
-        assert problem.report.stats is not None
         start = torch.where(torch.isfinite(z0), z0, torch.zeros_like(z0)).detach()
-        return torch.where((problem.report.stats.status != Status.NONFINITE).unsqueeze(1), z[0], start)
+        return torch.where((problem.result.stats.status != Status.NONFINITE).unsqueeze(1), z[0], start)
 
 
 @dataclass(frozen=True)
@@ -208,16 +207,15 @@ def _spared(run: Callable[..., Tensor], problem: Problem, z0: Tensor, args: Sequ
     Otherwise their steps would stay in the graph with weight zero, and 0 * nan is nan.
     """
     z = run(problem, z0, args)
-    stats = problem.report.stats
-    assert stats is not None
-    if not (torch.is_grad_enabled() and problem.report.nonfinite):
+    stats = problem.result.stats
+    if not (torch.is_grad_enabled() and problem.result.nonfinite):
         return z
     good = stats.status != Status.NONFINITE
     if not bool(good.any()):
         return z.detach()
     start, inputs, _ = quarantine(problem.equation, z0, args, z0, good)
     again = run(problem, start, inputs)
-    problem.report.stats, problem.report.nonfinite = stats, True
+    problem.result.stats, problem.result.nonfinite = stats, True
     # the value is that of the first run, which the statistics describe: rows that depend on each other differ in the second
     good, z = good & torch.isfinite(again.detach()).all(dim=1), z.detach()
     return torch.where(good.unsqueeze(1), z + (again - again.detach()), z)
@@ -229,13 +227,13 @@ def _file(problem: Problem, z: Tensor, fz: Tensor, depth: int) -> None:
     length, size = scaled_norm(stop.norm, (fz - z).detach()), scaled_norm(stop.norm, fz.detach())
     finite = torch.isfinite(length) & torch.isfinite(size)
     converged = finite & (length <= stop.atol + stop.rtol * size)
-    problem.report.nonfinite = not bool(finite.all())
+    problem.result.nonfinite = not bool(finite.all())
     unless = torch.where(finite, Status.MAX_STEPS, Status.NONFINITE)
-    problem.report.stats = dataclasses.replace(
+    problem.result.stats = dataclasses.replace(
         stats,
         status=torch.where(converged, Status.CONVERGED, unless).to(torch.int8),
         steps=stats.steps + depth,
         best=stats.best + depth,
         residual=length / size.clamp_min(torch.finfo(size.dtype).tiny),
     )
-    problem.report.add_evaluations(depth + 1, len(z))
+    problem.result.add_evaluations(depth + 1, len(z))

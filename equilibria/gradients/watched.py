@@ -20,7 +20,7 @@ from equilibria._core.failures import report_failures
 from equilibria._core.problem import Problem
 from equilibria._core.quarantine import quarantine
 from equilibria._core.search import all_finite, sum_finite_shares
-from equilibria.solution import Report, Status, empty_stats
+from equilibria.solution import SolveResult, Status, empty_stats
 
 Steps = Callable[[Problem, Tensor, Sequence[Tensor]], Tensor]  # (problem, start, args) -> z, with a graph
 
@@ -75,7 +75,7 @@ def _without_lost(problem: Problem, v: Tensor) -> Tensor:
     lost = ~torch.isfinite(v).all(dim=1)
     if not bool(lost.any()):
         return v
-    before = problem.report.adjoint
+    before = problem.result.adjoint
     known = torch.zeros_like(lost) if before is None else before.status == Status.NONFINITE
     if bool((lost & ~known).any()):
         file_lost_steps(problem, lost | known)
@@ -139,9 +139,7 @@ class _Watch:
         if v is None or torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(v) or all_finite(grads):
             return grads
         self._refuse_changes()
-        stats = self.problem.report.stats
-        assert stats is not None
-        at_first = stats.status != Status.NONFINITE
+        at_first = self.problem.result.stats.status != Status.NONFINITE
         good = at_first & torch.isfinite(v).all(dim=1)
         if self.problem.equation.identity.coupled:  # gradients are no sums over independent samples
             grads, lost = self._again(v, good), torch.zeros_like(good)
@@ -158,7 +156,7 @@ class _Watch:
         needed = [leaves[i].requires_grad_() for i in self.followed]
         if not bool(good.any()):
             return [torch.zeros_like(leaf, requires_grad=False) for leaf in needed]
-        silent = dataclasses.replace(self.problem, report=Report(), on_failure="ignore")
+        silent = dataclasses.replace(self.problem, result=SolveResult.pending(), on_failure="ignore")
         with torch.enable_grad():
             start, args, v = quarantine(self.problem.equation, leaves[0], leaves[1:], v, good)
             z = self.steps(silent, start, args)
@@ -177,7 +175,7 @@ def file_lost_steps(problem: Problem, lost: Tensor) -> None:
     )
     unknown = stats.residual.masked_fill(~lost, float("nan")).masked_fill(lost, float("inf"))
     status = torch.where(lost, Status.NONFINITE, Status.MAX_STEPS).to(torch.int8)
-    problem.report.adjoint = dataclasses.replace(stats, status=status, residual=unknown)
+    problem.result.adjoint = dataclasses.replace(stats, status=status, residual=unknown)
     report_failures(told, problem.stop, problem.solver, what="adjoint", owner=problem.equation.identity.owner)
 
 

@@ -22,7 +22,7 @@ from equilibria.gradients.unrolled import Unrolled
 from equilibria.gradients.warmup import Warmup
 from equilibria.native.pool import PoolWorkspace
 from equilibria.native.pool import can_run as can_run_native
-from equilibria.solution import Report, Solution, Stats
+from equilibria.solution import Solution, SolveResult, Stats
 from equilibria.solvers.anderson import GROWTH, PATIENCE, Anderson
 from equilibria.solvers.picard import Picard
 from equilibria.solvers.rowwise import history_size, products, solve_small, subtract_combination
@@ -97,7 +97,7 @@ def advance(gradient: Gradient, solves: int) -> Callable[[Callable[[Tensor], Ten
 def solution(z: Tensor, layout: Layout, f: Callable[[State], State], z0: State, stats: Stats) -> Solution:
     """Return a Solution for the part of a model behind its equilibrium layer."""
     layout = dataclasses.replace(layout, batch=z.shape[0])
-    return Solution(layout.unpack(layout.saturate(z)), z0, f, Report(stats=stats), layout, None)
+    return Solution(layout.unpack(layout.saturate(z)), z0, f, SolveResult(z, stats), layout, None)
 
 
 def describe(status: Sequence[int], steps: Sequence[int], residual: Sequence[float], like: Tensor) -> Stats:

@@ -181,7 +181,7 @@ def test_weights_are_shared_and_listed_once() -> None:
 def test_the_first_prepares_once_the_second_in_every_step() -> None:
     one, two = Prepared(1), Prepared(2)
     s = stack(eq.DEQ(one), eq.DEQ(two)).solve(inputs(3, 4))
-    solved = s.report.stats  # `s.stats` measures the answer by one more evaluation, of a copy of the cell
+    solved = s.result.stats  # `s.stats` measures the answer by one more evaluation, of a copy of the cell
     assert solved is not None and one.calls == 1 and two.calls == solved.evaluations
 
 

@@ -129,7 +129,7 @@ def test_a_true_solution_passes() -> None:
 
 def test_a_status_that_claims_too_much_is_found() -> None:
     run = solved()
-    assert run.solution.report.stats is not None
+    assert run.solution.result.stats is not None
     z = run.solution.z + 1e-6
     run.solution = dataclasses.replace(run.solution, z=z)
     assert "converged beyond tolerance" in kinds(compare(run))
@@ -137,9 +137,9 @@ def test_a_status_that_claims_too_much_is_found() -> None:
 
 def test_a_residual_that_is_not_that_of_the_state_is_found() -> None:
     run = solved()
-    stats = run.solution.report.stats
+    stats = run.solution.result.stats
     assert stats is not None
-    run.solution.report.stats = dataclasses.replace(
+    run.solution.result.stats = dataclasses.replace(
         stats, status=torch.full_like(stats.status, eq.Status.MAX_STEPS), residual=stats.residual + 1e-3
     )
     assert kinds(compare(run)) == {"residual told"}
@@ -148,10 +148,10 @@ def test_a_residual_that_is_not_that_of_the_state_is_found() -> None:
 def test_a_state_that_only_grew_is_found() -> None:
     run = attempt(build(Case(batch=2, gain=1.0, seed=1)))
     assert isinstance(run, Run)
-    stats = run.solution.report.stats
+    stats = run.solution.result.stats
     assert stats is not None
     run.solution = dataclasses.replace(run.solution, z=run.solution.z * 1e6)
-    run.solution.report.stats = dataclasses.replace(stats, status=torch.zeros_like(stats.status))
+    run.solution.result.stats = dataclasses.replace(stats, status=torch.zeros_like(stats.status))
     assert "converged by growth" in kinds(compare(run))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import equilibria as eq
 from equilibria import native
 from equilibria._core.loop import solve
-from equilibria._core.results import SolveResult
+from equilibria.solution import SolveResult
 from tests.problems import generator, name
 
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.reason() or "native")

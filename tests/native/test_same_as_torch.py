@@ -14,7 +14,7 @@ from torch import Tensor
 import equilibria as eq
 from equilibria import native
 from equilibria._core.loop import solve
-from equilibria._core.results import SolveResult
+from equilibria.solution import SolveResult
 from tests.native.choice import can_run
 from tests.problems import FlatMap, TanhCell, affine, cosine, generator, inputs, matrix, name
 
