@@ -1,4 +1,4 @@
-"""The ten problems that every library solves, from a dense layer of 128 numbers to convolutions and attention.
+"""The problems that every library solves, from a dense layer of 96 numbers to convolutions and attention.
 
 Weights are drawn in float64 from a seed of the case and rounded to float32, so that they are the same in every run.
 """
@@ -10,16 +10,25 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Generator, Tensor, nn
-from torch.nn.utils import skip_init
 from torch.utils import _pytree as pytree
 
 from equilibria._core.packing import State
+from equilibria.lab.bench.cells import (
+    AffineTanhCell,
+    AttentionCell,
+    ConvCell,
+    GainCell,
+    GateCell,
+    GraphCell,
+    TwoScaleCell,
+    normal,
+    orthogonal,
+    ring_with_chords,
+)
+from equilibria.lab.bench.trained import LENGTH, TRAINED_WIDTH, trained_transformer
 
-WIDTH = 128  # numbers per sample of the dense cases
-GROUPS = 8  # of every GroupNorm, which divides all numbers of channels used here
-HEADS = 4  # of the attention
+WIDTH = 128  # numbers per sample of most dense cases
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,102 +79,33 @@ def make(name: str, batch: int | None = None) -> Case:
     return replace(build(usual if batch is None else batch), name=name)
 
 
-class AffineTanhCell(nn.Module):
-    """tanh(W z + u)."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(weight.float())
-
-    def forward(self, z: Tensor, u: Tensor) -> Tensor:
-        return torch.addmm(u, z, self.weight.T).tanh()
-
-
-class GainCell(AffineTanhCell):
-    """tanh(g W z + u) with a gain g per sample."""
-
-    def forward(self, z: Tensor, u: Tensor, gain: Tensor) -> Tensor:  # type: ignore[override]
-        return torch.addcmul(u, gain, z @ self.weight.T).tanh()
-
-
-class ConvCell(nn.Module):
-    """Two convolutions in a residual block, the input added before the second normalization."""
-
-    def __init__(self, generator: Generator, channels: int, gain: float) -> None:
-        super().__init__()
-        self.first = _conv(generator, channels, 3)
-        self.second = _conv(generator, channels, 3, gain)
-        self.norms = nn.ModuleList(nn.GroupNorm(GROUPS, channels) for _ in range(3))
-
-    def forward(self, z: Tensor, x: Tensor) -> Tensor:
-        y = self.norms[0](self.first(z).relu())
-        return self.norms[2]((z + self.norms[1](x + self.second(y))).relu())
-
-
-class Branch(ConvCell):
-    """The residual block of one resolution: it normalizes before its nonlinearity."""
-
-    def forward(self, z: Tensor, x: Tensor) -> Tensor:
-        y = self.norms[0](self.first(z)).relu()
-        return self.norms[2]((z + self.norms[1](x + self.second(y))).relu())
-
-
-class TwoScaleCell(nn.Module):
-    """A multiscale cell of two resolutions: a block on each, then each resolution adds the features of the other."""
-
-    def __init__(self, generator: Generator, channels: int, gain: float, crossing: float) -> None:
-        super().__init__()
-        self.branches = nn.ModuleList(Branch(generator, channels, gain) for _ in range(2))
-        self.up = nn.Sequential(_conv(generator, channels, 1), _norm(channels, crossing))
-        self.down = nn.Sequential(_conv(generator, channels, 3, stride=2), _norm(channels, crossing))
-        self.outs = nn.ModuleList(
-            nn.Sequential(_near_identity(generator, channels), nn.GroupNorm(GROUPS, channels)) for _ in range(2)
-        )
-
-    def forward(self, z: tuple[Tensor, Tensor], fine: Tensor, coarse: Tensor) -> tuple[Tensor, Tensor]:
-        a, b = self.branches[0](z[0], fine), self.branches[1](z[1], coarse)
-        up = F.interpolate(self.up(b), scale_factor=2.0, mode="nearest")
-        return self.outs[0]((a + up).relu()), self.outs[1]((b + self.down(a)).relu())
-
-
-class AttentionCell(nn.Module):
-    """A transformer block, normalized after each sum, with the input added to the residual stream."""
-
-    def __init__(self, generator: Generator, width: int, gain: float) -> None:
-        super().__init__()
-        self.split = _linear(generator, width, 3 * width, bias=False)
-        self.join = _linear(generator, width, width, gain, bias=False)
-        self.widen = _linear(generator, width, 4 * width)
-        self.narrow = _linear(generator, 4 * width, width, gain)
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-
-    def forward(self, z: Tensor, x: Tensor) -> Tensor:
-        query, key, value = self.split(z).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        heads = F.scaled_dot_product_attention(query, key, value)
-        y = self.norms[0](z + x + self.join(heads.transpose(1, 2).flatten(2)))
-        return self.norms[1](y + self.narrow(self.widen(y).relu()))
-
-
-def contraction(batch: int, norm: float, seed: int = 1000, **limits: float) -> Case:
+def contraction(batch: int, norm: float, seed: int = 1000, width: int = WIDTH, **limits: float) -> Case:
     """W symmetric with eigenvalues evenly over [-norm, norm]: a contraction by `norm` whose slow directions are there.
 
     A Gaussian W of the same norm has a spectral radius of half of that and is much easier.
     """
     generator = torch.Generator().manual_seed(seed)
-    weight = _symmetric(generator, torch.linspace(-norm, norm, WIDTH, dtype=torch.float64))
+    weight = _symmetric(generator, torch.linspace(-norm, norm, width, dtype=torch.float64))
     scale = 0.05 if norm < 0.95 else 0.01  # small enough that tanh stays steep, or the hard case would be an easy one
     return _dense(generator, AffineTanhCell(weight), batch, scale, f"{norm}-contraction, batch {batch}", **limits)
+
+
+def easy(batch: int, width: int) -> Case:
+    """W orthogonal times 0.9 and inputs of size one, where tanh is flat: plain iteration needs few steps."""
+    generator = torch.Generator().manual_seed(1006)
+    cell = AffineTanhCell(0.9 * orthogonal(generator, width))
+    return _dense(generator, cell, batch, 1.0, f"0.9 times an orthogonal matrix, {width} numbers, batch {batch}")
 
 
 def nonnormal(batch: int, norm: float = 1.5, radius: float = 0.92) -> Case:
     """|W| > 1 > spectral radius: errors grow before they decay."""
     generator = torch.Generator().manual_seed(1000)
-    basis = _orthogonal(generator)
+    basis = orthogonal(generator, WIDTH)
     angles = 2 * torch.pi * torch.rand(WIDTH // 2, generator=generator, dtype=torch.float64)
     radii = torch.linspace(0.1, radius, WIDTH // 2, dtype=torch.float64)
     turns = torch.stack([angles.cos(), angles.sin(), -angles.sin(), angles.cos()], 1).view(-1, 2, 2)
     diagonal = torch.block_diag(*(radii.view(-1, 1, 1) * turns))
-    upper = _normal(generator, WIDTH, WIDTH).triu(2)
+    upper = normal(generator, WIDTH, WIDTH).triu(2)
     weight = basis @ (diagonal + _share(diagonal, upper, norm) * upper) @ basis.T
     return _dense(generator, AffineTanhCell(weight), batch, 0.1, f"|W| = {norm}, spectral radius {radius}")
 
@@ -203,6 +143,31 @@ def two_scales(batch: int, channels: int = 24, size: int = 32) -> Case:
     return _case(generator, cell, shapes, note=f"two resolutions, {size} and {size // 2}, {channels} channels")
 
 
+def gates(batch: int, width: int = WIDTH) -> Case:
+    """The state of an LSTM, which it keeps and renews by its gates: two tensors and one input for all gates."""
+    generator = torch.Generator().manual_seed(1007)
+    cell = GateCell(generator, width, gain=1.4)
+    case = _case(generator, cell, [(batch, width)] * 2, note=f"gates of an LSTM, {width} numbers and as many in its memory")
+    u = normal(generator, batch, 4 * width).float().requires_grad_()
+    return replace(case, inputs=(u,), max_steps=200)
+
+
+def graph(batch: int, nodes: int = 400, width: int = 16) -> Case:
+    """Signals on one sparse graph, which are averaged over neighbours and mixed."""
+    generator = torch.Generator().manual_seed(1008)
+    cell = GraphCell(generator, ring_with_chords(generator, nodes), width, gain=0.9)
+    case = _case(generator, cell, [(batch, nodes, width)], 0.1, f"sparse graph of {nodes} nodes with {width} numbers each")
+    return replace(case, max_steps=200)
+
+
+def trained(batch: int, seed: int) -> Case:
+    """The cell of a DEQ transformer after a short training, on sequences it has not seen."""
+    model = trained_transformer(seed)
+    generator = torch.Generator().manual_seed(1009)
+    case = _case(generator, model.cell, [(batch, LENGTH, TRAINED_WIDTH)], note=f"attention block, trained, seed {seed}")
+    return replace(case, inputs=(model.injected(batch).requires_grad_(),), max_steps=200)
+
+
 def transformer(batch: int, length: int = 64, width: int = 128) -> Case:
     generator = torch.Generator().manual_seed(1004)
     cell = AttentionCell(generator, width, gain=0.8)
@@ -220,13 +185,29 @@ CASES: dict[str, tuple[Callable[[int], Case], int]] = {  # with the usual batch
     "conv": (conv, 32),
     "mdeq2": (two_scales, 16),
     "transformer": (transformer, 16),
+    "mlp-b1": (lambda batch: contraction(batch, 0.9, max_steps=200), 1),
+    "mlp-1024": (lambda batch: contraction(batch, 0.9, width=1024, max_steps=200), 32),
+    "lstm": (gates, 128),
+    "graph": (graph, 16),
+    "conv64": (lambda batch: conv(batch, channels=64), 16),
+    "trained-0": (lambda batch: trained(batch, 0), 16),
+    "trained-1": (lambda batch: trained(batch, 1), 16),
+    "trained-2": (lambda batch: trained(batch, 2), 16),
+    "easy-b48": (lambda batch: easy(batch, 96), 48),
+    "easy-b512": (lambda batch: easy(batch, 128), 512),
 }
 
 
 def _dense(
-    generator: Generator, cell: nn.Module, batch: int, scale: float, note: str, rtol: float = 1e-3, max_steps: float = 200
+    generator: Generator,
+    cell: AffineTanhCell,
+    batch: int,
+    scale: float,
+    note: str,
+    rtol: float = 1e-3,
+    max_steps: float = 200,
 ) -> Case:
-    case = _case(generator, cell, [(batch, WIDTH)], scale, note)
+    case = _case(generator, cell, [(batch, cell.weight.shape[0])], scale, note)
     return replace(case, rtol=rtol, max_steps=int(max_steps))
 
 
@@ -234,24 +215,15 @@ def _case(
     generator: Generator, cell: nn.Module, shapes: Sequence[tuple[int, ...]], scale: float = 1.0, note: str = ""
 ) -> Case:
     """A state of one tensor per shape, and an input for each."""
-    inputs = tuple((scale * _normal(generator, *shape)).float().requires_grad_() for shape in shapes)
-    cotangents = tuple((_normal(generator, *shape) / shape[0] ** 0.5).float() for shape in shapes)
+    inputs = tuple((scale * normal(generator, *shape)).float().requires_grad_() for shape in shapes)
+    cotangents = tuple((normal(generator, *shape) / shape[0] ** 0.5).float() for shape in shapes)
     starts = tuple(torch.zeros(shape) for shape in shapes)
     single = len(shapes) == 1
     return Case("", cell, inputs, starts[0] if single else starts, cotangents[0] if single else cotangents, note=note)
 
 
-def _normal(generator: Generator, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-
-def _orthogonal(generator: Generator) -> Tensor:
-    q, r = torch.linalg.qr(_normal(generator, WIDTH, WIDTH))
-    return q * r.diagonal().sign()  # uniformly distributed; as QR leaves them, the signs are LAPACK's choice
-
-
 def _symmetric(generator: Generator, eigenvalues: Tensor) -> Tensor:
-    basis = _orthogonal(generator)
+    basis = orthogonal(generator, len(eigenvalues))
     return (basis * eigenvalues) @ basis.T
 
 
@@ -263,30 +235,3 @@ def _share(diagonal: Tensor, upper: Tensor, norm: float) -> float:
         too_large = float(torch.linalg.matrix_norm(diagonal + middle * upper, 2)) > norm
         low, high = (low, middle) if too_large else (middle, high)
     return low
-
-
-def _linear(generator: Generator, inputs: int, outputs: int, gain: float = 1.0, bias: bool = True) -> nn.Linear:
-    layer: nn.Linear = skip_init(nn.Linear, inputs, outputs, bias=bias)
-    layer.weight.data.copy_(gain * _normal(generator, outputs, inputs) / inputs**0.5)
-    if bias:
-        layer.bias.data.zero_()
-    return layer
-
-
-def _conv(generator: Generator, channels: int, size: int, gain: float = 1.0, stride: int = 1) -> nn.Conv2d:
-    layer: nn.Conv2d = skip_init(nn.Conv2d, channels, channels, size, stride=stride, padding=size // 2, bias=False)
-    drawn = _normal(generator, channels, channels, size, size)
-    layer.weight.data.copy_(gain * drawn / (channels * size * size) ** 0.5)
-    return layer
-
-
-def _near_identity(generator: Generator, channels: int) -> nn.Conv2d:
-    layer = _conv(generator, channels, 1, gain=0.1)
-    layer.weight.data += torch.eye(channels)[:, :, None, None]
-    return layer
-
-
-def _norm(channels: int, weight: float) -> nn.GroupNorm:
-    norm = nn.GroupNorm(GROUPS, channels)
-    nn.init.constant_(norm.weight, weight)
-    return norm

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from equilibria.lab.bench.cases import Case
-from equilibria.lab.bench.methods import Method
+from equilibria.lab.bench.methods import COMPILED, DEFAULT, OURS, PLAIN, Method
 from equilibria.lab.bench.rules import Judge, Work, count, race, tighten
 
 
@@ -32,6 +32,7 @@ class MethodResult:
     residual  of the worst sample, in float64; None where it is not finite
     cosine    of its gradient with the reference, and `error`, the relative distance from it
     times     one per round: seconds of a training step / seconds of a bare call of the cell right before
+    forward   the same of a solve without gradients; empty for methods that it is not measured of
     """
 
     method: str
@@ -43,6 +44,12 @@ class MethodResult:
     cosine: float | None = None
     error: float | None = None
     times: tuple[float, ...] = ()
+    forward: tuple[float, ...] = ()
+
+    @property
+    def forward_time(self) -> float | None:
+        """Median time of a solve without gradients, in units of a bare call of the cell."""
+        return statistics.median(self.forward) if self.forward else None
 
     @property
     def time(self) -> float | None:
@@ -74,8 +81,10 @@ class CaseResults:
     def named(self, method: str) -> MethodResult | None:
         return next((outcome for outcome in self.outcomes if outcome.method == method), None)
 
-    def fastest(self, library: str) -> MethodResult | None:
-        timed = [(outcome.time, i) for i, outcome in enumerate(self.outcomes) if outcome.library == library]
+    def fastest(self, library: str, *, forward: bool = False) -> MethodResult | None:
+        """The method of a library with the fastest training step, or the fastest `forward` solve; None if none was timed."""
+        own = [(i, outcome) for i, outcome in enumerate(self.outcomes) if outcome.library == library]
+        timed = [(outcome.forward_time if forward else outcome.time, i) for i, outcome in own]
         found = min(((time, i) for time, i in timed if time is not None), default=None)
         return None if found is None else self.outcomes[found[1]]
 
@@ -122,12 +131,18 @@ def _run_case(case: Case, methods: Sequence[Method], rounds: int, budget: float)
     outcomes = [_examined(case, method, judge) for method in methods]
     ready = [(method, outcome) for method, outcome in zip(methods, outcomes, strict=True) if outcome.failure is None]
     _say(f"{case.name}: {len(ready)} of {len(methods)} methods get there, {time.perf_counter() - begin:.0f} s")
-    steps = {outcome.method: _step(case, method, outcome) for method, outcome in ready}
-    samples = race(case, steps, rounds, budget)
+    runs = {(outcome.method, "times"): _step(case, method, outcome) for method, outcome in ready}
+    runs |= {
+        (outcome.method, "forward"): _solve(case, method, outcome) for method, outcome in ready if is_timed_forward(method)
+    }
+    samples = race(case, runs, rounds, budget)
     units = [sample.unit for some in samples.values() for sample in some]
     _say(f"{case.name}: {max(map(len, samples.values()), default=0)} rounds, {time.perf_counter() - begin:.0f} s in all")
-    times = {method: tuple(float(f"{sample.ratio:.5g}") for sample in some) for method, some in samples.items()}
-    timed = tuple(replace(outcome, times=times.get(outcome.method, ())) for outcome in outcomes)
+    ratios = {key: tuple(float(f"{sample.ratio:.5g}") for sample in some) for key, some in samples.items()}
+    timed = tuple(
+        replace(outcome, **{what: ratios.get((outcome.method, what), ()) for what in ("times", "forward")})
+        for outcome in outcomes
+    )
     unit = statistics.median(units) if units else None
     return CaseResults(case.name, case.note, case.batch, case.rtol, timed, unit)
 
@@ -157,13 +172,24 @@ def _step(case: Case, method: Method, outcome: MethodResult) -> Any:
     return lambda: method.step(case, tol)
 
 
+def _solve(case: Case, method: Method, outcome: MethodResult) -> Any:
+    tol = outcome.tol
+    assert tol is not None
+    return lambda: method.solve(case, tol)
+
+
+def is_timed_forward(method: Method) -> bool:
+    """True for the methods whose solve without gradients is timed too: our default in all forms, and other libraries."""
+    return method.library != OURS or method.name in (DEFAULT, PLAIN, COMPILED)
+
+
 def _case_results(read: dict[str, Any]) -> CaseResults:
     return CaseResults(**read | {"outcomes": tuple(map(_outcome, read["outcomes"]))})
 
 
 def _outcome(read: dict[str, Any]) -> MethodResult:
     work = None if read["work"] is None else Work(**read["work"])
-    return MethodResult(**read | {"work": work, "times": tuple(read["times"])})
+    return MethodResult(**read | {"work": work, "times": tuple(read["times"]), "forward": tuple(read["forward"])})
 
 
 def _finite(value: float) -> float | None:

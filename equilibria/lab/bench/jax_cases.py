@@ -19,7 +19,18 @@ from torch.utils import _pytree as pytree
 from torch.utils.dlpack import from_dlpack
 
 from equilibria._core.packing import State
-from equilibria.lab.bench.cases import GROUPS, HEADS, AffineTanhCell, AttentionCell, Case, ConvCell, GainCell, TwoScaleCell
+from equilibria.lab.bench.cases import Case
+from equilibria.lab.bench.cells import (
+    GROUPS,
+    HEADS,
+    AffineTanhCell,
+    AttentionCell,
+    ConvCell,
+    GainCell,
+    GateCell,
+    InjectedAttentionCell,
+    TwoScaleCell,
+)
 
 Array = Any  # of JAX, or a tuple of them where a state has several parts
 Weights = Mapping[str, Array]  # by their names in the torch cell
@@ -114,12 +125,32 @@ def attention_cell(w: Weights, z: Array, x: Array) -> Array:
     return _layer_norm(w, "norms.1", y + wide @ w["narrow.weight"].T + w["narrow.bias"])
 
 
+def injected_attention_cell(w: Weights, z: Array, u: Array) -> Array:
+    nn = load().nn
+    batch, length, width = z.shape
+    split = (z @ w["split.weight"].T + u).reshape(batch, length, 3, HEADS, width // HEADS)
+    heads = nn.dot_product_attention(split[:, :, 0], split[:, :, 1], split[:, :, 2], is_causal=True)
+    y = _layer_norm(w, "norms.0", z + heads.reshape(batch, length, width) @ w["join.weight"].T)
+    wide = nn.relu(y @ w["widen.weight"].T + w["widen.bias"])
+    return _layer_norm(w, "norms.1", y + wide @ w["narrow.weight"].T + w["narrow.bias"])
+
+
+def gate_cell(w: Weights, z: tuple[Array, Array], u: Array) -> tuple[Array, Array]:
+    sigmoid, tanh = load().nn.sigmoid, load().numpy.tanh
+    h, memory = z
+    keep, renew, show, new = load().numpy.split(u + h @ w["weight"].T, 4, axis=1)
+    memory = sigmoid(keep) * memory + sigmoid(renew) * tanh(new)
+    return sigmoid(show) * tanh(memory), memory
+
+
 CELLS: dict[type[nn.Module], Cell] = {
     AffineTanhCell: tanh_cell,
     GainCell: gain_cell,
     ConvCell: conv_cell,
     TwoScaleCell: two_scale_cell,
     AttentionCell: attention_cell,
+    InjectedAttentionCell: injected_attention_cell,
+    GateCell: gate_cell,
 }
 
 

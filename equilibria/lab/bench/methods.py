@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from equilibria._core.packing import State
 from equilibria.deq import DEQ
 from equilibria.gradients.implicit import Implicit
 from equilibria.lab.bench.cases import Case
+from equilibria.native import disabled
 from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.broyden import Broyden
 from equilibria.solvers.fallback import AnySolver
@@ -25,6 +27,7 @@ from equilibria.stop import Stop
 
 OURS, TORCHDEQ = "equilibria", "TorchDEQ"
 DEFAULT = f"{OURS} default"
+PLAIN, COMPILED = f"{DEFAULT}, plain", f"{DEFAULT}, compiled"
 
 Layer = Callable[[bool], State]  # runs a solve: True in training mode
 
@@ -73,13 +76,25 @@ class LayerMethod(Method):
 
 @dataclass(eq=False)
 class Ours(LayerMethod):
-    """An eq.DEQ; settings that are None keep the default."""
+    """An eq.DEQ; settings that are None keep the default. Without `native`, solvers step in torch."""
 
     name: str = DEFAULT
     solver: AnySolver | None = None
     adjoint: AnySolver | None = None
     compile: bool = False
+    native: bool = True
     library: str = OURS
+
+    def solve(self, case: Case, tol: float) -> State:
+        with self._steps():
+            return super().solve(case, tol)
+
+    def step(self, case: Case, tol: float) -> tuple[State, Sequence[Tensor]]:
+        with self._steps():
+            return super().step(case, tol)
+
+    def _steps(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.native else disabled()
 
     def build(self, case: Case, tol: float) -> Layer:
         deq = self.deq(case, tol)
@@ -142,12 +157,13 @@ def ours(compile: bool = False) -> list[Method]:
     """The default configuration of equilibria and common alternatives."""
     found: list[Method] = [
         Ours(),
+        Ours(PLAIN, native=False),
         Ours(f"{OURS} Picard", Picard()),
         Ours(f"{OURS} Anderson, Anderson adjoint", Anderson(), Anderson()),
         Ours(f"{OURS} Anderson, BiCGSTAB adjoint", Anderson(), BiCGSTAB()),
         Ours(f"{OURS} Broyden", Broyden()),
     ]
-    return found + ([Ours(f"{OURS} default, compiled", compile=True)] if compile else [])
+    return found + ([Ours(COMPILED, compile=True)] if compile else [])
 
 
 def torchdeq() -> list[Method]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from equilibria.analysis.plots import COLOURS, INK, finish, new_axes
 from equilibria.lab.bench.driver import BenchResults, CaseResults, MethodResult
-from equilibria.lab.bench.methods import DEFAULT, OURS, TORCHDEQ
+from equilibria.lab.bench.methods import COMPILED, DEFAULT, OURS, PLAIN, TORCHDEQ
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,12 +30,36 @@ overhead: step / (evaluations + products); residual: of the worst sample, in flo
 from a float64 implicit gradient, of weights or inputs, whichever agrees less."""
 
 
+FORMS = ("native", "plain", "compiled")  # of our default
+RATIOS = ("case", "fastest TorchDEQ", "its calls", "our calls", *FORMS, *(f"solve, {form}" for form in FORMS))
+
+
 def ratio(outcome: MethodResult | None, results: CaseResults) -> float | None:
     """Step time divided by that of the fastest TorchDEQ; below 1 is faster."""
     theirs = results.fastest(TORCHDEQ)
     if outcome is None or outcome.time is None or theirs is None or theirs.time is None:
         return None
     return outcome.time / theirs.time
+
+
+def forward_ratio(outcome: MethodResult | None, results: CaseResults) -> float | None:
+    """Time of a solve without gradients divided by that of the TorchDEQ that is fastest in it."""
+    theirs = results.fastest(TORCHDEQ, forward=True)
+    if outcome is None or outcome.forward_time is None or theirs is None or theirs.forward_time is None:
+        return None
+    return outcome.forward_time / theirs.forward_time
+
+
+def ratios(results: BenchResults) -> str:
+    """Markdown: a row per case with our default, native, plain and compiled, as shares of the fastest TorchDEQ."""
+    lines = _head(*RATIOS)
+    for case in results.cases:
+        theirs, own = case.fastest(TORCHDEQ), case.named(DEFAULT)
+        forms = [case.named(name) for name in (DEFAULT, PLAIN, COMPILED)]
+        shares = [ratio(form, case) for form in forms] + [forward_ratio(form, case) for form in forms]
+        name = "–" if theirs is None else theirs.method.removeprefix(f"{TORCHDEQ} ")
+        lines.append(_row(case.case, name, _calls(theirs), _calls(own), *(_number(share, ".2f") for share in shares)))
+    return "\n".join(lines)
 
 
 def summary(results: BenchResults) -> str:
@@ -55,7 +79,8 @@ def details(results: BenchResults) -> str:
 def text(results: BenchResults) -> str:
     """Everything."""
     setting = ", ".join(f"{name} {value}" for name, value in results.setting.items() if value not in ("", None))
-    return "\n\n".join(["## Training step", summary(results), EXPLANATION, details(results), setting])
+    parts = ["## Our default : fastest TorchDEQ", ratios(results), "## Training step", summary(results)]
+    return "\n\n".join([*parts, EXPLANATION, details(results), setting])
 
 
 def plot(results: BenchResults, axes: Axes | None = None) -> Axes:
@@ -105,12 +130,16 @@ def _cells(outcome: MethodResult, case: CaseResults) -> list[str]:
     ]
 
 
+def _calls(outcome: MethodResult | None) -> str:
+    return "–" if outcome is None or outcome.work is None else str(outcome.work.calls)
+
+
 def _number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
 def _head(*names: str) -> list[str]:
-    words = ("case", "method")
+    words = ("case", "method", "fastest TorchDEQ")
     return [_row(*names), _row(*("---" if name in words else "---:" for name in names))]
 
 

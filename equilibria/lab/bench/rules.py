@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,7 @@ EXACT = 1e-9  # of the reference, in float64: far below what any method is asked
 WARM, UNIT, SAMPLE = 0.02, 0.05, 0.03  # seconds at least: to warm up, of a bare call's measurement, of a timed sample
 
 
+K = TypeVar("K")  # names of timed runs
 clock = time.process_time  # by the wall clock the same step varied fourfold on a busy machine
 
 
@@ -178,12 +179,12 @@ class Sample:
 
 
 def race(
-    case: Case, steps: Mapping[str, Callable[[], object]], rounds: int, budget: float, least: int = 3
-) -> dict[str, list[Sample]]:
+    case: Case, steps: Mapping[K, Callable[[], object]], rounds: int, budget: float, least: int = 3
+) -> dict[K, list[Sample]]:
     """Every step once per round, for so many rounds or seconds but not less than `least` rounds."""
     bare = bare_call(case)
     repeats = {name: max(1, round(SAMPLE / _seconds(step, 1))) for name, step in steps.items()}
-    samples: dict[str, list[Sample]] = {name: [] for name in steps}
+    samples: dict[K, list[Sample]] = {name: [] for name in steps}
     order, begin = random.Random(0), time.perf_counter()
     for done in range(rounds):
         if done >= min(least, rounds) and time.perf_counter() - begin > budget:

@@ -77,6 +77,31 @@ def test_a_double_has_the_same_numbers_and_is_a_copy(name: str) -> None:
         assert torch.equal(own.double(), copied)
 
 
+@pytest.mark.parametrize(("name", "width"), [("easy-b48", 96), ("easy-b512", 128)])
+def test_an_easy_case_is_an_orthogonal_matrix_with_inputs_of_size_one(name: str, width: int) -> None:
+    w = weight(name)
+    torch.testing.assert_close(w @ w.T, 0.81 * torch.eye(width, dtype=torch.float64), rtol=0, atol=1e-5)
+    assert float(make(name).inputs[0].detach().std()) == pytest.approx(1.0, abs=0.05)
+
+
+def test_the_graph_is_sparse_and_its_norm_is_at_most_one() -> None:
+    adjacency = make("graph", batch=1).cell.adjacency
+    assert isinstance(adjacency, Tensor) and adjacency.is_sparse
+    dense = adjacency.to_dense().double()
+    assert float((dense != 0).double().mean()) < 0.02
+    assert float(torch.linalg.matrix_norm(dense, 2)) <= 1 + ROUNDED
+
+
+def test_trained_cases_read_sequences_without_looking_ahead() -> None:
+    case = make("trained-0", batch=2)
+    (u,), cell = case.inputs, case.cell
+    z = torch.randn(case.start.shape, generator=torch.Generator().manual_seed(1))  # type: ignore[union-attr]
+    later = z.clone()
+    later[:, -1] += 1
+    with torch.no_grad():
+        assert torch.equal(cell(z, u)[:, :-1], cell(later, u)[:, :-1])
+
+
 def test_the_usual_batches() -> None:
     batches = {name: make(name).batch for name in CASES}
     assert batches["mlp-b32"] == 32 and batches["mlp-b512"] == batches["mixed"] == 512

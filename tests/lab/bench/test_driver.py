@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from equilibria import native
 from equilibria._core.packing import State
 from equilibria.lab.bench import command, report
 from equilibria.lab.bench.cases import contraction, two_scales
 from equilibria.lab.bench.driver import BenchResults, CaseResults, MethodResult, run
-from equilibria.lab.bench.methods import DEFAULT, TORCHDEQ, Method, Ours, ours
+from equilibria.lab.bench.methods import COMPILED, DEFAULT, PLAIN, TORCHDEQ, Method, Ours, ours
 from equilibria.lab.bench.rules import Judge, Work, tighten
 from equilibria.solvers.picard import Picard
 
@@ -71,6 +73,7 @@ def test_everything_is_recorded(results: BenchResults) -> None:
     assert default.work is not None and default.overhead is not None and default.time is not None
     assert default.overhead == pytest.approx(default.time / default.work.calls)
     assert case.fastest(TORCHDEQ) is case.named(Standing.name)
+    assert len(default.forward) == 2 and case.fastest(TORCHDEQ, forward=True) is case.named(Standing.name)
 
 
 def test_who_fails_is_recorded_with_the_reason_and_not_timed(results: BenchResults) -> None:
@@ -103,7 +106,8 @@ def test_the_report_names_ratios_and_failures(results: BenchResults) -> None:
 
 
 def outcome(method: str, library: str, *times: float) -> MethodResult:
-    return MethodResult(method, library, None, 1e-3, 5e-4, Work(8, 2, 10, 640), 0.99, 0.1, times)
+    forward = tuple(time / 4 for time in times)
+    return MethodResult(method, library, None, 1e-3, 5e-4, Work(8, 2, 10, 640), 0.99, 0.1, times, forward)
 
 
 MADE = BenchResults(
@@ -133,6 +137,27 @@ def test_ratios_are_of_medians_to_the_fastest_torchdeq() -> None:
     assert any(line.startswith("| a | equilibria fast | 25 | 0.25 |") for line in summary)
     assert any(line.startswith("| b | equilibria default | 40 | – |") for line in summary)  # nobody to compare with
     assert not any(f"{TORCHDEQ} y" in line for line in summary)
+
+
+def test_the_table_of_ratios_has_native_plain_and_compiled() -> None:
+    case = MADE.cases[0]
+    forms = (outcome(PLAIN, "equilibria", 75), outcome(COMPILED, "equilibria", 30))
+    table = report.ratios(BenchResults({}, (dataclasses.replace(case, outcomes=(*case.outcomes, *forms)),))).splitlines()
+    assert table[-1] == "| a | x | 20 | 20 | 0.50 | 0.75 | 0.30 | 0.50 | 0.75 | 0.30 |"
+    assert report.ratios(MADE).splitlines()[-1] == "| b | – | – | 20 | – | – | – | – | – | – |"
+
+
+def test_plain_steps_are_those_of_torch() -> None:
+    method = next(method for method in ours() if method.name == PLAIN)
+    seen = []
+
+    class Asking(torch.nn.Module):
+        def forward(self, z: Tensor, x: Tensor) -> Tensor:
+            seen.append(native.available())
+            return 0.5 * z + x
+
+    method.solve(dataclasses.replace(contraction(4, 0.9), cell=Asking()), 1e-3)
+    assert seen and not any(seen)
 
 
 def test_the_plot_has_two_bars_per_case_and_the_line_at_one() -> None:

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from equilibria._core.packing import State
-from equilibria.lab.bench.cases import AffineTanhCell, contraction, make, mixed, two_scales
+from equilibria.lab.bench.cases import contraction, make, mixed, two_scales
+from equilibria.lab.bench.cells import AffineTanhCell
 from equilibria.lab.bench.methods import Method, Ours, TorchDEQ, torchdeq
 from equilibria.lab.bench.rules import FACTORS, Judge, Sample, count, counting, race, tighten
 from equilibria.solvers.picard import Picard
