@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from equilibria._core.packing import State
 from equilibria.lab.bench import jax_cases, jax_methods
-from equilibria.lab.bench.cases import Case, contraction, conv, mixed, transformer, two_scales
+from equilibria.lab.bench.cases import Case, contraction, conv, gates, mixed, trained, transformer, two_scales
 from equilibria.lab.bench.jax_cases import JaxCase, load, translate
 from equilibria.lab.bench.jax_methods import jax
 from equilibria.lab.bench.methods import Method
@@ -26,6 +26,8 @@ SMALL: dict[str, Callable[[], Case]] = {
     "conv": lambda: conv(2, channels=16, size=8),
     "two scales": lambda: two_scales(2, channels=16, size=16),
     "transformer": lambda: transformer(2, length=8, width=32),
+    "gates": lambda: gates(2, width=16),
+    "trained": lambda: trained(2, seed=0),
 }
 METHODS = jax()
 DEMANDING = ("jaxopt Anderson, GMRES", "optimistix Picard, GMRES")  # one differentiates backwards, the other forwards
