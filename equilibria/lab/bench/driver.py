@@ -140,8 +140,8 @@ def _run_case(case: Case, methods: Sequence[Method], rounds: int, budget: float)
     _say(f"{case.name}: {max(map(len, samples.values()), default=0)} rounds, {time.perf_counter() - begin:.0f} s in all")
     ratios = {key: tuple(float(f"{sample.ratio:.5g}") for sample in some) for key, some in samples.items()}
     timed = tuple(
-        replace(outcome, **{what: ratios.get((outcome.method, what), ()) for what in ("times", "forward")})
-        for outcome in outcomes
+        replace(o, times=ratios.get((o.method, "times"), ()), forward=ratios.get((o.method, "forward"), ()))
+        for o in outcomes
     )
     unit = statistics.median(units) if units else None
     return CaseResults(case.name, case.note, case.batch, case.rtol, timed, unit)

@@ -95,7 +95,7 @@ def test_the_graph_is_sparse_and_its_norm_is_at_most_one() -> None:
 def test_trained_cases_read_sequences_without_looking_ahead() -> None:
     case = make("trained-0", batch=2)
     (u,), cell = case.inputs, case.cell
-    z = torch.randn(case.start.shape, generator=torch.Generator().manual_seed(1))  # type: ignore[union-attr]
+    z = torch.randn(tensors(case.start)[0].shape, generator=torch.Generator().manual_seed(1))
     later = z.clone()
     later[:, -1] += 1
     with torch.no_grad():
