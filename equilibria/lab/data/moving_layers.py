@@ -135,13 +135,14 @@ def moving_layers(
     *,
     size: tuple[int, int] = (48, 64),
     train: int = 1_000,
+    valid: int = 0,
     test: int = 32,
     frames: int = 8,
     layers: int = 4,
     motion: float = 4.0,
     seed: int = 0,
 ) -> Dataset[Split]:
-    """Optical flow of generated scenes: pairs of frames to train on, videos of `frames` frames to test on.
+    """Optical flow of generated scenes: pairs of frames to train on, videos of `frames` frames to validate and test on.
 
     x is uint8 (n, frames, 3, height, width), y (n, frames - 1, 3, height, width) has the flow (x, y) in pixels from each
     frame to the next and a mask of the points that are seen in both. Layers move with constant velocity, turn, shear and
@@ -162,4 +163,11 @@ def moving_layers(
         parts = [filmed(draw_scenes(count, size, layers, motion, draws), size, length) for count in counts]
         return Split(*(torch.cat([getattr(part, key) for part in parts]) for key in ("x", "y")))
 
-    return Dataset("moving-layers", split("train", train, 2), split("test", test, frames), mean=(0.5,) * 3, std=(0.25,) * 3)
+    return Dataset(
+        "moving-layers",
+        split("train", train, 2),
+        split("test", test, frames),
+        split("valid", valid, frames) if valid else None,
+        mean=(0.5,) * 3,
+        std=(0.25,) * 3,
+    )

@@ -35,7 +35,8 @@ class DEQFlow(nn.Module):
     stop         of the solve in training; `keep_every` makes iterates available for corrections
     gradient     of the equilibrium
     eval_stop    in eval mode; None: as `stop`
-    corrections  iterates on the way that training supervises as well, by their one-step gradient
+    corrections  iterates on the way that training supervises as well
+    correction_steps  of the phantom gradient of each of them
     """
 
     def __init__(
@@ -48,9 +49,10 @@ class DEQFlow(nn.Module):
         gradient: Gradient = JFB(),
         eval_stop: Stop | None = None,
         corrections: int = 2,
+        correction_steps: int = 1,
     ) -> None:
         super().__init__()
-        self.config, self.corrections = config, corrections
+        self.config, self.corrections, self.correction_steps = config, corrections, correction_steps
         self.features = Encoder(config.features, config.factor)
         self.context = Encoder(config.context, config.factor)
         cell, start = FlowCell(config), FlowStart(config.hidden)
@@ -94,7 +96,7 @@ class DEQFlow(nn.Module):
     def _states(self, inputs: tuple[Tensor, ...]) -> list[FlowState]:
         if isinstance(self.layer, WeightTied):
             return list(self.layer.trajectory(*inputs).states[1:])
-        return correction_states(self.layer.solve(*inputs), most=self.corrections)
+        return correction_states(self.layer.solve(*inputs), steps=self.correction_steps, most=self.corrections)
 
     def _checked(self, frames: Tensor, count: int) -> Tensor:
         factor = self.config.factor

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Mixer = Literal["mlp", "attention"]
+Mixer = Literal["mlp", "attention", "line", "square"]
 EPS = 1e-5  # of the RMS norms
 ROTARY_BASE = 10_000.0  # of the wavelengths of rotary positions, as in the literature
 
@@ -70,6 +70,33 @@ class RotaryAttention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
+class NeighbourConvolution(nn.Module):
+    """A convolution of (batch, positions, width) over each position and its nearest neighbours, zeros beyond the edge.
+
+    dimensions  1: positions stand in a line, kernel 3. 2: they are a square board row by row, kernel 3x3
+    """
+
+    def __init__(self, width: int, dimensions: int) -> None:
+        super().__init__()
+        self.dimensions = dimensions
+        make = nn.Conv1d if dimensions == 1 else nn.Conv2d
+        self.convolution: nn.Conv1d | nn.Conv2d = make(width, width, 3, padding=1, bias=False)
+
+    def forward(self, h: Tensor) -> Tensor:
+        channels = h.transpose(1, 2)
+        if self.dimensions == 2:
+            channels = channels.unflatten(2, (side := board_side(h.shape[1]), side))
+        return self.convolution(channels).flatten(2).transpose(1, 2)
+
+
+def board_side(positions: int) -> int:
+    """The side of a square board of so many positions."""
+    side = math.isqrt(positions)
+    if side * side != positions:
+        raise ValueError(f"mixer='square' needs a square board, got {positions} positions; use mixer='line' for a sequence.")
+    return side
+
+
 def rotary_angles(positions: int, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosines and sines, (positions, size / 2), of position * base^(-2 i / size)."""
     frequency = ROTARY_BASE ** (-torch.arange(0, size, 2, device=like.device, dtype=torch.float64) / size)
@@ -103,6 +130,6 @@ def rms_norm(h: Tensor) -> Tensor:
 def initialize(module: nn.Module) -> None:
     """Truncated normal weights with standard deviation 1 / sqrt(inputs), cut at two of them."""
     for part in module.modules():
-        if isinstance(part, nn.Linear):
-            std = part.in_features**-0.5
+        if isinstance(part, nn.Linear | nn.Conv1d | nn.Conv2d):
+            std = part.weight[0].numel() ** -0.5
             nn.init.trunc_normal_(part.weight, std=std, a=-2 * std, b=2 * std)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from equilibria.models.reasoning.blocks import Layer, PositionMLP, RotaryAttention, initialize
+from equilibria.models.reasoning.blocks import Layer, NeighbourConvolution, PositionMLP, RotaryAttention, initialize
 from equilibria.models.reasoning.configs import ReasonerConfig
 
 Pair = tuple[Tensor, Tensor]
@@ -60,8 +60,10 @@ def _layer(c: ReasonerConfig) -> Layer:
     mixer: nn.Module
     if c.mixer == "mlp":
         mixer = PositionMLP(c.positions, c.expansion, c.multiple)
-    else:
+    elif c.mixer == "attention":
         mixer = RotaryAttention(c.width, c.heads)
+    else:
+        mixer = NeighbourConvolution(c.width, dimensions=1 if c.mixer == "line" else 2)
     return Layer(mixer, c.width, c.expansion, c.multiple)
 
 

@@ -18,9 +18,10 @@ class ReasonerConfig:
     """The architecture of a reasoner.
 
     tokens      kinds of input tokens, and of answers
-    positions   of a sample; attention takes any number of them, the MLP mixer exactly these
+    positions   of a sample; the MLP mixer takes exactly these, the others any number
     registers   positions before the sample's own, with an embedding of their own; the published puzzle embedding has 16
-    mixer       "mlp": a SwiGLU over positions, for boards of one size; "attention" with rotary positions
+    mixer       "mlp": a SwiGLU over positions, for boards of one size; "attention" with rotary positions; a convolution over
+                nearest neighbours in a "line" or on a "square" board, so that every recursion reaches one position further
     multiple    hidden widths of the SwiGLUs are rounded up to a multiple of this
     h_cycles    recursions in one supervised step, the last one with a gradient
     l_cycles    updates of the scratch pad in a recursion
@@ -55,6 +56,10 @@ class ReasonerConfig:
             choices = get_args(kind)
             require(getattr(self, name) in choices, f"{name} must be one of {choices}, got {getattr(self, name)!r}.")
         require(self.registers >= 0, f"registers must not be negative, got {self.registers}.")
+        require(
+            self.registers == 0 or self.mixer in ("mlp", "attention"),
+            f"registers have no place among neighbours: mixer={self.mixer!r} needs registers=0, got {self.registers}.",
+        )
         require(0 < self.relaxation <= 1, f"relaxation must lie in (0, 1], got {self.relaxation}.")
         require(self.noise >= 0, f"noise must not be negative, got {self.noise}.")
 

@@ -125,7 +125,7 @@ class Reasoner(nn.Module):
         if tokens.dim() != 2 or (c.mixer == "mlp" and tokens.shape[1] != c.positions):
             raise ValueError(
                 f"Tokens must have the shape (batch, {c.positions}), got {tuple(tokens.shape)}. "
-                "Flatten boards row by row; for boards of several sizes use mixer='attention'."
+                "Flatten boards row by row; for boards of several sizes use another mixer than 'mlp'."
             )
         x = self.embedding(tokens)
         if self.registers is not None:

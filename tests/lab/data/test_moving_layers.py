@@ -98,6 +98,16 @@ def test_shapes_and_seeds() -> None:
     assert not torch.equal(found.train.x[0], found.train.x[32])  # another chunk
 
 
+def test_validation_scenes_are_scenes_of_their_own() -> None:
+    options: dict[str, Any] = {"size": (16, 24), "train": 8, "test": 3, "frames": 5}
+    found, without = data.load("moving-layers", valid=3, **options), data.load("moving-layers", **options)
+    assert without.valid is None and found.valid is not None
+    assert found.valid.x.shape == found.test.x.shape and found.valid.y.shape == found.test.y.shape
+    for other in (found.test.x[:, :2], found.train.x[:3]):
+        assert not torch.equal(found.valid.x[:, :2], other)
+    assert torch.equal(found.train.x, without.train.x) and torch.equal(found.test.x, without.test.x)
+
+
 def test_motions_have_the_size_that_is_asked_for() -> None:
     slow, fast = (data.load("moving-layers", train=64, test=1, motion=motion).train.y[:, :, :2] for motion in (1.0, 6.0))
     lengths = [float(flow.norm(dim=2).mean()) for flow in (slow, fast)]

@@ -13,7 +13,9 @@ import equilibria as eq
 from equilibria.lab.experiments import experiment
 from equilibria.lab.experiments.flow import memory_table, table
 from equilibria.lab.experiments.flow.task import FlowSettings, OpticalFlow, SceneData, end_point_error
+from equilibria.lab.experiments.image_task import inside
 from equilibria.lab.training import Trainer
+from equilibria.models.flow.deq_flow import DEQFlow
 from tests.lab.training.tasks import Noted
 
 SMALL = FlowSettings(data=SceneData(height=16, width=24, train=8, test=2, frames=4, motion=2.0), rtol=0.05, eval_steps=60)
@@ -49,6 +51,31 @@ def test_evaluation_is_along_videos() -> None:
     zeros = y[:, :, :2].norm(dim=2).mean()
     assert float(found["epe_zero"]) == pytest.approx(float(zeros))
     assert found["nfe_warm_1"] == found["nfe_cold_1"]
+
+
+def test_corrections_have_phantom_gradients_of_their_steps() -> None:
+    """Each correction is the cell applied so often to an iterate, with a graph; the equilibrium comes last."""
+    torch.manual_seed(0)
+    task = OpticalFlow(
+        dataclasses.replace(SMALL, kind="upg", phantom_steps=2, corrections=1, correction_steps=3, keep_every=2)
+    )
+    net = inside(task.model(), DEQFlow)
+    frames = torch.randn(2, 2, 3, 16, 24)
+    with eq.record(net) as solutions:
+        flows = net(frames, on_the_way=True)
+    s = solutions[0]
+    kept = s.stats.iterates
+    z = s.layout.unpack(kept[len(kept) // 2])
+    inputs = net.layer.cell.prepare(*net.inputs(frames))
+    for _ in range(3):
+        z = net.layer.cell(z, *inputs)
+    assert len(flows) == 2
+    torch.testing.assert_close(flows[0], net.upsample(z), rtol=1e-4, atol=1e-4)
+    weight = net.layer.cell.head[-1].weight
+    one, other = (
+        torch.autograd.grad(flow.square().sum(), weight, retain_graph=True)[0] for flow in (flows[0], net.upsample(z))
+    )
+    torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3 * float(other.abs().max()))
 
 
 def test_an_unrolled_network_is_evaluated_at_other_depths() -> None:

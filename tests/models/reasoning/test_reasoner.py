@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -238,6 +240,35 @@ def test_noise_is_one_draw_per_solve_or_per_call() -> None:
     assert float(model.start(x)[0].detach().abs().max()) <= 2.0
 
 
+@pytest.mark.parametrize(("mixer", "shape"), [("line", (6,)), ("square", (3, 3))])
+def test_a_convolution_sums_over_nearest_neighbours(mixer: Any, shape: tuple[int, ...]) -> None:
+    """Against the sum written out, with zeros beyond the edge; a recursion reaches one position per block and layer."""
+    count = math.prod(shape)
+    model = tiny(mixer=mixer, positions=count, layers=1)
+    mix: Any = model.layer.cell.layers[0].mixer
+    h = torch.randn(2, count, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    weight, board = mix.convolution.weight.detach(), h.view(2, *shape, 8)
+    expected = torch.zeros_like(board)
+    for place in itertools.product(*(range(n) for n in shape)):
+        for offset in itertools.product((-1, 0, 1), repeat=len(shape)):
+            near = tuple(a + b for a, b in zip(place, offset, strict=True))
+            if all(0 <= a < n for a, n in zip(near, shape, strict=True)):
+                kernel = weight[(slice(None), slice(None), *(b + 1 for b in offset))]
+                expected[(slice(None), *place)] += board[(slice(None), *near)] @ kernel.T
+    torch.testing.assert_close(mix(h), expected.view(2, count, 8), rtol=ROUNDING, atol=ROUNDING)
+
+
+def test_a_recursion_on_a_line_reaches_one_position_per_block() -> None:
+    model = tiny(mixer="line", layers=1, l_cycles=2)
+    x, changed = tokens(1, 9), tokens(1, 9)
+    changed[0, 0] = (x[0, 0] + 1) % 5
+    start = torch.zeros(1, 9, 8, dtype=torch.float64), torch.zeros(1, 9, 8, dtype=torch.float64)
+    with torch.no_grad():
+        ends = [model.layer.cell(start, model.embed(each))[0] for each in (x, changed)]
+    moved = (ends[0] - ends[1]).abs().amax(dim=(0, 2)) > 0
+    assert moved.tolist() == [True] * 4 + [False] * 5  # two updates of the scratch pad, one of the answer: three positions
+
+
 def test_learned_starts_get_gradients_that_follow_the_start() -> None:
     model = tiny(start="learned", h_cycles=1, stop=eq.Stop(max_steps=2, on_failure="ignore"), gradient=eq.Unrolled(depth=2))
     model.think(tokens()).logits.square().sum().backward()
@@ -251,6 +282,11 @@ def test_registers_and_the_shape_of_tokens() -> None:
     with pytest.raises(ValueError, match=r"must have the shape \(batch, 6\), got \(3, 5\)"):
         model(tokens(positions=5))
     assert tiny(mixer="attention").think(tokens(positions=9)).logits.shape == (3, 9, 5)
+    assert tiny(mixer="line").think(tokens(positions=9)).logits.shape == (3, 9, 5)
+    with pytest.raises(ValueError, match="needs a square board, got 6 positions"):
+        tiny(mixer="square").think(tokens(positions=6))
+    with pytest.raises(ValueError, match="needs registers=0, got 2"):
+        tiny(mixer="line", registers=2)
     with pytest.raises(ValueError, match="relaxation must lie in"):
         dataclasses.replace(TINY, relaxation=0.0)
     with pytest.raises(ValueError, match="even width per head"):

@@ -32,18 +32,19 @@ ADJOINT = Stop(rtol=0.1, atol=0.0, max_steps=12, on_failure="ignore")
 
 @dataclass(frozen=True, kw_only=True)
 class SceneData:
-    """The choice of scenes, see `moving_layers`; `frames` is the length of the test videos."""
+    """The choice of scenes, see `moving_layers`; `frames` is the length of the videos to validate and test on."""
 
     height: int = 48
     width: int = 64
     train: int = 1_000
+    valid: int = 16
     test: int = 32
     frames: int = 8
     motion: float = 6.0
     seed: int = 0
 
     def load(self) -> Dataset[Split]:
-        options: dict[str, Any] = {"train": self.train, "test": self.test, "frames": self.frames}
+        options: dict[str, Any] = {"train": self.train, "valid": self.valid, "test": self.test, "frames": self.frames}
         return load("moving-layers", size=(self.height, self.width), motion=self.motion, seed=self.seed, **options)
 
 
@@ -53,7 +54,7 @@ class FlowSettings:
 
     kind         gradient of the equilibrium: "jfb" of one step, "upg" of `phantom_steps` steps, "implicit"; or the update
                  "unrolled" `depth` times
-    corrections  iterates on the way that are supervised as well
+    corrections  iterates on the way that are supervised as well, by a phantom gradient of `correction_steps` steps
     rtol         of solves, in training and in evaluation
     depths       updates that are evaluated, of unrolled networks
     """
@@ -63,6 +64,7 @@ class FlowSettings:
     kind: Kind = "jfb"
     depth: int = 12
     corrections: int = 2
+    correction_steps: int = 1
     keep_every: int = 3
     phantom_steps: int = 3
     rtol: float = 1e-2
@@ -86,7 +88,11 @@ class OpticalFlow(Task[Batch]):
         found = self.settings.data.load()
         place: dict[str, Any] = {"rank": rank, "world_size": world_size, "transform": found.normalize}
         train = Batches(found.train, training.batch_size, seed=training.seed, drop_last=True, **place)
-        return Loaders(train, None, Batches(found.test, training.eval_batch_size, shuffle=False, **place))
+        valid, test = (
+            None if part is None else Batches(part, training.eval_batch_size, shuffle=False, **place)
+            for part in (found.valid, found.test)
+        )
+        return Loaders(train, valid, test)
 
     def loss(self, model: nn.Module, batch: Batch, step: int) -> Outcome:
         frames, y = batch
@@ -132,7 +138,14 @@ def make_model(s: FlowSettings) -> DEQFlow:
     }
     stop = Stop(rtol=s.rtol, max_steps=s.max_steps, keep_every=s.keep_every, on_failure="ignore")
     eval_stop = Stop(rtol=s.rtol, max_steps=s.eval_steps, on_failure="ignore")
-    return DEQFlow(s.config, stop=stop, gradient=gradients[s.kind], eval_stop=eval_stop, corrections=s.corrections)
+    return DEQFlow(
+        s.config,
+        stop=stop,
+        gradient=gradients[s.kind],
+        eval_stop=eval_stop,
+        corrections=s.corrections,
+        correction_steps=s.correction_steps,
+    )
 
 
 def end_point_error(flow: Tensor, truth: Tensor) -> Tensor:
