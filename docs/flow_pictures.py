@@ -23,7 +23,7 @@ from equilibria.lab.training import Run
 from equilibria.models import DEQFlow
 
 TABLE = Path(__file__).parent.parent / "results" / "flow-scenes" / "table.json"
-ROWS = {"deq": "one-step gradient", "deq-exact": "implicit gradient"}
+ROWS = {"deq": "one-step gradient", "deq-upg": "phantom gradient", "deq-exact": "implicit gradient"}
 
 
 def coloured(flow: Tensor, largest: float) -> Tensor:

@@ -245,15 +245,17 @@ def test_a_convolution_sums_over_nearest_neighbours(mixer: Any, shape: tuple[int
     """Against the sum written out, with zeros beyond the edge; a recursion reaches one position per block and layer."""
     count = math.prod(shape)
     model = tiny(mixer=mixer, positions=count, layers=1)
-    mix: Any = model.layer.cell.layers[0].mixer
+    cell: Any = model.layer.cell
+    mix = cell.layers[0].mixer
     h = torch.randn(2, count, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     weight, board = mix.convolution.weight.detach(), h.view(2, *shape, 8)
     expected = torch.zeros_like(board)
-    for place in itertools.product(*(range(n) for n in shape)):
+    places: Any = itertools.product(*(range(n) for n in shape))
+    for place in places:
         for offset in itertools.product((-1, 0, 1), repeat=len(shape)):
             near = tuple(a + b for a, b in zip(place, offset, strict=True))
             if all(0 <= a < n for a, n in zip(near, shape, strict=True)):
-                kernel = weight[(slice(None), slice(None), *(b + 1 for b in offset))]
+                kernel = weight[(..., *(b + 1 for b in offset))]
                 expected[(slice(None), *place)] += board[(slice(None), *near)] @ kernel.T
     torch.testing.assert_close(mix(h), expected.view(2, count, 8), rtol=ROUNDING, atol=ROUNDING)
 

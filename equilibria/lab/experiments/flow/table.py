@@ -22,6 +22,7 @@ TITLES = {
     "unrolled": "12 updates, full back-propagation",
     "raft": "12 updates, flow detached as in RAFT",
     "deq": "equilibrium, one-step gradient, corrections",
+    "deq-upg": "equilibrium, phantom gradient of 4 steps, corrections of 3",
     "deq-exact": "equilibrium, implicit gradient, corrections",
 }
 _DETACHED = dataclasses.replace(FLOW_CONFIGS["nano"], detached=True)
@@ -29,6 +30,7 @@ _BY_ROW: dict[str, dict[str, Any]] = {
     "unrolled": {"kind": "unrolled"},
     "raft": {"kind": "unrolled", "config": _DETACHED},
     "deq": {"kind": "jfb"},
+    "deq-upg": {"kind": "upg", "phantom_steps": 4, "correction_steps": 3},
     "deq-exact": {"kind": "implicit"},
 }
 FRAMES = 8  # per scene; all pairs but the first start warm
@@ -37,9 +39,9 @@ FRAMES = 8  # per scene; all pairs but the first start warm
 def experiment(row: str, scale: Scale = "full") -> Experiment[FlowSettings]:
     """One row of the table of generated scenes."""
     data = {
-        "debug": SceneData(height=16, width=24, train=16, test=2, frames=3, motion=2.0),
+        "debug": SceneData(height=16, width=24, train=16, valid=2, test=2, frames=3, motion=2.0),
         "reduced": SceneData(train=2_000, test=16, frames=FRAMES),
-        "full": SceneData(train=16_000, test=64, frames=FRAMES),
+        "full": SceneData(train=16_000, valid=64, test=64, frames=FRAMES),
     }
     debug = scale == "debug"
     return Experiment(
@@ -61,7 +63,7 @@ def experiment(row: str, scale: Scale = "full") -> Experiment[FlowSettings]:
 
 def _claims() -> tuple[Claim, ...]:
     found: list[Claim] = []
-    for row, title in (("deq", "one-step gradient"), ("deq-exact", "implicit gradient")):
+    for row, title in (("deq", "one-step gradient"), ("deq-upg", "phantom gradient"), ("deq-exact", "implicit gradient")):
         found += [
             column_at_most(
                 "nfe_warm", "nfe_cold", row, 0.9, f"{title}: warm starts along a video save a tenth of the evaluations"
@@ -112,12 +114,13 @@ def _profiles() -> tuple[Profile, ...]:
 
 _COMMON = (
     "Textured layers under affine motions of at most 6 pixels per frame, 48x64 pixels, features at a quarter of that. "
-    f"Trained on pairs, tested on videos of {FRAMES} frames.",
+    f"Trained on pairs, validated and tested on videos of {FRAMES} frames.",
     "The loss is the mean absolute difference on every update of unrolled networks, and on two iterates on the way and the "
     "equilibrium, weights 0.8 to the power of the states that follow. AdamW 2e-3, cosine, gradients clipped to 1, batch 8.",
     "Equilibria: Anderson to a relative residual of 0.01, at most 24 steps in training and 40 in evaluation; the adjoint "
     "to 0.1 by GMRES of at most 12 products. Evaluations of warm starts are those of all pairs of frames but the first.",
-    "Settings were chosen by runs on scenes of another seed.",
+    "Settings were chosen by runs on scenes of another seed; the row of the phantom gradient was added after one-step "
+    "gradients had lost there, and on the test scenes of the first three rows.",
 )
 
 
@@ -133,8 +136,8 @@ def tables() -> tuple[Table, ...]:
         profiles=_profiles(),
         protocol={
             "debug": ("Debug scale: 16 pairs of 16x24 pixels, 2 steps. It proves nothing.", *_COMMON),
-            "reduced": ("Reduced: 2,000 pairs, 500 training steps, 16 test videos.", *_COMMON),
-            "full": ("16,000 pairs, 4,000 training steps, 64 test videos.", *_COMMON),
+            "reduced": ("Reduced: 2,000 pairs, 500 training steps, 16 videos to validate and 16 to test on.", *_COMMON),
+            "full": ("16,000 pairs, 4,000 training steps, 64 videos to validate and 64 to test on.", *_COMMON),
         },
         seeds={"debug": 1, "reduced": 3, "full": 3},
     )

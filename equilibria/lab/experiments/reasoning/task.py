@@ -50,6 +50,7 @@ class PuzzleData:
     low, high   range of givens of a Sudoku, or of the path lengths of a maze
     repeats     times that an epoch goes through the training puzzles, each time under other symmetries
     valid       puzzles to choose settings, depth and breadth on; none of them is an image of one to train or test on
+    held_size   of the puzzles to validate and test on, where it is another one than `size`
     """
 
     name: Literal["sudoku", "mazes", "prefix-sums"] = "sudoku"
@@ -60,9 +61,16 @@ class PuzzleData:
     low: int = 4
     high: int = 7
     repeats: int = 1
+    held_size: int | None = None
     seed: int = 0
 
     def load(self) -> Dataset[Split]:
+        if self.held_size is None:
+            return self._load()
+        held = dataclasses.replace(self, size=self.held_size, held_size=None, train=1)._load()
+        return dataclasses.replace(self._load(), valid=held.valid, test=held.test)
+
+    def _load(self) -> Dataset[Split]:
         options: dict[str, Any] = {"train": self.train, "valid": self.valid, "test": self.test, "seed": self.seed}
         match self.name:
             case "sudoku":
