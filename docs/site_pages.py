@@ -24,7 +24,7 @@ API = {
     "solvers": ("Solvers", ("Solvers",)),
     "gradients": ("Gradients", ("Gradients",)),
     "cells": ("Cells, penalties, constraints", ("Monotone cells", "Penalties", "Constraints")),
-    "analysis": ("Analysis", ("Looking", "Diagnosis and tuning")),
+    "analysis": ("Analysis", ("Measurements", "Diagnosis and tuning")),
     "models": ("Models and export", ("Models", "Export")),
     "lab": ("Data, training, experiments", ("Data", "Training", "Experiments")),
     "serving": ("Serving and integrations", ("Serving", "Integrations")),
