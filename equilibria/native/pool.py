@@ -11,12 +11,19 @@ import torch
 from torch import Tensor
 
 from equilibria import native
+from equilibria.native.context import NUMBERS
 from equilibria.native.solve import DTYPES, KINDS, Workspace, needs
 from equilibria.solvers.broyden import Broyden
 from equilibria.stop import FLOOR, Stop, euclidean_norm, rms_norm
 
 OWN_COUNTERS = ("born", "end", "limit", "trust", "watchful")  # one int64 per row, in the order of `struct Own`
 OWN_NUMBERS = ("rtol", "atol", "natural")  # one number per row in the dtype of the state, in the order of `struct Own`
+CTYPES: dict[torch.dtype, Any] = {
+    torch.float32: ctypes.c_float,
+    torch.float64: ctypes.c_double,
+    torch.int64: ctypes.c_int64,
+    torch.int8: ctypes.c_int8,
+}
 NEVER = -1  # `born` of a place without a row
 
 
@@ -33,11 +40,19 @@ def can_run(like: Tensor, solver: Any, stop: Stop) -> bool:
     return stop.norm in (rms_norm, euclidean_norm) and like.dtype in DTYPES and like.device.type == "cpu"
 
 
+def _array(tensor: Tensor) -> Any:
+    """Return the memory of a contiguous vector as an array of ctypes; it is valid as long as the tensor."""
+    return (CTYPES[tensor.dtype] * tensor.numel()).from_address(tensor.data_ptr())
+
+
 class PoolWorkspace(Workspace):
     """A workspace of `capacity` places. Rows are the rows of the tensors of a call; `place` maps them to places.
 
     counts   (5, capacity), OWN_COUNTERS
     figures  (3, capacity), OWN_NUMBERS
+
+    Arrays of ctypes share the memory of tensors with one entry per place, because reading an entry of a tensor is slow:
+    `place_of`, `stopped_rows`, `status_of`, `steps_of`, and `number_of` by name.
     """
 
     def __init__(self, like: Tensor, capacity: int, n: int, solver: Any, stop: Stop, precision: float, most: int) -> None:
@@ -57,12 +72,19 @@ class PoolWorkspace(Workspace):
         self.own = Own(stopped=self.stopped.data_ptr(), **{name: tensor.data_ptr() for name, tensor in tensors.items()})
         self.context.own, self.context.place = ctypes.addressof(self.own), self.place.data_ptr()
         self.counters.zero_()
+        self.place_of, self.stopped_rows = _array(self.place), _array(self.stopped)
+        self.status_of, self.steps_of = _array(self.status), _array(self.counter("steps"))
+        self.number_of = {name: _array(self.number(name)) for name in NUMBERS}
 
-    def begin(self, rows: Tensor, counts: Sequence[Sequence[int]], figures: Sequence[Sequence[float]]) -> None:
-        """Set what new rows have of their own, in the order of OWN_COUNTERS and OWN_NUMBERS."""
-        place = self.place.index_select(0, rows)
-        self.counts.index_copy_(1, place, torch.tensor(counts))
-        self.figures.index_copy_(1, place, self.figures.new_tensor(figures))
+    def begin(self, rows: Tensor, settings: Sequence[Sequence[float]]) -> None:
+        """Set what new rows have of their own, in the order of OWN_COUNTERS and OWN_NUMBERS: one tuple per row, or one for
+        all of them.
+        """
+        place, split = self.place.index_select(0, rows), len(OWN_COUNTERS)
+        counts = torch.tensor([each[:split] for each in settings], dtype=torch.int64).T
+        figures = self.figures.new_tensor([each[split:] for each in settings]).T
+        self.counts.index_copy_(1, place, counts.expand(-1, len(rows)))
+        self.figures.index_copy_(1, place, figures.expand(-1, len(rows)))
 
     def record(self, z: Tensor, fz: Tensor, before: Tensor, out: Tensor, step: int) -> int:
         """Record the iterates of all rows and write the next points to evaluate into `out`; returns the running rows."""
@@ -71,8 +93,8 @@ class PoolWorkspace(Workspace):
 
     def release(self, row: int) -> None:
         """Stop a row; it no longer counts as running, and its place keeps its answer."""
-        place = self.place[row]
-        self.status[place] = 1
+        place = self.place_of[row]
+        self.status_of[place] = 1
         self.counts[0, place] = NEVER
 
     def swap(self, source: Sequence[int], target: Sequence[int]) -> None:

@@ -10,8 +10,8 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from equilibria.serving.admission import Admission
 from equilibria.serving.answering import Counts
+from equilibria.serving.pacing import Admission
 from equilibria.serving.pool import Pool
 from equilibria.serving.split import Arguments, CellSplit
 from equilibria.serving.template import Padding, Template
@@ -47,8 +47,8 @@ class Engine:
     pools    shapes of inputs that may be served at the same time; requests of other shapes wait until a pool is idle
     padding  lets requests of different lengths share a solve, see `Padding`
     output   function applied to the model's output for a batch: `lambda out: out[0]`
-    admission  "continuous": requests enter whenever rows are free; "grouped": when all have left, as in static batching;
-             "auto": the faster of both by measurement where requests wait, else continuous
+    admission  "auto": requests enter when that costs less time than it saves, by measurement (see `Pacing`); "continuous":
+             as soon as rows are free; "grouped": when all rows have left, as in static batching
     full     evaluate all rows at every step, used or not: the answer to a request then does not depend on the other
              requests, bit for bit. This costs time whenever fewer rows are in use
     """
@@ -157,49 +157,57 @@ class Engine:
         """Admit waiting requests, take one solver step for all rows and retire finished ones; False if nothing is left to
         do.
         """
-        with self._lock, torch.no_grad():
-            self._drop_cancelled()
-            self._fail_overdue()
-            for key in self._keys():
-                self._step_pool(key)
-            if self._queued > 0:
-                return True
-            return any(not pool.idle for pool in self.pools.values())
+        with torch.no_grad():
+            return self._step()
 
     def run(self) -> None:
-        """Step until every request is answered."""
-        while self.step():
-            pass
+        """Step until every request is answered, or the engine is closed."""
+        with torch.no_grad():
+            while not self._closing and self._step():
+                pass
+
+    def _step(self) -> bool:
+        """`step` without its context."""
+        with self._lock:
+            now = time.monotonic()
+            if self._cancelled:
+                self._drop_cancelled()
+            if now >= self._next_overdue:
+                self._fail_overdue(now)
+            for key in self._keys():
+                self._step_pool(key, now)
+            return self._queued > 0 or any(not pool.idle for pool in self.pools.values())
 
     def _keys(self) -> list[Any]:
         """Return the kinds of requests that wait or are under way."""
+        if len(self.pools) == 1 and self.waiting.keys() <= self.pools.keys():
+            return list(self.pools)
         with self._changed:
             waiting = list(self.waiting)  # without empty queues
-        if len(self.pools) == 1 and waiting == list(self.pools):
-            return waiting
         return list(dict.fromkeys([*(key for key, pool in self.pools.items() if not pool.idle), *waiting]))
 
-    def _step_pool(self, key: Any) -> None:
+    def _step_pool(self, key: Any, now: float) -> None:
         """Take one turn of the pool of this kind of request, opening it if there is none."""
         pool = self.pools.get(key)
         if pool is None:
             pool = self._open(key)
             if pool is None:
                 return
-        pool.expire(time.monotonic())
+        if now >= pool.next_deadline:
+            pool.expire(now)
         pool.turn(len(self.waiting.get(key, ())), lambda count: self._take(key, count))
 
     def _take(self, key: Any, count: int) -> list[Ticket]:
-        """Remove up to `count` requests of one kind from the queue, without cancelled ones."""
+        """Remove up to `count` requests of one kind from the queue. One that was cancelled during this step may be among
+        them; its row is freed at the next.
+        """
         with self._changed:
             queue = self.waiting.get(key)
-            taken: list[Ticket] = []
-            while queue and len(taken) < count:
-                ticket = queue.popleft()
-                self._queued -= 1
-                if not ticket.cancelled():
-                    taken.append(ticket)
-            if queue is not None and not queue:
+            if queue is None:
+                return []
+            taken = [queue.popleft() for _ in range(min(count, len(queue)))]
+            self._queued -= len(taken)
+            if not queue:
                 del self.waiting[key]
             return taken
 
@@ -207,10 +215,9 @@ class Engine:
         """Return a new pool for this kind of request; None if the model cannot serve it, or all pools are busy."""
         with self._changed:
             queue = self.waiting.get(key)
-            first = next((t for t in queue or () if not t.cancelled()), None)
-        if first is None:
-            self._take(key, 0)
-            return None
+            if not queue:
+                return None
+            first = queue[0]
         if len(self.pools) >= self.pools_limit:
             idle = next((other for other, pool in self.pools.items() if pool.idle and other not in self.waiting), None)
             if idle is None:
@@ -240,19 +247,14 @@ class Engine:
         self._cancelled = True
 
     def _drop_cancelled(self) -> None:
-        """Free the rows of cancelled requests, if any were cancelled since the last step."""
-        if not self._cancelled:
-            return
+        """Free the rows of cancelled requests."""
         self._cancelled = False
         self._next_overdue = -INF  # check the queue too
         for pool in self.pools.values():
             pool.drop_cancelled()
 
-    def _fail_overdue(self) -> None:
+    def _fail_overdue(self, now: float) -> None:
         """Fail requests whose deadline passed in the queue: they have no iterate to return."""
-        now = time.monotonic()
-        if now < self._next_overdue:
-            return
         overdue: list[Ticket] = []
         with self._changed:
             for key, queue in list(self.waiting.items()):
@@ -281,15 +283,14 @@ class Engine:
 
     def _loop(self) -> None:
         """Step until the engine is closed, or drained and idle; the body of the thread."""
-        while True:
-            busy = self.step()
+        while not self._closing:
+            self.run()
             with self._changed:
-                if self._closing or (self._draining and not busy and self._queued == 0):
+                if self._draining and self._queued == 0:
                     return
-                if not busy:
-                    self._asleep = True
-                    self._changed.wait_for(lambda: self._queued > 0 or self._closing or self._draining)
-                    self._asleep = False
+                self._asleep = True
+                self._changed.wait_for(lambda: self._queued > 0 or self._closing or self._draining)
+                self._asleep = False
 
     def drain(self, timeout: float | None = None) -> bool:
         """Accept no more requests and answer those under way; False if that took longer than `timeout` seconds."""

@@ -35,22 +35,23 @@ class Done:
         least    smallest norm whose square is a number of the dtype
         """
         place = torch.tensor([each.place for each in left], device=results.z.device)
-        rows = [each.row for each in left]
-        numbers = results.numbers.tolist()
+        rows, status, steps, numbers = [each.row for each in left], results.status, results.steps, results.numbers
+        lengths, sizes = numbers[0], numbers[1]
         tiny = torch.finfo(results.z.dtype).tiny
-        residual = [length / max(size, tiny) for length, size in zip(numbers[0], numbers[1], strict=True)]
+        residual = [length / max(size, tiny) for length, size in zip(lengths, sizes, strict=True)]
         carried = [buffer.index_select(0, place) for buffer in carried]
         late = [each.reason == "late" for each in left]
-        done = Done(rows, results.z, carried, results.status, results.steps, residual, late)
-        done._settle(results, _doubtful(rows, results.status, numbers, precision), precision)
-        faint = [
-            j
-            for j, size in enumerate(numbers[1])
-            if 0 < size < least and done.steps[j] > 0 and done.status[j] in (Status.CONVERGED, Status.STALLED)
-        ]
+        done = Done(rows, results.z, carried, status, steps, residual, late)
+        doubtful = _doubtful(rows, status, numbers, precision)
+        if doubtful:
+            done._settle(numbers, doubtful, precision)
+        if min(sizes) >= least:
+            return done, []
+        sound = (Status.CONVERGED, Status.STALLED)
+        faint = [j for j, size in enumerate(sizes) if 0 < size < least and steps[j] > 0 and status[j] in sound]
         return done, faint
 
-    def _settle(self, results: RowResults, doubtful: Sequence[int], precision: float) -> None:
+    def _settle(self, numbers: Sequence[Sequence[float]], doubtful: Sequence[int], precision: float) -> None:
         """Decide answers, statuses and residuals of rows that may have failed; rows of one tolerance at once."""
         groups: dict[float, list[int]] = {}
         for j in doubtful:
@@ -66,7 +67,7 @@ class Done:
                 self.z.index_select(0, index),
                 torch.tensor([self.status[j] for j in group], device=self.z.device),
                 torch.tensor([self.steps[j] for j in group], device=self.z.device),
-                results.numbers.index_select(1, index),
+                self.z.new_tensor([[column[j] for j in group] for column in numbers]),
             )
             self.z.index_copy_(0, index, z)
             for j, own_status, own_residual in zip(group, status, residual, strict=True):
@@ -98,8 +99,8 @@ def _doubtful(rows: Sequence[Row], status: Sequence[int], numbers: Sequence[Sequ
     is small relative to it.
     """
     _, sizes, first_lengths, first_sizes, *_ = numbers
-    found = []
-    for j, (row, ended, size) in enumerate(zip(rows, status, sizes, strict=True)):
-        if ended or (size > GROWN * first_sizes[j] and size * max(row.rtol, precision) > FALL * first_lengths[j]):
-            found.append(j)
-    return found
+    return [
+        j
+        for j, (ended, size, first) in enumerate(zip(status, sizes, first_sizes, strict=True))
+        if ended or (size > GROWN * first and size * max(rows[j].rtol, precision) > FALL * first_lengths[j])
+    ]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from equilibria.serving.adapter import LEAST, PATIENCE, Anderson, PoolWorkspace, history_limit
-from equilibria.serving.rows import Left, Row, RowResults, SolveRows
+from equilibria.serving.rows import INF, Left, Row, RowResults, SolveRows
 from equilibria.solution import Status
 from equilibria.stop import Stop
 
@@ -19,14 +19,15 @@ REASONS = {int(Status.STALLED): "stalled", int(Status.DIVERGED): "diverged", int
 class NativeRows(SolveRows):
     """`PoolWorkspace` with the interface of a pool.
 
-    z    (rows, n), the iterates recorded last
-    out  (rows, n), the points to evaluate next
+    Points are stored in three buffers that take turns: the iterates recorded last, those before, and the points to evaluate
+    next. What the kernels recorded of single rows is read through ctypes, since an operation of torch takes microseconds.
     """
 
     def __init__(self, like: Tensor, capacity: int, n: int, solver: Any, stop: Stop, precision: float, most: int) -> None:
         self.rule, self.like, self.n, self.stop = solver, like, n, stop
         self.work = PoolWorkspace(like, capacity, n, solver, stop, precision, most)
-        self.z = self.out = like.new_zeros(0, n)
+        self.buffers = [like.new_zeros(capacity, n) for _ in range(3)]
+        self.before, self.z, self.out = (buffer[:0] for buffer in self.buffers)  # (rows, n), the first rows of the buffers
         info = torch.finfo(like.dtype)
         self.least_rtol, self.least_atol = LEAST * info.eps, info.tiny**0.8
         self.running = 0
@@ -38,52 +39,64 @@ class NativeRows(SolveRows):
         return limit, PATIENCE + (0 if limit < n else limit) if isinstance(self.rule, Anderson) else 0
 
     def extend(self, count: int) -> None:
-        self.out = torch.cat((self.out, self.out.new_zeros(count, self.n)))
+        have = len(self.out)
+        self._resize(have + count)
+        self.out[have:] = 0.0
 
     def cut(self, count: int) -> None:
-        self.z, self.out = self.z[:count], self.out[:count]
+        self._resize(count)
+
+    def _resize(self, rows: int) -> None:
+        self.before, self.z, self.out = (buffer[:rows] for buffer in self.buffers)
 
     def move(self, source: Sequence[int], target: Sequence[int]) -> None:
         here, there = torch.tensor(source), torch.tensor(target)
-        self.z, self.out = (each.index_copy(0, there, each.index_select(0, here)) for each in (self.z, self.out))
+        for points in (self.z, self.out):
+            points.index_copy_(0, there, points.index_select(0, here))
         self.work.swap(source, target)
 
-    def propose(self, depth: int) -> Tensor:
+    def propose(self, depth: Callable[[], int] | None) -> Tensor:
         return self.out
 
     def begin(self, z: Tensor, index: Tensor, rows: Sequence[Row], numbers: Sequence[int] | None, z0: Tensor) -> Tensor:
-        limits = [self.usual] * len(rows) if numbers is None else [self._limits(n) for n in numbers]
-        born, end = [row.born for row in rows], [row.end for row in rows]
-        watched, roots = [int(row.watched) for row in rows], [row.root for row in rows]
-        rtols = [max(row.rtol, self.least_rtol) for row in rows]
-        atols = [max(self.stop.atol * root, self.least_atol) for root in roots]
-        counts = [born, end, [limit for limit, _ in limits], [patience for _, patience in limits], watched]
-        self.work.begin(index, counts, [rtols, atols, roots])
+        first = rows[0]
+        if numbers is None and all(row.rtol == first.rtol and row.end == first.end for row in rows):
+            settings = [self._settings(first, *self.usual)]
+        else:
+            limits = [self.usual] * len(rows) if numbers is None else [self._limits(n) for n in numbers]
+            settings = [self._settings(row, *limit) for row, limit in zip(rows, limits, strict=True)]
+        self.work.begin(index, settings)
         self.running += len(rows)
-        self.out = z = z.index_copy_(0, index, z0)
-        return z
+        return z.index_copy_(0, index, z0)
+
+    def _settings(self, row: Row, limit: int, patience: int) -> tuple[float, ...]:
+        """Return what a row has of its own, in the order of `PoolWorkspace.begin`."""
+        counts = (row.born, row.end, limit, patience, int(row.watched))
+        return *counts, max(row.rtol, self.least_rtol), max(self.stop.atol * row.root, self.least_atol), row.root
 
     def record(self, z: Tensor, fz: Tensor, step: int, rows: Sequence[Row | None], new: Sequence[int]) -> dict[int, str]:
-        before, self.z, self.out = self.z, z, torch.empty_like(z)
-        running = self.work.record(z, fz.contiguous(), before, self.out, step)
+        # the iterates before the last ones are not needed any more: the next points are written there
+        before, last, points = self.buffers
+        self.buffers = [last, points, before]
+        self.before, self.z, self.out = self.z, z, self.before
+        running = self.work.record(z, fz.contiguous(), self.before, self.out, step)
         stopped, self.running = self.running - running, running
         if not stopped:
             return {}
-        found = self.work.stopped[:stopped]
-        status = self.work.status.index_select(0, self.work.place.index_select(0, found))
-        return {i: REASONS.get(s, "stopped") for i, s in zip(found.tolist(), status.tolist(), strict=True)}
+        status, place = self.work.status_of, self.work.place_of
+        return {i: REASONS.get(status[place[i]], "stopped") for i in self.work.stopped_rows[:stopped]}
 
-    def starts(self, new: Sequence[int]) -> tuple[list[float], list[float]]:
-        place = self.work.place.index_select(0, torch.tensor(new))
-        lengths, sizes = self.work.numbers[3:5].index_select(1, place).tolist()
-        return lengths, sizes
+    def suspects(self, new: Sequence[int], least: float, most: float) -> list[int]:
+        place, lengths, sizes = self.work.place_of, self.work.number_of["first_length"], self.work.number_of["first_size"]
+        return [i for i in new if not (least <= sizes[place[i]] <= most and lengths[place[i]] < INF)]
 
     def leave(self, place: int, row: Row, step: int, reason: str) -> Left:
-        at = int(self.work.place[place]) if reason in ("late", "unusual") else -1
-        if at >= 0 and self.work.status[at] < 0:
-            if self.work.flags[1, at]:  # its last iterate is its best
-                self.work.answer[at] = self.z[place]
-            self.release(place)
+        if reason in ("late", "unusual"):
+            at = self.work.place_of[place]
+            if self.work.status_of[at] < 0:
+                if self.work.flags[1, at]:  # its last iterate is its best
+                    self.work.answer[at] = self.z[place]
+                self.release(place)
         return Left(row, place, reason)
 
     def release(self, place: int) -> None:
@@ -91,14 +104,16 @@ class NativeRows(SolveRows):
         self.work.release(place)
 
     def results(self, left: Sequence[Left]) -> RowResults:
-        place = self.work.place.index_select(0, torch.tensor([each.place for each in left]))
+        work = self.work
+        place = [work.place_of[each.place] for each in left]
+        index = torch.tensor(place)
         return RowResults(
-            z=self.work.answer.index_select(0, place),
-            status=self.work.status.index_select(0, place).tolist(),
-            steps=self.work.counter("steps").index_select(0, place).tolist(),
-            numbers=self.work.numbers[1:7].index_select(1, place),
+            z=work.answer.index_select(0, index),
+            status=[work.status_of[at] for at in place],
+            steps=[work.steps_of[at] for at in place],
+            numbers=work.numbers[1:7].index_select(1, index).tolist(),
         )
 
     def excess(self) -> list[float]:
-        found: list[float] = self.work.number("excess").index_select(0, self.work.place[: len(self.z)]).tolist()
-        return found
+        excess, place = self.work.number_of["excess"], self.work.place_of
+        return [excess[place[i]] for i in range(len(self.z))]

@@ -1,114 +1,143 @@
-"""The intervals at which rows enter and are answered, derived from the measured costs of doing so and of a step."""
+"""When rows of a pool enter, are answered and are moved together, derived from the measured costs of doing so."""
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections import deque
-from collections.abc import Sequence
 from statistics import median
+from typing import Literal
+
+Admission = Literal["auto", "continuous", "grouped"]
 
 KEPT = 15  # measurements; their median is robust against an occasional slow one
-FIRST = 3  # steps between two exchanges before anything is measured
-FORGET = 0.99  # weight of earlier rows in the running mean of steps per row
-NARROW = 4  # steps of less than 1 / NARROW of all rows are kept apart
-RENEW = 8  # measurements between two computations of a period
+RENEW = 8  # measurements between two computations of a cost
+SIZES = 4  # classes of batch sizes by which steps are measured
 
 
 class Cost:
-    """Measured seconds of an operation that handles several rows at once."""
+    """Measured seconds of an operation that handles several rows at once.
+
+    fixed  seconds that do not depend on the number of rows: the intercept of a line through the measurements
+    """
 
     def __init__(self) -> None:
         self.found: deque[tuple[int, float]] = deque(maxlen=KEPT)
         self._added = 0
+        self.fixed = 0.0
 
-    def add(self, rows: int, seconds: float) -> bool:
-        """Record a measurement; True where what follows from the measurements is to be computed anew."""
+    def add(self, rows: int, seconds: float) -> None:
+        """Record a measurement."""
         self.found.append((rows, seconds))
         self._added += 1
-        return self._added <= RENEW or self._added % RENEW == 0
+        if self._added <= RENEW or self._added % RENEW == 0:
+            self.fixed = self._intercept()
 
-    @property
-    def fixed(self) -> float:
-        """Seconds that do not depend on the number of rows: the intercept of a line through the measurements."""
+    def _intercept(self) -> float:
         found = list(self.found)
-        if not found:
-            return 0.0
-        half = len(found) // 2
-        pairs = zip(found[:half], found[-half:], strict=True) if half else ()
-        slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs if a[0] != b[0]]
+        slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.combinations(found, 2) if a[0] != b[0]]
         slope = max(median(slopes), 0.0) if slopes else 0.0
         whole = median(seconds for _, seconds in found)
         return max(median(seconds - slope * rows for rows, seconds in found), 0.25 * whole)
 
-    def middle(self) -> float:
-        """Return the median of the seconds."""
-        return median(seconds for _, seconds in self.found)
+
+class StepCost:
+    """Measured seconds of a step, by the number of evaluated rows.
+
+    whole    seconds of a step of the largest batches met
+    per_row  seconds that one more row adds
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._width = max(-(-capacity // SIZES), 1)
+        self._found: list[deque[tuple[int, float]]] = [deque(maxlen=KEPT) for _ in range(SIZES)]
+        self._added = 0
+        self.whole = self.per_row = 0.0
+
+    def add(self, rows: int, seconds: float) -> None:
+        """Record a measurement."""
+        self._found[(rows - 1) // self._width].append((rows, seconds))
+        self._added += 1
+        if self._added <= RENEW or self._added % RENEW == 0:
+            self._renew()
+
+    def _renew(self) -> None:
+        classes = [(median(r for r, _ in each), median(s for _, s in each)) for each in self._found if each]
+        (few, short), (many, self.whole) = classes[0], classes[-1]
+        # rows are taken to cost the same each, until steps of different sizes have been measured
+        self.per_row = max((self.whole - short) / (many - few), 0.0) if few != many else self.whole / many
 
 
 class Pacing:
-    """Measured costs of a pool, and the number of steps between two admissions or two answers.
+    """Decides when rows are exchanged.
 
-    Admitting r rows costs a + b r. With a period of T steps the fixed part costs a / T per step, while rows that finished in
-    between stay idle for T / 2 steps on average: a pool whose rows take m steps loses T / 2m of every step to that. The sum
-    is smallest at T = sqrt(2 a m / step). The same T minimises the latency of a request, whose m steps take a / T longer
-    each and which waits for T / 2 steps. Answers use the same formula with the cost of the model's last part.
+    To let rows enter, or to answer rows, costs time that does not depend on their number, and delays every other row by it.
+    Not to do it delays the rows that wait by a step after every step. An exchange is due when the delay of the rows that
+    waited for it has reached the delay that it causes. If rows come at a constant rate, this is the period with the smallest
+    sum of both. An empty pool is filled at once.
+
+    - Where steps hardly vary and an exchange costs many steps, the rows of a batch leave together before it is due: the
+      pool then works in groups, like static batching.
+    - Where steps vary, or are dear beside an exchange, rows enter whenever some are free.
+    - A queue longer than the pool is not served faster by early answers, so that answers become rare.
+
+    Empty rows that no request waits for are dropped by the same rule: when evaluating them has cost as much as moving the
+    others together.
+
+    mode  "auto": as above; "continuous": rows enter as soon as they are free; "grouped": only into an empty pool
     """
 
-    def __init__(self, capacity: int = 1) -> None:
-        self.capacity = capacity
-        self.steps = 0.0  # mean number of steps of a row
-        self.enter_period = self.answer_period = FIRST
-        self._enter, self._answer = Cost(), Cost()
-        self._narrow, self._wide = Cost(), Cost()
+    def __init__(self, capacity: int, mode: Admission = "auto") -> None:
+        self.capacity, self.mode = capacity, mode
+        self.enter, self.answer, self.compact = Cost(), Cost(), Cost()
+        self.step = StepCost(capacity)
+        self.idle = self.unanswered = self.empty = 0  # rows that waited for an exchange, summed over the steps since then
 
-    @property
-    def step(self) -> float:
-        """Seconds of a step, with as many rows as lately."""
-        last = self._wide if self._wide.found else self._narrow
-        return last.middle() if last.found else 0.0
+    def stepped(self, rows: int, seconds: float, *, idle: int, unanswered: int, empty: int) -> None:
+        """Record a step of `rows` rows.
 
-    @property
-    def narrow_step(self) -> float:
-        """Seconds of a step of few rows."""
-        return self._narrow.middle() if self._narrow.found else self.step
-
-    def extra_of_groups(self, steps: float, *, full: bool) -> float:
-        """Return the seconds that a pool of requests takes beyond those of its rows' steps if it enters as a group.
-
-        steps  those of the slowest row beyond the mean
-        full   steps of few rows cost as much as those of many
+        idle        empty rows for which a request waits
+        unanswered  rows that have left and are not answered
+        empty       other empty rows
         """
-        step = self.step if full else self.narrow_step
-        return self._enter.fixed + self._answer.fixed + step * steps
+        self.step.add(rows, seconds)
+        self.waited(idle, unanswered, empty)
 
-    def extra_of_continuous(self) -> float:
-        """Return the same if rows enter and leave at any time: sqrt(2 a m step) for entering, at the best period."""
-        steps = max(self.steps, 1.0)
-        return math.sqrt(2 * self._enter.fixed * steps * self.step) + self._answer.fixed * steps / self.answer_period
+    def waited(self, idle: int, unanswered: int, empty: int) -> None:
+        """Count the rows that waited during a step."""
+        self.idle += idle
+        self.unanswered += unanswered
+        self.empty += empty
 
-    def stepped(self, rows: int, seconds: float) -> None:
-        """Record a step of `rows` rows."""
-        (self._narrow if rows * NARROW < self.capacity else self._wide).add(rows, seconds)
+    def may_enter(self, active: int, waiting: int) -> bool:
+        """True if waiting requests are to enter beside `active` rows."""
+        if active == 0 or self.mode == "continuous":
+            return True
+        if self.mode == "grouped":
+            return False
+        cost = self.enter.fixed
+        if waiting < self.capacity:  # rows that enter apart from the others are answered apart
+            cost += self.answer.fixed
+        return self.idle * self.step.whole >= cost * min(self.capacity, active + waiting)
 
-    def finished(self, steps: Sequence[int]) -> None:
-        """Record the numbers of steps of rows that finished."""
-        if steps:
-            mean, kept = sum(steps) / len(steps), FORGET ** len(steps)
-            self.steps = mean if self.steps == 0 else kept * self.steps + (1 - kept) * mean
+    def may_answer(self, active: int, waiting: int, left: int) -> bool:
+        """True if the rows that have left, `left` of them, are to be answered."""
+        return left >= self.capacity or self.unanswered * self.step.whole >= self.answer.fixed * (active + waiting)
+
+    def may_compact(self) -> bool:
+        """True if rows are to be moved together."""
+        return self.empty * self.step.per_row >= self.compact.fixed and self.empty > 0
 
     def entered(self, rows: int, seconds: float) -> None:
         """Record that `rows` rows entered in `seconds`, not counting the step itself."""
-        if self._enter.add(rows, seconds):
-            self.enter_period = self._period(self._enter)
+        self.enter.add(rows, seconds)
+        self.idle = self.empty = 0
 
     def answered(self, rows: int, seconds: float) -> None:
         """Record that `rows` rows were answered in `seconds`."""
-        if self._answer.add(rows, seconds):
-            self.answer_period = self._period(self._answer)
+        self.answer.add(rows, seconds)
+        self.unanswered = 0
 
-    def _period(self, cost: Cost) -> int:
-        """Return the period in steps that minimises the cost per step; FIRST before anything is measured."""
-        if self.step == 0 or self.steps == 0:
-            return FIRST
-        best = math.sqrt(2 * cost.fixed * max(self.steps, 1.0) / self.step)
-        return max(1, min(round(best), math.ceil(self.steps / 2)))
+    def compacted(self, rows: int, seconds: float) -> None:
+        """Record that `rows` empty rows were dropped in `seconds`."""
+        self.compact.add(rows, seconds)
+        self.empty = 0

@@ -18,22 +18,16 @@ from equilibria.serving.adapter import (
     rms_norm,
     usual_range,
 )
-from equilibria.serving.admission import Admission, Admitting
 from equilibria.serving.answering import Answering, Counts
 from equilibria.serving.carried import Carried
 from equilibria.serving.leaving import Done
 from equilibria.serving.native_rows import NativeRows
-from equilibria.serving.pacing import Pacing
+from equilibria.serving.pacing import Admission, Pacing
 from equilibria.serving.rows import INF, Left, Row, SolveRows
 from equilibria.serving.staging import Entry, Staging
 from equilibria.serving.template import Template
 from equilibria.serving.tickets import Ticket, as_invalid_request
 from equilibria.serving.torch_rows import TorchRows
-
-SHRINK = 8  # empty rows are dropped when they are 1 / SHRINK of the evaluated ones, as in the loop's own compaction
-CROWD = 8  # requests may enter in groups when 1 / CROWD of a pool's rows wait
-PATIENT = 4  # answers of a saturated pool are this many times rarer
-WORTH = 4096  # numbers in empty rows from which SHRINK applies; fewer are dropped when they are half
 
 
 class Pool:
@@ -61,16 +55,14 @@ class Pool:
         self.step_number = 0
         self.rows: list[Row | None] = []  # evaluated rows; None: empty
         self.active = 0  # rows in use
-        self.oldest = 1  # step at which the oldest row started
         self.left: list[Left] = []  # rows that have left, still in their places
         self.done: list[Done] = []  # rows taken out of their places, not yet answered
-        self.pacing, self.counts = Pacing(capacity), Counts()
+        self.unanswered = 0  # rows in `left` and `done`
+        self.pacing, self.counts = Pacing(capacity, admission), Counts()
         self.staging = Staging(template, capacity, full)
         self.answering = Answering(template, capacity, full, self.counts)
-        self.admitting = Admitting(admission, capacity, full=full)
         self.views: tuple[tuple[int, int], tuple[Any, ...]] | None = None  # the arguments of the cell, see `_given`
         self.next_deadline = INF
-        self.entered_at = self.answered_at = 0  # the last steps at which rows entered, and were answered
 
     def _solve(self) -> SolveRows:
         """Return the solve of the rows: native where the kernels can run it."""
@@ -109,37 +101,29 @@ class Pool:
     # one turn
 
     def turn(self, waiting: int, take: Callable[[int], list[Ticket]]) -> None:
-        """Answer rows that have left, admit requests, and take a step, each where it is due.
+        """Answer rows that have left, admit requests, and take a step, each where it is due (see `Pacing`).
 
         waiting  requests in the queue, from which `take(count)` removes up to `count`
         """
-        begin, now = self.clock(), self.step_number
+        begin, pacing = self.clock(), self.pacing
         want = waiting + len(self.staging.tickets)
-        saturated = want >= self.capacity
-        grouped = self.admitting.grouped and want * CROWD >= self.capacity and self.active > 0
-        # A group is answered when all have left. Requests that wait in a queue longer than the pool gain little from early
-        # answers, which are fewer then.
-        period = self.pacing.answer_period * (PATIENT if saturated else 1)
-        if (self.left or self.done) and now - self.answered_at >= period and not grouped:
+        if self.unanswered and pacing.may_answer(self.active, want, self.unanswered):
             begin = self.answer()
         entry = None
-        due = self.active == 0 or now - self.entered_at >= self.pacing.enter_period
-        if want and self.free and due and not grouped:
+        if want and self.free and pacing.may_enter(self.active, want):
             entry = self.staging.take(self.free, waiting, take)
-            begin = self.clock()
-        elif (want == 0 or grouped) and self._worth_compacting():
-            self._collect()
-            self.compact()
-            begin = self.clock()
         if entry is not None:
             self._collect()
             self._advance(entry)
-            self.entered_at = self.step_number
-            self.pacing.entered(len(entry.tickets), max(self.clock() - begin - self.pacing.step, 0.0))
+            pacing.entered(len(entry.tickets), max(self.clock() - begin - pacing.step.whole, 0.0))
         elif self.active:
-            evaluated = len(self.rows)
+            if pacing.may_compact():
+                begin = self.compact(begin)
+            evaluated, empty = len(self.rows), len(self.rows) - self.active
+            idle = min(want, self.free)
             self._advance()
-            self.pacing.stepped(evaluated, self.clock() - begin)
+            spare = 0 if self.full else empty if pacing.mode == "grouped" else max(empty - idle, 0)
+            pacing.stepped(evaluated, self.clock() - begin, idle=idle, unanswered=self.unanswered, empty=spare)
         if not self.active and not self.staging.tickets:
             self.answer()
 
@@ -147,15 +131,22 @@ class Pool:
 
     def _places(self, count: int) -> list[int]:
         """Return places for `count` new rows: empty ones first, then ones appended at the end."""
-        have = len(self.rows)
-        missing = self.capacity - have if self.full else count - self.rows.count(None)
-        if missing > 0:
-            if have + missing > self.carried.room:
-                room = self.capacity if self.full else min(max(have + missing, 2 * self.carried.room), self.capacity)
-                self.carried.reserve(room)
-            self.rows += [None] * missing
-            self.solve.extend(missing)
+        want = self.capacity if self.full else max(self.active + count, len(self.rows) if self.active else 0)
+        if want != len(self.rows):
+            self._resize(want)
         return [i for i, row in enumerate(self.rows) if row is None][:count]
+
+    def _resize(self, count: int) -> None:
+        """Append rows without a request, or drop empty rows at the end, so that there are `count` rows."""
+        have = len(self.rows)
+        if count > self.carried.room:
+            self.carried.reserve(self.capacity if self.full else min(max(count, 2 * self.carried.room), self.capacity))
+        if count > have:
+            self.rows += [None] * (count - have)
+            self.solve.extend(count - have)
+        elif count < have:
+            del self.rows[count:]
+            self.solve.cut(count)
 
     def _enter(self, entry: Entry, z: Tensor, places: list[int], index: Tensor) -> Tensor:
         """Set up new rows at `places`; returns the points `z` with their starts."""
@@ -173,7 +164,6 @@ class Pool:
             self.rows[place] = row
         deadlines = [ticket.deadline for ticket in tickets if ticket.deadline is not None]
         self.next_deadline = min([self.next_deadline, *deadlines])
-        self.oldest = self.oldest if self.active else self.step_number
         self.active += len(rows)
         return self.solve.begin(z, index, rows, numbers, z0)
 
@@ -186,8 +176,7 @@ class Pool:
             end = now + (most if ticket.max_steps is None else ticket.max_steps)
             if ticket.length is not None and self.root != 1.0:
                 root = max(self._numbers(ticket), 1) ** 0.5
-            cohort = self.admitting.enter()
-            rows.append(Row(ticket, now, end, rtol, root, starts, at, cohort, watched or rtol < self.floor))
+            rows.append(Row(ticket, now, end, rtol, root, starts, at, watched or rtol < self.floor))
         return rows
 
     def _numbers(self, ticket: Ticket) -> int:
@@ -198,8 +187,9 @@ class Pool:
 
     def _advance(self, entry: Entry | None = None) -> None:
         """Take one step; new rows have their starts evaluated in it."""
-        going, new = self.active > 0, self._places(len(entry.tickets)) if entry is not None else []
-        z = self.solve.propose(self.step_number - self.oldest if going else -1)
+        depth = self._depth if self.active else None
+        new = self._places(len(entry.tickets)) if entry is not None else []
+        z = self.solve.propose(depth)
         self.step_number += 1
         if entry is not None:
             z = self._enter(entry, z, new, torch.tensor(new, device=self.like.device))
@@ -211,6 +201,10 @@ class Pool:
             finished |= dict.fromkeys(self._unusual(new, z, fz), "unusual")
         if finished:
             self._leave(finished)
+
+    def _depth(self) -> int:
+        """Return the number of steps that the oldest row has taken."""
+        return self.step_number - min(row.born for row in self.rows if row is not None)
 
     def _given(self, rows: int) -> tuple[Any, ...]:
         """Return the arguments of the cell for the first `rows` rows. They are views: later writes are seen through them."""
@@ -257,17 +251,12 @@ class Pool:
                 z[i] = z[good[0]]
                 for buffer in self.carried.buffers[: self.template.given.count]:
                     buffer[i] = buffer[good[0]]
-        if len(bad) == len(z):
-            self._shrink()
         return len(bad) < len(z)
 
     def _unusual(self, new: list[int], z: Tensor, fz: Tensor) -> list[int]:
         """Return the rows whose start has finite numbers whose squares over- or underflow."""
-        lengths, sizes = self.solve.starts(new)
-        usual = zip(new, lengths, sizes, strict=True)
-        suspects = [i for i, length, size in usual if not (self.least <= size <= self.most and length < INF)]
         found = []
-        for i in suspects:
+        for i in self.solve.suspects(new, self.least, self.most):
             largest = float(torch.maximum(max_norm(z[i : i + 1]), max_norm(fz[i : i + 1])))
             if self.rows[i] is not None and (self.most < largest < INF or 0 < largest < self.least):
                 found.append(i)
@@ -277,8 +266,6 @@ class Pool:
 
     def expire(self, now: float) -> None:
         """Let rows whose deadline has passed leave with their best iterate."""
-        if now < self.next_deadline:
-            return
         late = {i: "late" for i, row in enumerate(self.rows) if row is not None and now >= (row.ticket.deadline or INF)}
         if late:
             self._leave(late)
@@ -290,48 +277,32 @@ class Pool:
         for i, row in enumerate(self.rows):
             if row is not None and row.ticket.cancelled():
                 self._clear(i)
-        self._shrink()
         self.staging.drop_cancelled()
 
     def _leave(self, finished: dict[int, str]) -> None:
         """Free the places of finished rows, given with the reason, and keep their records for the answer."""
-        steps = []
+        rows, solve, step = self.rows, self.solve, self.step_number
+        before = len(self.left)
         for place, reason in finished.items():
-            row = self.rows[place]
+            row = rows[place]
             if row is not None:
-                self.left.append(self.solve.leave(place, row, self.step_number, reason))
-                steps.append(self.step_number - row.born)
-                self.admitting.leave(row.cohort, steps[-1], self.pacing)
-                self.rows[place] = None
-        self.pacing.finished(steps)
-        self.active -= len(steps)
-        self._shrink()
+                self.left.append(solve.leave(place, row, step, reason))
+                rows[place] = None
+        count = len(self.left) - before
+        self.active -= count
+        self.unanswered += count
 
     def _clear(self, i: int) -> None:
         """Drop the request of a row without an answer."""
-        row = self.rows[i]
-        if row is not None:
-            self.admitting.leave(row.cohort, self.step_number - row.born, self.pacing)
+        if self.rows[i] is not None:
             self.active -= 1
             self.rows[i] = None
             self.solve.release(i)
 
-    def _shrink(self) -> None:
-        """Drop empty rows at the end, and update the age of the oldest row."""
-        self.oldest = min([row.born for row in self.rows if row is not None], default=self.step_number)
-        count = len(self.rows)
-        while count and self.rows[count - 1] is None and not self.full:
-            count -= 1
-        self._cut(count)
-
-    def _worth_compacting(self) -> bool:
-        """True if enough rows are empty for `compact` to save time."""
-        count, empty = len(self.rows), len(self.rows) - self.active
-        share = SHRINK if empty * self.n >= WORTH else 2
-        return not self.full and empty > 0 and empty * share >= count
-
-    def compact(self) -> None:
-        """Move rows from the end into empty places, and drop the end."""
+    def compact(self, begin: float) -> float:
+        """Move rows from the end into empty places, and drop the end; returns the time. `begin` is the time before."""
+        self._collect()
+        empty = len(self.rows) - self.active
         source = [i for i in range(self.active, len(self.rows)) if self.rows[i] is not None]
         target = [i for i in range(self.active) if self.rows[i] is None]
         if source:
@@ -339,13 +310,10 @@ class Pool:
                 self.rows[a], self.rows[b] = None, self.rows[a]
             self.solve.move(source, target)
             self.carried.move(source, target)
-        self._cut(self.active)
-
-    def _cut(self, count: int) -> None:
-        """Keep the first `count` rows."""
-        if count < len(self.rows):
-            del self.rows[count:]
-            self.solve.cut(count)
+        self._resize(self.active)
+        end = self.clock()
+        self.pacing.compacted(empty, end - begin)
+        return end
 
     # answering
 
@@ -355,10 +323,10 @@ class Pool:
         """
         begin = self.clock()
         self._collect()
+        self.unanswered = 0
         if self.done:
             done, self.done = Done.join(self.done), []
             self.answering.resolve(done)
-            self.answered_at = self.step_number
             self.counts.exchanges += 1
             end = self.clock()
             self.pacing.answered(len(done.rows), end - begin)
@@ -379,6 +347,7 @@ class Pool:
         done, faint = Done.of(left, results, self.carried.buffers, precision, self.least)
         for j in faint:
             self.answering.solve_alone(done.rows[j].ticket)
-        sound = [j for j in range(len(left)) if j not in faint]
-        if sound:
+        if not faint:
+            self.done.append(done)
+        elif sound := [j for j in range(len(left)) if j not in faint]:
             self.done.append(done.select(sound))

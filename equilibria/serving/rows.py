@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,6 @@ class Row:
     root: float  # norm of a state of ones
     starts: Tensor  # (requests, n), the starts of the requests that entered with it
     at: int  # position of its own start there
-    cohort: int = 0  # see `Admitting`
     watched: bool = False  # its progress is checked at every step
     milestone: float = INF
     waiting: int = 0
@@ -48,14 +47,14 @@ class RowResults:
 
     z        (rows, n), best iterates
     status   values of `Status`, not yet settled for rows that failed
-    numbers  (6, rows), NUMBERS: norm of the residual and of f(z) at the best iterate, both at the start, the largest and
+    numbers  6 lists, NUMBERS: norm of the residual and of f(z) at the best iterate, both at the start, the largest and
              the last residual
     """
 
     z: Tensor
     status: list[int]
     steps: list[int]
-    numbers: Tensor
+    numbers: list[list[float]]
 
 
 class SolveRows(ABC):
@@ -77,8 +76,11 @@ class SolveRows(ABC):
         """Move the rows at `source` to `target`."""
 
     @abstractmethod
-    def propose(self, depth: int) -> Tensor:
-        """Return the points to evaluate next, (rows, n). `depth` is the number of steps that the oldest row has taken."""
+    def propose(self, depth: Callable[[], int] | None) -> Tensor:
+        """Return the points to evaluate next, (rows, n).
+
+        depth  returns the number of steps that the oldest row has taken; None if all rows are new
+        """
 
     @abstractmethod
     def begin(self, z: Tensor, index: Tensor, rows: Sequence[Row], numbers: Sequence[int] | None, z0: Tensor) -> Tensor:
@@ -95,8 +97,10 @@ class SolveRows(ABC):
         """
 
     @abstractmethod
-    def starts(self, new: Sequence[int]) -> tuple[list[float], list[float]]:
-        """Return the norms of the residuals and of f(z) of rows at their start."""
+    def suspects(self, new: Sequence[int], least: float, most: float) -> list[int]:
+        """Return the rows at their start where the norm of f(z) is outside of [least, most], or that of the residual is not
+        finite.
+        """
 
     @abstractmethod
     def leave(self, place: int, row: Row, step: int, reason: str) -> Left:

@@ -83,11 +83,11 @@ class TorchRows(SolveRows):
         self.residual = self.solver.residual(self.z, self.fz)
         self.records.move(source, target)
 
-    def propose(self, depth: int) -> Tensor:
-        self.proposed = depth >= 0
-        if not self.proposed:
+    def propose(self, depth: Callable[[], int] | None) -> Tensor:
+        self.proposed = depth is not None
+        if depth is None:
             return self.z
-        return self.solver.propose(self.z, self.fz, self.residual, self.length, depth, self.improved)
+        return self.solver.propose(self.z, self.fz, self.residual, self.length, depth(), self.improved)
 
     def begin(self, z: Tensor, index: Tensor, rows: Sequence[Row], numbers: Sequence[int] | None, z0: Tensor) -> Tensor:
         info = torch.finfo(self.like.dtype)
@@ -126,8 +126,9 @@ class TorchRows(SolveRows):
         self.improved = better.to(self.like.device)
         self.best_z = torch.where(self.improved.unsqueeze(1), self.z, self.best_z)
 
-    def starts(self, new: Sequence[int]) -> tuple[list[float], list[float]]:
-        return [self.records.first_length[i] for i in new], [self.records.first_size[i] for i in new]
+    def suspects(self, new: Sequence[int], least: float, most: float) -> list[int]:
+        lengths, sizes = self.records.first_length, self.records.first_size
+        return [i for i in new if not (least <= sizes[i] <= most and lengths[i] < INF)]
 
     def leave(self, place: int, row: Row, step: int, reason: str) -> Left:
         r = self.records
@@ -142,7 +143,7 @@ class TorchRows(SolveRows):
         """Nothing to do: rows without a request are not looked at."""
 
     def results(self, left: Sequence[Left]) -> RowResults:
-        numbers = self.like.new_tensor([each.kept[3] for each in left]).T
+        numbers = [list(column) for column in zip(*(each.kept[3] for each in left), strict=True)]
         return RowResults(_answers(left), [each.kept[1] for each in left], [each.kept[2] for each in left], numbers)
 
     def excess(self) -> list[float]:

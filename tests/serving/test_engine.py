@@ -300,7 +300,7 @@ def test_answered_requests_free_rows_and_memory() -> None:
     engine = Engine(Net(eq.Broyden()), rows=16)
     run(engine, requests(40), [0] * 20 + [1] * 20)
     (pool,) = engine.pools.values()
-    assert pool.active == 0 and len(pool.rows) == 0 and not pool.left and not engine.waiting
+    assert pool.active == 0 and not any(pool.rows) and not pool.tickets() and not engine.waiting
     assert pool.counts.answered == 40 and pool.counts.row_steps <= pool.counts.evaluated
 
 

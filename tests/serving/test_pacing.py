@@ -1,4 +1,4 @@
-"""The admission period computed from measured costs, and the choice between both admission modes."""
+"""When rows are exchanged, by measured costs; the load generator's arrivals and report."""
 
 from __future__ import annotations
 
@@ -6,74 +6,106 @@ import math
 
 import pytest
 
-from equilibria.serving.admission import Admitting
 from equilibria.serving.load import LoadReport, Reply, poisson
-from equilibria.serving.pacing import KEPT, Pacing
+from equilibria.serving.pacing import KEPT, Admission, Pacing
+
+STEP, ENTER, ANSWER = 1.0, 8.0, 4.0  # seconds
 
 
-def test_the_period_minimises_the_cost_of_entering_and_idle_rows() -> None:
-    pacing = Pacing()
+def measured(capacity: int, mode: Admission = "auto") -> Pacing:
+    """Return a Pacing that has measured constant costs, with one measurement in seven that is far too long."""
+    pacing = Pacing(capacity, mode)
     for i in range(4 * KEPT):
-        pacing.finished([50])
-        pacing.stepped(4, 1.0 if i % 7 else 100.0)  # an occasional outlier
-        rows = 4 + i % 5
-        pacing.entered(rows, 4.0 + 0.5 * rows)
-    assert pacing.enter_period == round(math.sqrt(2 * 4.0 * 50 / 1.0))
+        slow = 1.0 if i % 7 else 100.0
+        pacing.step.add(capacity, slow * STEP)
+        rows = 1 + i % capacity
+        pacing.enter.add(rows, slow * (ENTER + 0.5 * rows))
+        pacing.answer.add(rows, slow * (ANSWER + 0.25 * rows))
+    return pacing
 
 
-def test_a_row_of_few_steps_never_waits_longer_than_half_of_them() -> None:
-    pacing = Pacing()
-    pacing.finished([4])
-    pacing.stepped(1, 1.0)
-    pacing.entered(1, 1e6)
-    assert pacing.enter_period == 2
+def test_measured_costs_are_split_into_a_fixed_part_and_one_per_row() -> None:
+    pacing = measured(8)
+    assert (pacing.step.whole, pacing.enter.fixed, pacing.answer.fixed) == pytest.approx((STEP, ENTER, ANSWER))
 
 
-@pytest.mark.parametrize(("longest", "grouped"), [(20, True), (200, False)])
-def test_requests_enter_in_groups_where_steps_hardly_vary(longest: int, grouped: bool) -> None:
-    """Steps of few rows cost 11, those of many 18, entering and answering 50 each."""
-    pacing, admitting = Pacing(capacity=8), Admitting("auto", 8)
-    for rows in (1, 8):
-        pacing.stepped(rows, 10.0 + rows)
-    for _ in range(10):
-        steps = [18] * 7 + [longest]
-        pacing.finished(steps)
-        pacing.entered(8, 50.0)
-        pacing.answered(8, 50.0)
-        for number in steps:
-            admitting.leave(admitting.enter(), number, pacing)
-    assert (pacing.narrow_step, pacing.step) == (11.0, 18.0)
-    assert admitting.grouped == grouped
+@pytest.mark.parametrize("rate", [1, 2, 5])
+def test_rows_enter_at_the_period_that_minimises_the_sum_of_both_delays(rate: int) -> None:
+    """Rows become free at a constant rate and a long queue waits: T = sqrt(2 capacity enter / (rate step))."""
+    capacity, free, steps = 64, 0, 0
+    pacing = measured(capacity)
+    while not pacing.may_enter(capacity - free, 10 * capacity):
+        free += rate
+        steps += 1
+        pacing.waited(idle=free, unanswered=0, empty=0)
+    assert steps == pytest.approx(math.sqrt(2 * capacity * ENTER / (rate * STEP)), abs=1.0)
+
+
+def test_an_empty_pool_is_filled_at_once_and_a_full_one_waits() -> None:
+    pacing = measured(8)
+    assert pacing.may_enter(0, 1) and not pacing.may_enter(4, 1)
+
+
+@pytest.mark.parametrize(("steps", "apart"), [([18] * 8, False), ([3] * 7 + [300], True)])
+def test_rows_enter_in_groups_where_steps_hardly_vary(steps: list[int], apart: bool) -> None:
+    """A batch of eight, while others wait: does a request enter before all of the batch have left?"""
+    pacing, active, entered = measured(8), 8, False
+    for step in range(1, max(steps)):
+        free = sum(own <= step for own in steps)
+        active = 8 - free
+        entered = entered or (free > 0 and pacing.may_enter(active, 100))
+        pacing.waited(idle=free, unanswered=0, empty=0)
+    assert entered == apart
+
+
+def test_a_dear_step_lets_a_request_enter_after_one_step() -> None:
+    pacing = Pacing(8)
+    for _ in range(KEPT):
+        pacing.step.add(8, 100.0)
+        pacing.enter.add(1, 1.0)
+        pacing.answer.add(1, 1.0)
+    pacing.waited(idle=1, unanswered=0, empty=0)
+    assert pacing.may_enter(7, 1)
 
 
 def test_a_given_admission_mode_is_not_changed() -> None:
-    pacing = Pacing(capacity=2)
-    for mode, grouped in (("continuous", False), ("grouped", True)):
-        admitting = Admitting(mode, 2)  # type: ignore[arg-type]
-        for steps in (5, 500):
-            admitting.leave(admitting.enter(), steps, pacing)
-        assert admitting.grouped == grouped
+    for mode, enters in (("continuous", True), ("grouped", False)):
+        pacing = measured(8, mode)  # type: ignore[arg-type]
+        for _ in range(1000):
+            assert pacing.may_enter(4, 4) == enters
+            pacing.waited(idle=4, unanswered=0, empty=0)
 
 
-def test_slow_rows_count_although_easy_ones_leave_before_them() -> None:
-    """One request in eight takes 200 steps: two hundred easy ones of later cohorts leave before the first slow one."""
-    pacing, admitting = Pacing(capacity=8), Admitting("auto", 8)
-    for rows in (1, 8):
-        pacing.stepped(rows, 10.0 + rows)
-    pacing.finished([18] * 7 + [200])
-    pacing.entered(8, 50.0)
-    pacing.answered(8, 50.0)
-    for number in [18] * 7 + [200]:
-        admitting.leave(admitting.enter(), number, pacing)
-    assert not admitting.grouped
-    cohorts = [[admitting.enter() for _ in range(8)] for _ in range(30)]
-    for cohort in cohorts:
-        for number in cohort[:7]:
-            admitting.leave(number, 18, pacing)
-    assert not admitting.grouped
-    for cohort in cohorts:
-        admitting.leave(cohort[7], 200, pacing)
-    assert not admitting.grouped and admitting.longest == 200
+def test_answers_are_given_in_time_and_at_the_latest_when_a_pool_of_rows_waits_for_them() -> None:
+    pacing = measured(8)
+    assert pacing.may_answer(4, 10**6, left=8) and not pacing.may_answer(4, 10**6, left=7)
+    assert not pacing.may_answer(4, 0, left=1)
+    pacing.waited(idle=0, unanswered=math.ceil(ANSWER / STEP) * 4, empty=0)
+    assert pacing.may_answer(4, 0, left=1)
+
+
+def test_empty_rows_are_dropped_when_they_have_cost_as_much_as_moving_the_others() -> None:
+    """A step of 8 rows takes 9 seconds and one of 2 rows takes 3, so that a row costs 1; dropping rows costs 10."""
+    pacing = Pacing(8)
+    for _ in range(KEPT):
+        pacing.step.add(2, 3.0)
+        pacing.step.add(8, 9.0)
+        pacing.compact.add(4, 10.0)
+    assert pacing.step.per_row == 1.0 and not pacing.may_compact()
+    for _ in range(5):
+        assert not pacing.may_compact()
+        pacing.waited(idle=0, unanswered=0, empty=2)
+    assert pacing.may_compact()
+
+
+def test_rows_that_add_nothing_to_a_step_are_never_dropped() -> None:
+    pacing = Pacing(8)
+    for _ in range(KEPT):
+        pacing.step.add(2, 5.0)
+        pacing.step.add(8, 5.0)
+        pacing.compact.add(4, 1.0)
+        pacing.waited(idle=0, unanswered=0, empty=6)
+    assert not pacing.may_compact()
 
 
 def test_arrivals_are_bounded_in_count_and_time() -> None:
