@@ -10,6 +10,7 @@ from typing import Literal
 Admission = Literal["auto", "continuous", "grouped"]
 
 KEPT = 15  # measurements; their median is robust against an occasional slow one
+MEMORY = 1024  # rows over which steps are averaged
 RENEW = 8  # measurements between two computations of a cost
 SIZES = 4  # classes of batch sizes by which steps are measured
 
@@ -45,13 +46,14 @@ class StepCost:
 
     whole    seconds of a step of the largest batches met
     per_row  seconds that one more row adds
+    fixed    seconds that do not depend on the number of rows
     """
 
     def __init__(self, capacity: int) -> None:
         self._width = max(-(-capacity // SIZES), 1)
         self._found: list[deque[tuple[int, float]]] = [deque(maxlen=KEPT) for _ in range(SIZES)]
         self._added = 0
-        self.whole = self.per_row = 0.0
+        self.whole = self.per_row = self.fixed = 0.0
 
     def add(self, rows: int, seconds: float) -> None:
         """Record a measurement."""
@@ -65,6 +67,25 @@ class StepCost:
         (few, short), (many, self.whole) = classes[0], classes[-1]
         # rows are taken to cost the same each, until steps of different sizes have been measured
         self.per_row = max((self.whole - short) / (many - few), 0.0) if few != many else self.whole / many
+        self.fixed = max(self.whole - self.per_row * many, 0.0)
+
+
+class Variation:
+    """The squared coefficient of variation of the steps that rows take, in a running average."""
+
+    def __init__(self) -> None:
+        self.count, self.mean, self.square = 0, 0.0, 0.0
+
+    def add(self, steps: int) -> None:
+        """Record the number of steps of a row that has left."""
+        self.count += 1
+        weight = 1.0 / min(self.count, MEMORY)
+        self.mean += weight * (steps - self.mean)
+        self.square += weight * (steps * steps - self.square)
+
+    @property
+    def squared(self) -> float:
+        return max(self.square / self.mean**2 - 1.0, 0.0) if self.mean > 0 else 0.0
 
 
 class Pacing:
@@ -74,6 +95,11 @@ class Pacing:
     Not to do it delays the rows that wait by a step after every step. An exchange is due when the delay of the rows that
     waited for it has reached the delay that it causes. If rows come at a constant rate, this is the period with the smallest
     sum of both. An empty pool is filled at once.
+
+    The part of a step that grows with the number of rows counts in that delay only as far as steps vary, up to a squared
+    coefficient of variation of 1. If all requests take as many steps, a row that enters makes the steps of the others
+    longer by as much as it gains itself. (In a single queue, sharing the processor has a smaller mean latency than first
+    come, first served if the squared coefficient of variation is above 1.)
 
     - Where steps hardly vary and an exchange costs many steps, the rows of a batch leave together before it is due: the
       pool then works in groups, like static batching.
@@ -89,7 +115,7 @@ class Pacing:
     def __init__(self, capacity: int, mode: Admission = "auto") -> None:
         self.capacity, self.mode = capacity, mode
         self.enter, self.answer, self.compact = Cost(), Cost(), Cost()
-        self.step = StepCost(capacity)
+        self.step, self.steps = StepCost(capacity), Variation()
         self.idle = self.unanswered = self.empty = 0  # rows that waited for an exchange, summed over the steps since then
 
     def stepped(self, rows: int, seconds: float, *, idle: int, unanswered: int, empty: int) -> None:
@@ -117,7 +143,8 @@ class Pacing:
         cost = self.enter.fixed
         if waiting < self.capacity:  # rows that enter apart from the others are answered apart
             cost += self.answer.fixed
-        return self.idle * self.step.whole >= cost * min(self.capacity, active + waiting)
+        step = self.step.fixed + min(self.steps.squared, 1.0) * (self.step.whole - self.step.fixed)
+        return self.idle * step >= cost * min(self.capacity, active + waiting)
 
     def may_answer(self, active: int, waiting: int, left: int) -> bool:
         """True if the rows that have left, `left` of them, are to be answered."""

@@ -287,6 +287,7 @@ class Pool:
             row = rows[place]
             if row is not None:
                 self.left.append(solve.leave(place, row, step, reason))
+                self.pacing.steps.add(step - row.born)
                 rows[place] = None
         count = len(self.left) - before
         self.active -= count

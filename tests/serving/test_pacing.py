@@ -21,6 +21,7 @@ def measured(capacity: int, mode: Admission = "auto") -> Pacing:
         rows = 1 + i % capacity
         pacing.enter.add(rows, slow * (ENTER + 0.5 * rows))
         pacing.answer.add(rows, slow * (ANSWER + 0.25 * rows))
+        pacing.steps.add(1 if i % 3 else 300)  # steps vary widely
     return pacing
 
 
@@ -60,12 +61,32 @@ def test_rows_enter_in_groups_where_steps_hardly_vary(steps: list[int], apart: b
 
 def test_a_dear_step_lets_a_request_enter_after_one_step() -> None:
     pacing = Pacing(8)
-    for _ in range(KEPT):
+    for i in range(KEPT):
         pacing.step.add(8, 100.0)
         pacing.enter.add(1, 1.0)
         pacing.answer.add(1, 1.0)
+        pacing.steps.add(1 if i % 3 else 300)
     pacing.waited(idle=1, unanswered=0, empty=0)
     assert pacing.may_enter(7, 1)
+
+
+def test_rows_of_equal_steps_do_not_enter_beside_others_if_steps_grow_with_the_rows() -> None:
+    """Steps of 2 and of 8 rows take 2 and 8 seconds: no part of a step is shared, so that nobody gains."""
+    pacing = Pacing(8)
+    for _ in range(KEPT):
+        pacing.step.add(2, 2.0)
+        pacing.step.add(8, 8.0)
+        pacing.enter.add(1, 0.1)
+        pacing.answer.add(1, 0.1)
+        pacing.steps.add(4)
+    pacing.waited(idle=100, unanswered=0, empty=0)
+    assert (pacing.step.fixed, pacing.steps.squared) == (0.0, 0.0)
+    assert not pacing.may_enter(4, 4)
+    for _ in range(2000):
+        pacing.steps.add(1)
+    for _ in range(100):
+        pacing.steps.add(100)
+    assert pacing.steps.squared > 1.0 and pacing.may_enter(4, 4)
 
 
 def test_a_given_admission_mode_is_not_changed() -> None:
