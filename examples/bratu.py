@@ -1,9 +1,10 @@
-"""A steady state that is no neural network: infer the coefficient of the Bratu problem from noisy data, with uncertainty.
+"""Infer the coefficient of the Bratu problem from noisy data, with its uncertainty: an equilibrium without a neural network.
 
 python examples/bratu.py --plot bratu.png
 
--Δu = c(x) exp(u) on the unit square, u = 0 on its boundary: the temperature of a slab that a reaction heats. The coefficient
-c(x) = θ0 + θ1 x is found by Newton's method with gradient and Hessian through the equilibrium. Needs the extra `train`.
+The problem is -Δu = c(x) exp(u) on the unit square with u = 0 on the boundary: the temperature of a slab that is heated by
+a reaction. Newton's method finds the coefficient c(x) = θ0 + θ1 x, with gradient and Hessian through the equilibrium. Needs
+the extra `train`.
 """
 
 import argparse
@@ -50,19 +51,19 @@ def temperature(theta: Tensor) -> Tensor:
 
 
 def reference(theta: Tensor) -> Tensor:
-    """The same by scipy."""
+    """The same solution by scipy."""
     matrix, c = MATRIX.numpy(), coefficient(theta).numpy()
     residual, slope = lambda u: matrix @ u - c * np.exp(u), lambda u: matrix - np.diag(c * np.exp(u))
     return torch.from_numpy(scipy.optimize.root(residual, np.zeros(SIZE**2), jac=slope, tol=1e-12).x)
 
 
 def misfit(theta: Tensor, data: Tensor) -> Tensor:
-    """Minus the logarithm of the likelihood, up to a constant."""
+    """The negative log-likelihood, up to a constant."""
     return (temperature(theta) - data).square().sum() / (2 * NOISE**2)
 
 
 def infer(data: Tensor, steps: int = 8) -> tuple[Tensor, Tensor]:
-    """The most likely coefficients by Newton's method, and the inverse Hessian there, their covariance."""
+    """The most likely coefficients by Newton's method, and their covariance, the inverse Hessian."""
     theta = torch.tensor([2.0, 0.5], dtype=torch.float64)
     for step in range(steps):
         print(f"step {step}: θ = {theta.tolist()}, misfit {misfit(theta, data).item():.4f}")

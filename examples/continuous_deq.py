@@ -1,4 +1,4 @@
-"""The equilibrium as the steady state of dz/dt = f(z, x) - z, followed by a Runge-Kutta method.
+"""The equilibrium as the steady state of dz/dt = f(z, x) - z, integrated by a Runge-Kutta method.
 
 python examples/continuous_deq.py
 """

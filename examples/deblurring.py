@@ -1,4 +1,4 @@
-"""Deblur photographs by an equilibrium with a denoiser that cannot expand, beside the same cell unrolled five times.
+"""Deblur photographs by an equilibrium with a contractive denoiser, and compare with the same cell unrolled five times.
 
 python examples/deblurring.py --plot deblurring.png
 
@@ -51,7 +51,7 @@ def train(model: Restoration, tiles: Tensor, steps: int) -> None:
 
 @torch.no_grad()
 def after(model: Restoration, y: Tensor, steps: int) -> Tensor:
-    """Reconstructions after so many plain iterations, whatever the model was trained with."""
+    """Reconstructions after the given number of plain iterations, which may differ from that of training."""
     return model.cell.image(eq.WeightTied(model.cell, steps, model.cell.start)(y))
 
 

@@ -1,4 +1,4 @@
-"""Train a small deep equilibrium classifier on scikit-learn's digits and look inside: `python examples/digits.py`."""
+"""Train a small deep equilibrium classifier on scikit-learn's digits and examine its solves: `python examples/digits.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import matplotlib
 
-matplotlib.use("Agg")  # a file is all we draw, and that needs no display
+matplotlib.use("Agg")  # draws into a file, without a display
 
 import torch
 from matplotlib import pyplot as plt
@@ -34,7 +34,7 @@ SOLVERS: dict[str, eq.Solver[Any]] = {
 
 
 class Cell(nn.Module):
-    """z -> tanh(W z + U x + b), with the spectral norm of W held at 1: left free, W outgrows what solvers can settle."""
+    """z -> tanh(W z + U x + b), with the spectral norm of W fixed at 1. Without it, W grows until solves fail."""
 
     def __init__(self, inputs: int, width: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def load() -> tuple[Digits, Digits]:
 
 
 def train_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, data: Digits) -> tuple[float, list[eq.Solution]]:
-    """Mean loss and every solve of the epoch."""
+    """Train one epoch; return the mean loss and the solutions of all batches."""
     solved: list[eq.Solution] = []
     losses = []
     model.train()
@@ -106,7 +106,7 @@ def train(model: nn.Module, data: Digits, test: Digits, epochs: int) -> None:
 
 
 def compare_solvers(cell: Cell, x: Tensor) -> dict[str, eq.Stats]:
-    """The same equilibria by every solver, to a tolerance ten times tighter than in training."""
+    """Compute the same equilibria with every solver, at a tolerance ten times smaller than in training."""
     stop = eq.Stop(rtol=1e-4, max_steps=200, on_failure="ignore", trace=True)
     print("\nsolver    converged  steps  evaluations  samples evaluated  worst residual")
     found = {}
@@ -122,7 +122,7 @@ def compare_solvers(cell: Cell, x: Tensor) -> dict[str, eq.Stats]:
 
 
 def check_gradient(cell: Cell, head: nn.Module, x: Tensor, y: Tensor, steps: int = 500) -> None:
-    """The implicit gradient against back-propagation through every one of many plain steps, in float64."""
+    """Compare the implicit gradient with back-propagation through many steps of plain iteration, in float64."""
     cell, head, x = copy.deepcopy(cell).double(), copy.deepcopy(head).double(), x.double()
     deq = eq.DEQ(cell, init=eq.Zeros(WIDTH), stop=eq.Stop(rtol=1e-10, atol=0, max_steps=200))
     z = x.new_zeros(len(x), WIDTH)
@@ -137,10 +137,10 @@ def check_gradient(cell: Cell, head: nn.Module, x: Tensor, y: Tensor, steps: int
 
 
 def plot(found: dict[str, eq.Stats], path: Path) -> None:
-    """The residual of the sample that took longest, step by step."""
+    """Plot the residual of the slowest sample against the steps."""
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     for name, stats in found.items():
-        assert stats.trace is not None  # asked for in compare_solvers
+        assert stats.trace is not None  # `compare_solvers` requests traces
         slowest = stats.trace[int(stats.steps.argmax())]
         axes.semilogy(slowest.numpy(), marker=".", label=f"{name}, {stats.evaluations} evaluations")
     axes.set(xlabel="step", ylabel="relative residual, slowest sample", title="Solving the trained model's equilibria")

@@ -26,7 +26,7 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(2, 32), eq.DEQ(Cell(32)), nn.Linear(32, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     x = torch.rand(256, 2) * 2 - 1
-    y = (x.prod(dim=1, keepdim=True) > 0).float()  # the corners of a square, crosswise
+    y = (x.prod(dim=1, keepdim=True) > 0).float()  # XOR: opposite corners of a square have the same class
     for step in range(201):
         with eq.record(model) as solutions:
             loss = nn.functional.binary_cross_entropy_with_logits(model(x), y)

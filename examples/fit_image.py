@@ -20,7 +20,7 @@ CONFIG = FieldConfig(kind="fourier", width=40, scale=40.0)
 
 
 def equilibrium() -> EquilibriumField:
-    """Exact gradients; every solve of training starts at the equilibrium of the last step."""
+    """Train with exact gradients; every solve starts at the equilibrium of the last training step."""
     gradient = eq.Implicit(solver=eq.GMRES(), stop=eq.Stop(rtol=1e-2, max_steps=15, on_failure="ignore"))
     stop = eq.Stop(rtol=1e-3, max_steps=8, on_failure="ignore")
     accurate = eq.Stop(rtol=1e-4, max_steps=60)

@@ -1,4 +1,4 @@
-"""An implicit graph layer: a node learns from one twenty edges away, which two graph convolutions cannot reach.
+"""An implicit graph layer: a node learns from another one twenty edges away, beyond the reach of two graph convolutions.
 
 python examples/graph_layer.py
 """
@@ -26,7 +26,7 @@ def main() -> None:
             loss = nn.functional.cross_entropy(scores[graph.mask], graph.y[graph.mask])
             optimizer.zero_grad()
             loss.backward()
-            for parameter in model.parameters():  # without, some starts lead nowhere
+            for parameter in model.parameters():  # without clipping, training fails from some initial weights
                 nn.utils.clip_grad_norm_([parameter], 0.5)
             optimizer.step()
         test = chains.test[0]

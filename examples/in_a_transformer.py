@@ -1,4 +1,4 @@
-"""A DEQ in place of the last block of a Hugging Face or timm model, or of a torch one where neither is installed.
+"""A DEQ in place of the last block of a Hugging Face or timm model, or of a torch encoder if neither is installed.
 
 python examples/in_a_transformer.py
 """
@@ -13,7 +13,7 @@ import equilibria as eq
 
 
 class BlockCell(nn.Module):
-    """f(z, x) = norm(block(z) + x): a layer that was made to be stacked, as a cell."""
+    """f(z, x) = norm(block(z) + x): a block of a stack as the cell of a DEQ."""
 
     def __init__(self, block: nn.Module, width: int) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class BlockCell(nn.Module):
 
 
 class InPlace(nn.Module):
-    """The DEQ where a block stood, called and answering as blocks do; masks are left out, for nothing is padded here."""
+    """A DEQ with the signature of the block that it replaces. Masks are ignored, because nothing is padded here."""
 
     def __init__(self, block: nn.Module, width: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class InPlace(nn.Module):
 
 
 class Encoder(nn.Module):
-    """torch's own, for a machine without the other two."""
+    """An encoder of torch, if neither transformers nor timm is installed."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Encoder(nn.Module):
 
 
 def small_encoder(width: int) -> tuple[nn.Module, nn.ModuleList | nn.Sequential]:
-    """A model from vectors to vectors, and its blocks."""
+    """A model that maps vectors to vectors, and the list of its blocks."""
     if importlib.util.find_spec("transformers") is not None:
         from transformers import BertConfig
         from transformers.models.bert.modeling_bert import BertEncoder

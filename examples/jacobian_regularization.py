@@ -1,12 +1,13 @@
-"""What does a penalty on the Jacobian do to an equilibrium? `python examples/jacobian_regularization.py`
+"""The effect of a penalty on the Jacobian: `python examples/jacobian_regularization.py`
 
 The one-dimensional study of Bai, Koltun and Kolter (2021): z = W2' ReLU(W1 z + U x + b), with z and x numbers, is fitted
-to a curve under penalties γ |df/dz|² of four weights, by a solver that is cut off after six steps. For each γ the figure
-shows the map over z at a few x (the flatter it meets the diagonal, the sooner plain iteration is there), the curves that
-were learnt, and how the residual falls. How good a fit is depends on luck more than on γ, so every γ is trained from three
-seeds and the table gives medians.
+to a curve with penalties γ |df/dz|² of four weights. The solver takes at most six steps. For each γ the figure shows the map
+over z at a few x (plain iteration is faster if its slope at the diagonal is smaller), the curves that were learnt, and the
+residual over the steps. The error of the fit depends on the seed more than on γ, so every γ is trained with three seeds and
+the table has medians.
 
-The paper leaves two things open: noise of N(0, 0.05) is taken to have standard deviation 0.05, and x to lie in [-2, 2].
+The paper does not specify two things. We assume that the noise N(0, 0.05) has the standard deviation
+0.05, and that x is in [-2, 2].
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ WIDTH = 50
 TRAINING, TEST, BATCH = 4096, 1000, 64
 NOISE, RANGE = 0.05, 2.0
 GAMMAS = (0.0, 1.0, 2.0, 4.0)
-FREQUENCY = 0.4  # the share of training steps that see the penalty
-INPUTS = (-1.0, 0.6, 1.8)  # where the map is drawn: near the maximum and the minimum of the curve, and where it is steep
+FREQUENCY = 0.4  # the share of training steps with the penalty
+INPUTS = (-1.0, 0.6, 1.8)  # the map is drawn near the maximum and the minimum of the curve, and where it is steep
 SOLVERS: dict[str, eq.Solver[Any]] = {"plain iteration": eq.Picard(), "Broyden": eq.Broyden()}
-ENOUGH = 200  # steps to find out how many are needed
+ENOUGH = 200  # enough steps to count how many are needed
 
 
 class Cell(nn.Module):
@@ -63,12 +64,12 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Study:
-    """A trained model and what the test set says about it."""
+    """A trained model and its results on the test set."""
 
     cell: Cell
     test: Pairs
-    capped: eq.Solution  # as in training
-    solved: dict[str, eq.Solution]  # by every solver, with steps enough
+    capped: eq.Solution  # with the limit of training
+    solved: dict[str, eq.Solution]  # by every solver, without that limit
     slope: Tensor  # (n,) |df/dz| at the equilibrium
     radius: float  # the largest spectral radius
 
@@ -90,14 +91,14 @@ def sample(seed: int) -> tuple[Pairs, Pairs]:
 
 
 def layer(cell: Cell, solver: eq.Solver[Any], max_steps: int) -> eq.DEQ:
-    """From zero, to 1e-3, with a backward pass held to as many steps as the forward one."""
+    """A layer that starts at zero, with a tolerance of 1e-3 and the same limit of steps forward and backward."""
     stop = eq.Stop(rtol=1e-3, max_steps=max_steps, on_failure="ignore")
     return eq.DEQ(cell, init=eq.Zeros(1), solver=solver, stop=stop)
 
 
 def train(gamma: float, data: Pairs, epochs: int, max_steps: int, seed: int) -> Cell:
     torch.manual_seed(seed)
-    order = torch.Generator().manual_seed(seed)  # of its own: every γ sees the same batches
+    order = torch.Generator().manual_seed(seed)  # a separate generator, so that every γ has the same batches
     cell = Cell()
     deq = layer(cell, eq.Broyden(), max_steps)
     optimizer = torch.optim.Adam(deq.parameters(), lr=1e-3)
@@ -131,7 +132,7 @@ def run(gamma: float, epochs: int, max_steps: int, seed: int) -> Study:
 
 
 def report(gamma: float, studies: list[Study]) -> None:
-    """Medians over the runs, but for the worst radius."""
+    """Print medians over the runs, except for the radius, of which the largest is printed."""
 
     def median(value: Callable[[Study], Tensor]) -> float:
         return float(torch.stack([value(study) for study in studies]).median())
@@ -149,16 +150,16 @@ def report(gamma: float, studies: list[Study]) -> None:
 
 @torch.no_grad()
 def residuals(study: Study, solver: eq.Solver[Any], steps: int = 15) -> Tensor:
-    """(n, steps + 1), of every sample; one that is at rounding error stays where it is."""
+    """(n, steps + 1), of every sample. A sample that has reached rounding errors keeps its residual."""
     stop = eq.Stop(rtol=1e-7, atol=0.0, max_steps=steps, on_failure="ignore", trace=True)
     trace = eq.DEQ(study.cell, init=eq.Zeros(1), solver=solver, stop=stop).solve(study.test.x).stats.trace
-    assert trace is not None  # asked for
+    assert trace is not None  # `Stop(trace=True)` was set
     return torch.stack([torch.cat([row, row[-1:].expand(steps + 1 - len(row))]) for row in trace])
 
 
 @torch.no_grad()
 def draw_map(axis: Axes, gamma: float, study: Study) -> None:
-    """f(., x) at a few x, the diagonal, and where they meet."""
+    """Draw f(., x) at a few x, the diagonal, and their intersections."""
     z = torch.linspace(-6, 6, 400).unsqueeze(1)
     axis.plot(z, z, color="gray", linestyle="--", linewidth=1, label="z")
     for x in INPUTS:
@@ -170,7 +171,7 @@ def draw_map(axis: Axes, gamma: float, study: Study) -> None:
 
 @torch.no_grad()
 def draw_fits(axis: Axes, studies: list[Study]) -> None:
-    """The curves of all runs; of the first, in black, also the samples that its solver left off."""
+    """Draw the curves of all runs, and in black the samples of the first run whose solves failed."""
     x = torch.linspace(-RANGE, RANGE, 400).unsqueeze(1)
     first = studies[0]
     failed = first.capped.stats.failed
@@ -186,7 +187,7 @@ def draw_fits(axis: Axes, studies: list[Study]) -> None:
 def draw_residuals(axis: Axes, solver: str, studies: dict[float, list[Study]]) -> None:
     for gamma, runs in studies.items():
         values = torch.cat([residuals(study, SOLVERS[solver]) for study in runs]).median(dim=0).values
-        axis.semilogy(values.clamp_min(1e-8), marker=".", label=f"γ = {gamma:g}")  # 0 has no place on a logarithmic axis
+        axis.semilogy(values.clamp_min(1e-8), marker=".", label=f"γ = {gamma:g}")  # a logarithmic axis has no 0
     axis.set(title=f"median residual, {solver}", xlabel="step", ylim=(5e-9, 2))
 
 

@@ -1,7 +1,7 @@
-"""What does a training step keep in memory, against the number of solver steps? `python examples/memory.py`
+"""Memory of a training step against the number of solver steps: `python examples/memory.py`
 
-For each gradient: the bytes autograd stores between forward and backward, and the peak of live memory over the whole
-training step (from the profiler's allocator events), with the solver held to 5, 10, 20, 40 and 80 steps.
+For each gradient, this script measures the bytes that autograd stores between forward and backward, and the peak of
+allocated memory over the whole training step (from events of the profiler), for 5, 10, 20, 40 and 80 solver steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GRADIENTS: dict[str, Callable[[int], eq.Gradient]] = {
 
 
 class Cell(nn.Module):
-    """A residual block of two linear layers: more activations than state, as in real cells."""
+    """A residual block of two linear layers. As in most cells, its activations take more memory than its state."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def model(gradient: eq.Gradient, steps: int, width: int) -> eq.DEQ:
 
 
 def stored_bytes(deq: eq.DEQ, x: Tensor) -> int:
-    """What autograd keeps between forward and backward, each storage once, weights aside."""
+    """The bytes that autograd stores between forward and backward, without weights; every storage counts once."""
     weights = {p.untyped_storage().data_ptr() for p in deq.parameters()}
     storages: dict[int, Any] = {}
 
@@ -69,7 +69,7 @@ def stored_bytes(deq: eq.DEQ, x: Tensor) -> int:
 
 
 def peak_bytes(deq: eq.DEQ, x: Tensor) -> int:
-    """The highest level of live memory above the start, over forward and backward."""
+    """The peak of allocated memory over forward and backward, above that at the start."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         deq(x).sum().backward()
     level = peak = 0
@@ -94,7 +94,7 @@ def draw(stored: dict[str, list[int]], peak: dict[str, list[int]], path: Path) -
 
 
 def draw_peak(peak: dict[str, list[int]], path: Path) -> None:
-    """The peaks of four gradients with their names at the curves, legible on a phone."""
+    """Draw the peaks of four gradients, large enough for the screen of a phone."""
     figure, axis = plt.subplots(figsize=(6, 3.6), layout="constrained")
     for name in ("BPTT", "BPTT, sqrt checkpoints", "implicit", "JFB"):
         values = [value / 1e6 for value in peak[name]]

@@ -1,4 +1,4 @@
-"""Train optical flow as an equilibrium, then follow a video with warm starts.
+"""Train optical flow as an equilibrium, then compute the flow of a video with warm starts.
 
 python examples/optical_flow.py
 
@@ -16,7 +16,7 @@ from equilibria.models import DEQFlow
 
 
 def train(model: DEQFlow, scenes: data.Dataset[data.Split], steps: int) -> None:
-    """The loss is on the equilibrium and on two iterates on the way, which get one-step gradients of their own."""
+    """Train with a loss on the equilibrium and on two intermediate iterates, which have one-step gradients."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=steps)
     batches = data.Batches(scenes.train, 8, drop_last=True, transform=scenes.normalize)

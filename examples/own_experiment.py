@@ -22,7 +22,7 @@ from equilibria.lab.experiments import Experiment
 
 @dataclass(frozen=True)
 class Settings:
-    """What `--set` changes by name, beside the settings of training: `--set width=64 --set training.epochs=5`."""
+    """Settings that `--set width=64` changes by name. Those of training have a prefix: `--set training.epochs=5`."""
 
     width: int = 32
     rtol: float = 1e-3

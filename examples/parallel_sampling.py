@@ -1,4 +1,4 @@
-"""Sample digits from a diffusion model, all states of the chain at once; then find the noise of a given image.
+"""Sample digits from a diffusion model, solving for all states of the chain at once; then find the noise of a given image.
 
 python examples/parallel_sampling.py --plot parallel_sampling.png
 

@@ -1,4 +1,4 @@
-"""Inexact gradients beside the exact one: what they cost and how far they are off.
+"""Inexact gradients compared with the exact one: their cost and their error.
 
 python examples/phantom_gradient.py
 """

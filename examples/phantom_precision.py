@@ -1,7 +1,8 @@
-"""How close are phantom gradients to the exact one? `python examples/phantom_precision.py`
+"""Accuracy of phantom gradients: `python examples/phantom_precision.py`
 
-The synthetic study of Geng and others (2021): one spectrally normalised tanh layer, cosine of the parameter gradient to
-the exact one, against the number of steps k and the damping, for both forms, at a solved and at a half-solved equilibrium.
+The synthetic study of Geng and others (2021) with one spectrally normalised tanh layer. It measures the cosine between the
+phantom and the exact gradient of the parameters against the number of steps k and the damping, for both forms, at an
+accurate and at an inaccurate equilibrium.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ STOPS = {"solved to 1e-10": eq.Stop(rtol=1e-10, atol=0, max_steps=500), "solved 
 
 
 class Layer(nn.Module):
-    """tanh(W z + x) with the spectral norm of W exactly 0.9 and slow directions to match."""
+    """tanh(W z + x) with the spectral norm of W exactly 0.9 and many directions that contract slowly."""
 
     def __init__(self, n: int) -> None:
         super().__init__()
@@ -39,7 +40,7 @@ class Layer(nn.Module):
 
 
 def gradient(layer: Layer, x: Tensor, v: Tensor, stop: eq.Stop, how: eq.Gradient) -> Tensor:
-    """Of <v, output>: a fixed cotangent, so that only the backward pass is compared."""
+    """The gradient of <v, output> with a fixed cotangent v, so that only the backward pass is compared."""
     z = eq.DEQ(layer, solver=eq.Picard(), stop=stop, gradient=how)(x)
     return torch.autograd.grad(z, layer.w, v)[0].flatten()
 

@@ -1,4 +1,4 @@
-"""A model without equilibria, what is wrong with it, and the same model made well.
+"""Diagnose a model whose solves fail, correct it, and diagnose it again.
 
 python examples/sick_model.py
 """
@@ -24,7 +24,7 @@ def main() -> None:
     torch.manual_seed(0)
     encoder, cell, head = nn.Linear(8, 24), Cell(24), nn.Linear(24, 2)
     with torch.no_grad():
-        cell.inner.weight.mul_(6)  # as after training with too high a rate
+        cell.inner.weight.mul_(6)  # like a weight that grew in training with too high a learning rate
     sick = nn.Sequential(encoder, eq.DEQ(cell, solver=eq.Picard()), head)
     x = torch.randn(16, 8)
     print(eq.diagnose(sick, x))

@@ -1,4 +1,4 @@
-"""Skip DEQs: a start that is trained to be the answer, with and without a network of its own.
+"""Skip DEQs: the start is trained to be close to the equilibrium, with and without a network that predicts it.
 
 python examples/skip_deq.py
 """

@@ -1,13 +1,13 @@
-"""Training that loses its equilibria, and three ways to keep them: `python examples/stability.py`
+"""A training in which solves begin to fail, and three ways to prevent it: `python examples/stability.py`
 
-A cell z -> tanh(W z + U x + b) without any norm learns scikit-learn's digits at a high learning rate. Nothing but the loss
-holds W: it grows, Broyden's method needs more steps from epoch to epoch, and in the end half to nine tenths of the samples,
-by seed, run into the cap of 16 steps. The same model is trained again
+A cell z -> tanh(W z + U x + b) without a norm learns scikit-learn's digits at a high learning rate. W grows, and
+Broyden's method needs more steps from epoch to epoch. In the end half to nine tenths of the samples, depending on the seed,
+do not converge within 16 steps. The same model is trained again
 
 - with a Jacobian penalty (Bai, Koltun and Kolter 2021), of weight 5;
-- as a Skip DEQ V2 (Pal, Edelman and Rackauckas 2022), which starts from f(0, x) and is penalised for the way from there,
-  with the weight 5 of their MNIST network (the 0.01 of their paper is too weak here: it drifts as well);
-- with the spectral norm of W held at 0.95 or below.
+- as a Skip DEQ V2 (Pal, Edelman and Rackauckas 2022), which starts from f(0, x), with a penalty on the distance from there,
+  of weight 5 as in their MNIST network (the 0.01 of their paper is too weak here: solves fail as well);
+- with the spectral norm of W bounded by 0.95.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STOP = eq.Stop(rtol=1e-3, max_steps=16, on_failure="ignore")
 
 @dataclass(frozen=True)
 class Arm:
-    """What holds the model, if anything does."""
+    """One way to stabilise the model, or none."""
 
     penalty: Callable[[eq.Solution], Tensor] | None = None
     first_step: bool = False  # start from f(0, x), not from 0
@@ -78,7 +78,7 @@ class Digits:
 
 @dataclass(frozen=True)
 class Epoch:
-    """Solves on the training set in the course of an epoch, and on the test set after it."""
+    """Statistics of the solves on the training set during an epoch, and on the test set after it."""
 
     steps: Tensor  # (samples,)
     failed: float  # share of the samples
@@ -107,7 +107,7 @@ def build(arm: Arm) -> nn.Sequential:
 def train_epoch(
     model: nn.Module, arm: Arm, optimizer: torch.optim.Optimizer, data: Digits, order: torch.Generator
 ) -> list[eq.Stats]:
-    """What every solve of the epoch took."""
+    """Train one epoch; return the statistics of its solves."""
     model.train()
     seen = []
     for index in torch.randperm(len(data.y), generator=order).split(BATCH):
@@ -128,14 +128,14 @@ def look(model: nn.Module, test: Digits) -> tuple[float, float, eq.Stats]:
     model.eval()
     with eq.record(model) as solutions:
         accuracy = (model(test.x).argmax(dim=1) == test.y).float().mean()
-    probes = torch.Generator().manual_seed(0)  # of its own: looking must not change the training
+    probes = torch.Generator().manual_seed(0)  # a separate generator, so that measuring does not change the training
     radius = eq.spectral_radius(solutions[0], generator=probes).radius.mean()
     return float(accuracy), float(radius), solutions[0].stats
 
 
 def summary(model: nn.Module, test: Digits, seen: list[eq.Stats], seconds: float) -> Epoch:
     accuracy, radius, stats = look(model, test)
-    seen = seen or [stats]  # before the first epoch there are solves of the test set only
+    seen = seen or [stats]  # before the first epoch there are only solves of the test set
     steps, failed = (torch.cat([getattr(stats, name) for stats in seen]) for name in ("steps", "failed"))
     return Epoch(steps.float(), float(failed.float().mean()), seconds, accuracy, radius)
 
@@ -143,7 +143,7 @@ def summary(model: nn.Module, test: Digits, seen: list[eq.Stats], seconds: float
 def train(arm: Arm, data: Digits, test: Digits, epochs: int, seed: int) -> list[Epoch]:
     """The untrained model, then every epoch."""
     torch.manual_seed(seed)
-    order = torch.Generator().manual_seed(seed)  # of its own: all arms see the same batches
+    order = torch.Generator().manual_seed(seed)  # a separate generator, so that all arms have the same batches
     model = build(arm)
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
     history = [summary(model, test, [], 0.0)]

@@ -1,4 +1,4 @@
-"""Train a looped model on Sudoku 4x4, then give it more depth and more starts than in training.
+"""Train a looped model on Sudoku 4x4, then solve boards with more steps and more starts than in training.
 
 python examples/sudoku.py
 
@@ -17,7 +17,7 @@ from equilibria.models import Reasoner
 
 
 def train(model: Reasoner, boards: data.Split, steps: int) -> None:
-    """Deep supervision: every row keeps its board and its state until it halts, then takes another board."""
+    """Train with deep supervision: every row keeps its board and its state until it halts, then gets another board."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
     carry, halting = eq.looped.Carry(), eq.looped.Halting(by="both", max_steps=8)
     batches = data.Batches(boards, 64, augment=[data.SudokuSymmetry(4)], drop_last=True)

@@ -1,4 +1,4 @@
-"""Data-parallel training of a DEQ: gradients are averaged, and no process waits for another one's solver.
+"""Data-parallel training of a DEQ: gradients are averaged, and no process waits for the solver of another one.
 
 torchrun --nproc-per-node 2 examples/two_processes.py
 """
@@ -7,7 +7,7 @@ import gc
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before the process group exists, or defaults of its functions hold the group until exit
+import torch.distributed.nn  # imported after the group exists, its defaults would keep the group until exit
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -45,7 +45,7 @@ def train(rank: int, processes: int) -> None:
 def main() -> None:
     dist.init_process_group("gloo")
     train(dist.get_rank(), dist.get_world_size())
-    gc.collect()  # of the model, which is part of a reference cycle and holds the group
+    gc.collect()  # frees the model, which is part of a reference cycle and keeps the group
     dist.destroy_process_group()  # joins the group's threads; one that runs at exit may abort the process
 
 
