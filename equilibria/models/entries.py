@@ -1,4 +1,4 @@
-"""The catalogue of models with their defaults."""
+"""The catalogue of models: names, descriptions, classes and default options."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ class ModelInfo:
 
     @property
     def parameters(self) -> int:
-        """The number of parameters with the default options."""
-        with torch.device("meta"):
+        """The number of trained parameters with the default options."""
+        with torch.device("meta"):  # counts without allocating or initialising the weights
             return parameters(self.build(**dict(self.options)))
 
 
 def parameters(model: nn.Module) -> int:
-    """The number of trained parameters of a model."""
+    """Return the number of trained parameters of a model."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
@@ -124,7 +124,7 @@ def _monotone_models() -> list[ModelInfo]:
     return [ModelInfo(f"mon-{n}", "monotone operator network", MonotoneNet, (("config", c),)) for n, c in configs.items()]
 
 
-def _flows() -> list[ModelInfo]:
+def _neural_odes() -> list[ModelInfo]:
     """Return the neural ODEs."""
     configs = {
         "node-mnist": NODE_MNIST,
@@ -181,6 +181,7 @@ def _graph_models() -> list[ModelInfo]:
 
 
 def _reasoners() -> list[ModelInfo]:
+    """Return the looped reasoners."""
     return [
         ModelInfo(f"reasoner-{name}", f"looped reasoner, {config.summary}", Reasoner, (("config", config),))
         for name, config in REASONER_CONFIGS.items()
@@ -188,6 +189,7 @@ def _reasoners() -> list[ModelInfo]:
 
 
 def _fields() -> list[ModelInfo]:
+    """Return the implicit representations of signals, each as an equilibrium and as a stack of four layers."""
     kinds: dict[str, tuple[str, FieldConfig]] = {
         "siren": ("sinusoids", FieldConfig()),
         "fourier": ("multiplicative Fourier filters", FieldConfig(kind="fourier")),
@@ -203,6 +205,7 @@ def _fields() -> list[ModelInfo]:
 
 
 def _flow_models() -> list[ModelInfo]:
+    """Return the optical-flow networks, each as an equilibrium and as RAFT's twelve unrolled updates."""
     found = []
     for name, config in FLOW_CONFIGS.items():
         summary, unrolled = config.summary, (("config", replace(config, detached=True)), ("depth", 12))
@@ -214,8 +217,8 @@ def _flow_models() -> list[ModelInfo]:
 
 
 def entries() -> list[ModelInfo]:
-    """Return all models by name."""
-    vision = [*_mdeq_models(), *_skip_models(), *_vision_models(), *_monotone_models(), *_flows()]
+    """Return all models, sorted by name."""
+    vision = [*_mdeq_models(), *_skip_models(), *_vision_models(), *_monotone_models(), *_neural_odes()]
     others = [
         *_sequence_models(),
         *_graph_models(),

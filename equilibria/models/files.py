@@ -154,6 +154,7 @@ def _divided(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]
 
 
 def _extra(name: str, value: Any) -> Any:
+    """Return a value of the state dict that is no tensor as JSON data; raises TypeError with its name."""
     try:
         return to_data(value)
     except TypeError as error:
@@ -166,7 +167,7 @@ def _digest(tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> str:
     sums = hashlib.sha256(json.dumps(rest, sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         sums.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        sums.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        sums.update(tensor.reshape(-1).view(torch.uint8).numpy().data)  # as bytes: numpy has no bfloat16
     return sums.hexdigest()
 
 
@@ -243,8 +244,8 @@ def _advice(saved: SavedModel, model: nn.Module | None) -> str:
     """Return a remedy for weights that do not fit."""
     if model is None:
         return (
-            f"It was changed after its creation, or version {saved.version} created it differently: recreate it so and load "
-            "the weights into it, load(path, model)."
+            f"The model was changed after its creation, or version {saved.version} created it differently. Create it in the "
+            "same way and load the weights into it: load(path, model)."
         )
     if saved.name is None or saved.lost:
         return "Create the model with the options of the saved one."

@@ -1,7 +1,7 @@
 """The origin of a model: its name and options, stored on the model and as plain data for JSON.
 
-Options come back as they were: plain values, tuples, the library's settings (frozen dataclasses such as Stop or MDEQConfig)
-and its norms. Settings are looked up by name among what is already imported, so that nothing that is read can run code.
+Options are restored exactly: plain values, tuples, the library's settings (frozen dataclasses such as Stop or MDEQConfig)
+and its norms. Settings are looked up by name in modules that are already imported, so a file cannot run code.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ def remember_origin(model: M, name: str, options: Mapping[str, Any]) -> M:
 
 
 def origin_of(model: nn.Module) -> Origin | None:
-    """Return the name and options a model was made from; None if `create` did not make it."""
+    """Return the name and options from which a model was made; None if `create` did not make it."""
     found = getattr(model, _ATTRIBUTE, None)
     return found if isinstance(found, Origin) else None
 
 
 def to_data(value: Any) -> Any:
-    """A value as JSON that tells lists from tuples and one class of settings from another; TypeError for other values."""
+    """Return a value as JSON data from which `from_data` restores its type; raises TypeError for unsupported values."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -61,7 +61,7 @@ def to_data(value: Any) -> Any:
     if (path := _path(type(value))) is not None:
         values = {name: to_data(getattr(value, name)) for name in _field_names(type(value))}
         return {"settings": path, "values": values}
-    raise TypeError(f"A file holds numbers, strings, tuples and the library's settings, got {value!r}.")
+    raise TypeError(f"A file can hold numbers, strings, lists, tuples, dicts and the library's settings, got {value!r}.")
 
 
 def from_data(data: Any) -> Any:
@@ -74,7 +74,7 @@ def from_data(data: Any) -> Any:
         path = data["settings"]
         found = _lookup(path) if isinstance(path, str) else None
         if found is None:
-            raise ValueError(f"There are no settings {path!r} in this version of the library.")
+            raise ValueError(f"This version of the library has no settings class {path!r}.")
         return _made(found, {name: from_data(each) for name, each in data["values"].items()})
     if len(data) == 1:
         ((kind, inner),) = data.items()
@@ -86,7 +86,7 @@ def from_data(data: Any) -> Any:
             return {key: from_data(each) for key, each in inner.items()}
         if kind == "norm" and inner in NORMS:
             return NORMS[inner]
-    raise ValueError(f"This is no value that was written here: {str(data)[:80]}")
+    raise ValueError(f"Expected a value that the library wrote to a model file, got {str(data)[:80]}")
 
 
 def _made(kind: type, values: dict[str, Any]) -> Any:
@@ -98,26 +98,27 @@ def _made(kind: type, values: dict[str, Any]) -> Any:
         return kind(**values)
     if missing := sorted(set(_field_names(kind)) - set(values)):
         raise ValueError(f"{kind.__name__} needs the setting {', '.join(missing)} in this version of the library.")
-    made: Any = object.__new__(kind)  # one whose constructor takes something else, as of Fallback(*solvers)
+    made: Any = object.__new__(kind)  # its constructor takes other arguments than its fields, as Fallback(*solvers) does
     for name, value in values.items():
         object.__setattr__(made, name, value)
     return made
 
 
 def _field_names(kind: type) -> list[str]:
+    """Return the fields of settings that are stored."""
     assert dataclasses.is_dataclass(kind)
     return [field.name for field in dataclasses.fields(kind) if field.init]
 
 
 def _path(kind: type) -> str | None:
-    """The name a class of settings has in a file; None if it is not one of the library's."""
+    """Return the name of a settings class in a file; None if the class is not the library's."""
     return kind.__name__ if _lookup(kind.__name__) is kind else None
 
 
 def _lookup(path: str) -> type | None:
-    """The class of settings of that name among the modules that are imported already.
+    """Return the settings class of this name in the modules that are imported already; None if there is not exactly one.
 
-    Files of version 0.1 hold the module before the name ("solve.Stop"). Modules move, names stay: only the name counts.
+    Files of version 0.1 have the module before the name ("solve.Stop"). It is ignored, since classes may change modules.
     """
     name = path.rpartition(".")[2]
     modules = [module for key, module in sys.modules.items() if key.startswith(PACKAGE)]
@@ -130,5 +131,6 @@ def _lookup(path: str) -> type | None:
 
 
 def _is_settings(found: Any) -> TypeGuard[type]:
+    """Return True for frozen dataclasses."""
     parameters = vars(found).get("__dataclass_params__") if isinstance(found, type) else None
     return parameters is not None and bool(parameters.frozen)

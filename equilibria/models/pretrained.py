@@ -1,10 +1,10 @@
-"""Weights that come with the package: small models of the tables, each with a card.
+"""Weights that come with the package: small models from the tables of results, each with a card.
 
     model = eq.models.create("jfb-resnet-mnist", pretrained=True)
     eq.models.pretrained.card("jfb-resnet-mnist")["metrics"]
 
-A file of weights is safetensors, as `eq.models.save` writes it; its card is JSON: the experiment and its settings, what was
-measured, checksums of the data, the commit. `equilibria publish` makes both from a run.
+A file of weights is a safetensors file of `eq.models.save`. Its card is a JSON file with the experiment and its settings,
+the measurements, checksums of the data, and the commit. `equilibria publish` makes both from a run.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def names() -> list[str]:
 
 
 def weights(name: str) -> Path:
-    """Return the path of a model's weights, after comparing its checksum with the card."""
+    """Return the path of a model's weights; raises ValueError if their checksum is not that of the card."""
     if name not in names():
         raise ValueError(
-            f"There are no weights of {name!r}: pretrained=True is for {', '.join(names())}. {nearest(name, names())}"
+            f"There are no weights of {name!r}: pretrained=True works for {', '.join(names())}. {nearest(name, names())}"
         )
     path = FOLDER / f"{name}.safetensors"
     found, expected = hashlib.sha256(path.read_bytes()).hexdigest(), card(name)["weights_sha256"]

@@ -25,16 +25,16 @@ def info(name: str) -> ModelInfo:
 
 
 def create(name: str, *, pretrained: bool = False, **options: Any) -> nn.Module:
-    """A model by name.
+    """Create a model by its name.
 
         model = eq.models.create("mdeq-tiny", num_classes=10)
 
-    `num_classes` is another name of the option `classes`. `pretrained` loads the weights that come with the package, for the
-    models in `eq.models.pretrained.names()`; the model is then in evaluation mode.
+    `num_classes` is another name of the option `classes`. `pretrained` loads the weights that come with the package and sets
+    evaluation mode; it works for the models in `eq.models.pretrained.names()`.
     """
     model = _created(name, options)
     if pretrained:
-        from equilibria.models.files import load  # it imports this module
+        from equilibria.models.files import load  # here, since that module imports this one
         from equilibria.models.pretrained import weights
 
         return load(weights(name), model).eval()
@@ -47,12 +47,12 @@ def _created(name: str, options: dict[str, Any]) -> nn.Module:
     signature = inspect.signature(entry.build)
     if "num_classes" in options and "classes" in signature.parameters:
         if "classes" in options:
-            raise TypeError("classes and num_classes are two names of one option: give one of them.")
+            raise TypeError("classes and num_classes are two names of one option: pass one of them.")
         options["classes"] = options.pop("num_classes")
     if unknown := sorted(set(options) - set(signature.parameters)):
         raise TypeError(f"{name} has no option {', '.join(unknown)}. {nearest(unknown[0], signature.parameters)}")
     given = signature.bind(**(dict(entry.options) | options))
-    given.apply_defaults()  # which may change in later versions
+    given.apply_defaults()  # stored with the model, since defaults may change in later versions
     return remember_origin(entry.build(*given.args, **given.kwargs), name, given.arguments)
 
 

@@ -1,4 +1,4 @@
-"""Solver, stop and gradient of an equilibrium layer, chosen by names as settings and command lines give them."""
+"""Solver, stop and gradient of an equilibrium layer, chosen by names: for settings files and command lines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AdjointName = Literal["gmres", "broyden", "solver"]
 
 
 def relative_stop(tolerance: float, max_steps: int) -> Stop:
-    """A relative tolerance and a limit; samples that miss it are counted by the caller, without a warning."""
+    """Return a Stop with a relative tolerance and a step limit that does not warn; the caller counts failed samples."""
     return Stop(rtol=tolerance, atol=0.0, max_steps=max_steps, on_failure="ignore")
 
 
@@ -31,16 +31,16 @@ def relative_stop(tolerance: float, max_steps: int) -> Stop:
 class SolveOptions:
     """Settings by which a layer is solved and differentiated.
 
-    stop           of the forward solve
-    adjoint_stop   of the adjoint solve; it also sets the history of Broyden's method there
-    solver         "tsit5" and "bs3" integrate the continuous system
-    gradient       "upg" and "npg" are phantom gradients of `phantom_steps` steps with `damping`; "bptt" unrolls as many
-                   steps as `stop` allows
-    adjoint        solver of the adjoint equation of "implicit"; "solver" takes that of the forward solve
-    history        pairs that Broyden's method keeps in the forward solve; None keeps its default
+    stop           stop of the forward solve
+    adjoint_stop   stop of the adjoint solve; its max_steps is also the history of Broyden's method there
+    solver         forward solver; "tsit5" and "bs3" integrate the continuous system
+    gradient       "upg" and "npg" are phantom gradients of `phantom_steps` steps with `damping`; "bptt" unrolls
+                   stop.max_steps steps
+    adjoint        solver of the adjoint equation of "implicit"; "solver" is the forward solver
+    history        pairs that Broyden's method keeps in the forward solve; None: its default
     relaxation     damping of Picard's method
-    first_step     of the continuous system; None chooses it by Hairer's rule
-    directions     that GMRES keeps between restarts; None keeps its default
+    first_step     first step of the continuous system; None: by Hairer's rule
+    directions     directions that GMRES keeps before it restarts; None: its default
     """
 
     stop: Stop
@@ -56,7 +56,7 @@ class SolveOptions:
     damping: float = 0.5
 
     def parts(self) -> dict[str, Any]:
-        """The keyword arguments `solver`, `stop` and `gradient` of a model."""
+        """Return the keyword arguments `solver`, `stop` and `gradient` of a model."""
         return {"solver": self.make_solver(), "stop": self.stop, "gradient": self.make_gradient()}
 
     def make_solver(self) -> Solver[Any]:

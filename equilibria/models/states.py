@@ -1,6 +1,6 @@
-"""State dicts: what of them goes into a file, and whether one fits a model.
+"""State dicts: how they are stored in a file, and the check that one fits a model.
 
-That is asked before anything is copied: a model that does not fit stays as it was.
+The check comes before any copy, so that a model that does not fit is left unchanged.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ def identities(tensors: Mapping[str, Tensor]) -> dict[str, Hashable]:
     found: dict[str, Hashable] = {}
     for name, tensor in tensors.items():
         place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        found[name] = place if tensor.numel() else name  # those without numbers have no place
+        found[name] = place if tensor.numel() else name  # empty tensors may share an address without being tied
     return found
 
 
 def check_storable(name: str, tensor: Tensor) -> None:
     """Raise ValueError for lazy, meta and sparse tensors, which a file cannot hold."""
     if nn.parameter.is_lazy(tensor):
-        raise ValueError(f"{name} has no shape yet: run the model once before it is saved.")
+        raise ValueError(f"{name} is a lazy parameter without a shape: run the model once before you save it.")
     if tensor.is_meta:
         raise ValueError(f"{name} is on the meta device and has no numbers to save: make the model on a real device.")
     if tensor.layout != torch.strided:
-        raise ValueError(f"{name} is sparse ({tensor.layout}), a file holds dense tensors: convert it with to_dense().")
+        raise ValueError(f"{name} is sparse ({tensor.layout}), but a file holds dense tensors: convert it with to_dense().")
 
 
 def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -58,15 +58,15 @@ def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def check_fit(model: nn.Module, state: Mapping[str, Any]) -> str | None:
-    """Return sentences on what does not fit between state and model; None if all fits."""
+    """Return a sentence that lists the differences between state and model; None if the state fits."""
     own = model.state_dict()
     if any(isinstance(value, Tensor) and value.is_meta for value in own.values()):
-        return "the model is on the meta device and has no memory. Give it some: model.to_empty(device=...)."
+        return "the model is on the meta device and has no memory. Allocate it with model.to_empty(device=...)."
     problems = [
         _listed("the file lacks", [name for name in own if name not in state]),
         _listed("the model has no", [name for name in state if name not in own]),
         _listed("", [text for name in own if name in state and (text := _difference(name, state[name], own[name]))]),
-        _listed("the model ties what differs in the file,", _torn(own, state)),
+        _listed("tied weights of the model differ in the file:", _torn(own, state)),
     ]
     found = [problem for problem in problems if problem]
     return "; ".join(found) + "." if found else None
@@ -86,16 +86,16 @@ def take_dtypes(model: nn.Module, state: Mapping[str, Any]) -> None:
 def _difference(name: str, given: Any, own: Any) -> str | None:
     """Return the difference between a tensor in the file and the model's own as text; None if they agree."""
     if not isinstance(given, Tensor) or not isinstance(own, Tensor):
-        return None if isinstance(given, Tensor) == isinstance(own, Tensor) else f"{name} is a tensor in one of them alone"
+        return None if isinstance(given, Tensor) == isinstance(own, Tensor) else f"{name} is a tensor in only one of them"
     if not nn.parameter.is_lazy(own) and given.shape != own.shape:
         return f"{name} is {tuple(given.shape)} in the file and {tuple(own.shape)} in the model"
-    if _sort(given) != _sort(own):
+    if _dtype_kind(given) != _dtype_kind(own):
         return f"{name} is {given.dtype} in the file and {own.dtype} in the model"
     return None
 
 
-def _sort(tensor: Tensor) -> tuple[bool, ...]:
-    """The kind of a dtype (real, complex, integer, bool); tensors are not converted between kinds."""
+def _dtype_kind(tensor: Tensor) -> tuple[bool, ...]:
+    """Return the kind of a dtype (real, complex, integer, bool) as flags; tensors are not converted between kinds."""
     return tensor.is_floating_point(), tensor.is_complex(), tensor.dtype == torch.bool
 
 
@@ -108,11 +108,12 @@ def _torn(own: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
 
 
 def _same_bits(a: Any, b: Any) -> bool:
-    """True if two tensors are equal bit by bit; a nan equals itself."""
+    """Return True if two tensors are equal bit by bit; a nan equals itself."""
     same = a.shape == b.shape and a.dtype == b.dtype
     return bool(same and torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (a, b))))
 
 
 def _listed(what: str, names: Sequence[str]) -> str:
+    """Return `what` followed by the first SHOWN names; an empty text without names."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return f"{what} {', '.join(names[:SHOWN])}{more}".strip() if names else ""

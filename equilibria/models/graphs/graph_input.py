@@ -49,7 +49,6 @@ def read_graph(
     matrix. The adjacency is cached per tensor and computed again only after the tensors have changed.
     """
     if not isinstance(x, Tensor):
-        # read a graph from an object with attributes x and edge_index
         parts = {name: getattr(x, name, None) for name in ("x", "edge_index", "edge_weight", "batch")}
         if not isinstance(parts["x"], Tensor) or not isinstance(parts["edge_index"], (Tensor, Adjacency)):
             raise TypeError(
@@ -57,7 +56,7 @@ def read_graph(
                 "nodes have no features, use their degrees."
             )
         if edge_index is not None:
-            raise TypeError("The edges were given twice: in the graph and as edge_index.")
+            raise TypeError("The edges were given twice: in the graph and as edge_index. Leave edge_index out.")
         weight = parts["edge_weight"] if edge_weight is None else edge_weight
         chosen = parts["batch"] if batch is None else batch
         return read_graph(parts["x"], parts["edge_index"], weight, chosen, normalize=normalize)
@@ -71,7 +70,7 @@ def read_graph(
         raise TypeError(
             "Features were given without edges: call the model with (x, edge_index), or with a graph that has both."
         )
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = torch.promote_types(x.dtype, torch.float32)  # sums over many neighbours need more than half precision
     return GraphInput(x, _known(edge_index, edge_weight, len(x), dtype, normalize), batch)
 
 
@@ -84,11 +83,13 @@ class _Entry:
     adjacency: Adjacency
 
     def fits(self, weight: Tensor | None, versions: tuple[int, ...]) -> bool:
+        """Return True if `weight` is the tensor of this entry and no tensor has been changed since."""
         same = weight is None if self.weight is None else weight is not None and self.weight() is weight
         return same and self.versions == versions
 
 
-_ENTRIES = WeakTensorKeyDictionary()  # keyed by edge_index and dropped with it; the entries hold copies
+# keyed by edge_index; an entry lives as long as that tensor, and holds copies, so that it does not keep the tensor alive
+_ENTRIES = WeakTensorKeyDictionary()
 
 
 def _known(edge_index: Tensor, weight: Tensor | None, nodes: int, dtype: torch.dtype, normalize: bool) -> Adjacency:

@@ -2,11 +2,11 @@
 
     GraphClassifier(GraphClassifierConfig(features=35))        a class per graph: COX2, PROTEINS and others of the TU sets
     PPINet()                                                   many labels per node: PPI
-    ChainNet()                                                 a class per node, known only from a distant node: chains
+    ChainNet()                                                 a class per node, decided by one distant node: chains
     PlanetoidNet()                                             a class per node: Cora, Citeseer, Pubmed
 
-All are called with a graph, `data.Graph` or torch_geometric's, or with (x, edge_index, edge_weight, batch), and return
-logits. Solver, stop and gradient are those of every layer. Their explicit counterparts are `NodeGCN` and `GraphGCN`.
+All take a graph (`data.Graph` or torch_geometric's) or the tensors (x, edge_index, edge_weight, batch), and return logits.
+Solver, stop and gradient apply to every implicit layer. The explicit counterparts are `NodeGCN` and `GraphGCN`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from equilibria.stop import Stop
 
 @dataclass(frozen=True, kw_only=True)
 class GraphClassifierConfig:
-    """Layers of equal width. COX2 (35 features): 37,634 parameters; PROTEINS (3 features): 33,538.
+    """Settings of `GraphClassifier`, whose implicit layers have equal widths.
 
-    Of these, 10,624 and 8,576 are not used, as in the published code; see `IGNNCell`.
+    COX2 (35 features): 37,634 parameters, of which 10,624 are not used. PROTEINS (3 features): 33,538 and 8,576. The
+    published code has the same unused parameters; see `IGNNCell`.
     """
 
     features: int
@@ -73,8 +74,9 @@ class GraphClassifier(GraphNet):
 
 @dataclass(frozen=True, kw_only=True)
 class PPINetConfig:
-    """Implicit layers of these widths; the last one has one channel per label. 4,656,931 parameters, of which 1,002,105 are
-    not used.
+    """Settings of `PPINet`: implicit layers of these widths, then one with a channel per label.
+
+    The defaults have 4,656,931 parameters, of which 1,002,105 are not used; see `IGNNCell`.
     """
 
     features: int = 50
@@ -137,7 +139,7 @@ class NodeNetConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ChainNetConfig(NodeNetConfig):
-    """3,504 parameters, of which 1,616 are not used."""
+    """Settings of `ChainNet`: 3,504 parameters, of which 1,616 are not used; see `IGNNCell`."""
 
     features: int = 100
     classes: int = 2
@@ -145,9 +147,9 @@ class ChainNetConfig(NodeNetConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanetoidNetConfig(NodeNetConfig):
-    """The defaults are those of Cora: 46,247 parameters, of which 23,303 are used, as many as a GCN has.
+    """Settings of `PlanetoidNet`; the defaults are those of Cora: 46,247 parameters, of which 23,303 are used.
 
-    Citeseer has 3,703 features and 6 classes, Pubmed 500 and 3.
+    A GCN has about as many as are used. Citeseer has 3,703 features and 6 classes, Pubmed 500 and 3.
     """
 
     features: int = 1433

@@ -1,4 +1,4 @@
-"""A sparse adjacency matrix and its product with features; nothing becomes dense."""
+"""A sparse adjacency matrix and its product with features; the matrix is never stored densely."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ class Rows:
         return torch.arange(len(self.offsets) - 1, device=self.offsets.device).repeat_interleave(self.offsets.diff())
 
     def transposed(self) -> Rows:
+        """Return the transposed matrix in CSR form."""
         order = self.columns.argsort(stable=True)
         offsets = _offsets(self.columns, len(self.offsets) - 1)
         return Rows(offsets, self.row_of_entry()[order], self.values[order])
@@ -43,7 +44,7 @@ class Rows:
 
 
 class _Matrix:
-    """A matrix by rows and by columns, and its Perron-Frobenius value; both are computed on first use and cached."""
+    """A matrix with its transpose and its Perron-Frobenius value, both computed on first use and cached."""
 
     def __init__(self, rows: Rows, perron: float | None = None) -> None:
         self.rows = rows
@@ -95,6 +96,7 @@ class Adjacency:
 
     @staticmethod
     def _of(matrix: _Matrix, turned: bool = False) -> Adjacency:
+        """Return an adjacency of a matrix that is sorted already; `turned` reverses its edges."""
         made = Adjacency.__new__(Adjacency)
         made._matrix, made._turned = matrix, turned
         return made
@@ -152,7 +154,8 @@ class Adjacency:
     def normalized(self) -> Adjacency:
         """Return D^(-1/2) (A + I) D^(-1/2), where D holds the row sums of |A + I|; its Perron-Frobenius value is 1.
 
-        It is similar to D^(-1) (A + I), whose absolute row sums are 1, for directed and undirected graphs.
+        The value is 1 for directed and undirected graphs: the matrix is similar to D^(-1) (A + I), whose absolute row sums
+        are 1.
         """
         nodes = torch.arange(self.nodes, device=self.device)
         edge_index = torch.cat([self.edge_index, nodes.expand(2, -1)], dim=1)
@@ -204,6 +207,7 @@ def _product(x: Tensor, adjacency: Adjacency) -> Tensor:
 
 def _sorted_rows(edge_index: Tensor, values: Tensor, n: int) -> Rows:
     """Return A' by rows, with the weights of repeated edges summed."""
+    # one key per entry, (target, source); a stable sort makes sums of repeated edges reproducible
     place, order = (edge_index[1] * n + edge_index[0]).sort(stable=True)
     values = values[order]
     if bool((place.diff() == 0).any()):
@@ -218,8 +222,9 @@ def _offsets(index: Tensor, n: int) -> Tensor:
 
 
 def _weights(edge_index: Tensor, weight: Tensor | None, dtype: torch.dtype | None) -> Tensor:
-    """Return the weights in the dtype of the adjacency; raises ValueError for a wrong shape or weights that require
-    gradients.
+    """Return the weights, (edges,), in the dtype of the adjacency.
+
+    Raises ValueError for a wrong shape and for weights that require gradients.
     """
     edges = edge_index.shape[1]
     if weight is None:

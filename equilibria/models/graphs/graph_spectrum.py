@@ -6,18 +6,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-TOLERANCE = 1e-7  # relative gap between the bounds
-WORK = 200_000_000  # largest number of multiplied entries, which takes a few seconds,
-FEWEST, MOST = 200, 5_000  # but between these numbers of iterations in any case
+TOLERANCE = 1e-7  # relative gap between the bounds at which the iteration stops
+WORK = 200_000_000  # largest number of multiplied entries, which takes a few seconds; it limits the iterations,
+FEWEST, MOST = 200, 5_000  # but not below and not above these numbers
 TINY = 1e-280  # lower limit of the vector's entries: the bounds hold for positive vectors
 
 
 def perron_value(offsets: Tensor, columns: Tensor, values: Tensor, *, symmetric: bool = False) -> float:
-    """Return an upper bound of the spectral radius of |A| for a square matrix A in CSR form: the largest over its strong
-    components.
+    """Return an upper bound of the spectral radius of |A| for a square matrix A in CSR form.
 
-    There are no cycles between strongly connected components, so edges between them do not matter: a path has the value 0.
-    Within a component, power iteration on |A| + c I does not oscillate, and for any x > 0 (Collatz and Wielandt)
+    The value is the largest over the strongly connected components. No cycle leads through several components, so edges
+    between them do not matter: a directed path has the value 0. Within a component, power iteration on |A| + c I does not
+    oscillate, and for any x > 0 (Collatz and Wielandt)
 
         min_i (|A| x)_i / x_i  <=  value  <=  max_i (|A| x)_i / x_i.
 
@@ -43,9 +43,9 @@ def perron_value(offsets: Tensor, columns: Tensor, values: Tensor, *, symmetric:
 
 
 def _iterate(offsets: Tensor, columns: Tensor, values: Tensor, owner: Tensor) -> float:
-    """Run power iteration in all components at once; `owner` holds the component of each node."""
+    """Return the largest upper bound over all components by power iteration; `owner`, (n,), is the component of a node."""
     count = int(owner.max()) + 1
-    largest = float(values.max())  # scale by the largest weight, which may be of any size
+    largest = float(values.max())  # weights of any magnitude are scaled to at most 1, so that TINY has one meaning
     values = values / largest
     x = values.new_ones(len(owner), 1)
     lower, upper = values.new_zeros(count), values.new_full((count,), float("inf"))
@@ -66,8 +66,8 @@ def _iterate(offsets: Tensor, columns: Tensor, values: Tensor, owner: Tensor) ->
 def connected_components(rows: Tensor, columns: Tensor, n: int) -> Tensor:
     """Return a number for each node, (n,), equal for nodes that edges connect in either direction.
 
-    Every node takes the smallest number among its neighbours and then that node's own, until nothing changes: a path of n
-    nodes takes about log n rounds.
+    Every node takes the smallest number among its neighbours, and then the number of the node with that number, until
+    nothing changes. The second step doubles the distance: a path of n nodes takes about log n rounds.
     """
     number = torch.arange(n, device=rows.device)
     while True:
@@ -79,14 +79,14 @@ def connected_components(rows: Tensor, columns: Tensor, n: int) -> Tensor:
 
 
 def strong_components(offsets: Tensor, columns: Tensor) -> Tensor:
-    """Return a number for each node, (n,), equal for nodes on a common cycle (Tarjan 1972), in one pass over the edges."""
+    """Return a number for each node, (n,), equal for nodes on a common cycle (Tarjan 1972), in one pass over the edges.
+
+    The recursion is written as a loop with `path` as its stack: long paths exceed Python's recursion limit.
+    """
     starts, heads = offsets.tolist(), columns.tolist()
     n = len(starts) - 1
-    found, reach, component = (
-        [0] * n,
-        [0] * n,
-        [-1] * n,
-    )  # when a node was found; the first one known to be in a cycle with it
+    # found: the order in which nodes were reached, from 1. reach: the smallest such number that a node is known to reach.
+    found, reach, component = [0] * n, [0] * n, [-1] * n
     cursor, open_nodes, count, components = starts[:-1], [], 0, 0
     for root in range(n):
         path = [] if found[root] else [root]
@@ -110,7 +110,7 @@ def strong_components(offsets: Tensor, columns: Tensor) -> Tensor:
             path.pop()
             if path:
                 reach[path[-1]] = min(reach[path[-1]], reach[node])
-            if reach[node] == found[node]:  # no path leads back from here
+            if reach[node] == found[node]:  # no path leads back to an earlier node, so a component is complete
                 while component[node] < 0:
                     component[open_nodes.pop()] = components
                 components += 1

@@ -30,10 +30,10 @@ from equilibria.stop import Stop, max_norm
 
 Start = Literal["injection", "zeros"]
 
-ROUNDING = 1e-5  # relative amount by which a projected row may exceed the bound without being projected again
+ROUNDING = 1e-5  # a row that exceeds the bound by less than this, relatively, counts as projected: float32 rounds
 PICARD = Picard()
 PUBLISHED_STOP = Stop(rtol=0.0, atol=3e-6, max_steps=300, norm=max_norm)
-# relative to the incoming gradient; otherwise the result would depend on the scale of the loss
+# the tolerance is relative to the incoming gradient; an absolute one would depend on the scale of the loss
 PUBLISHED_GRADIENT = Implicit(solver=PICARD, stop=Stop(rtol=3e-6, atol=0.0, max_steps=300, norm=max_norm))
 
 
@@ -88,6 +88,7 @@ class IGNNCell(nn.Module):
         return [*([] if self.uses_omega2 else [self.Omega2]), *([] if self.uses_bias else [self.bias])]
 
     def prepare(self, u: Tensor, adjacency: Adjacency) -> tuple[Tensor, Tensor, Adjacency]:
+        """Return b, W within its bound, and the adjacency; computed once per solve."""
         return self.injection(u, adjacency), self.weight(adjacency), adjacency
 
     def forward(self, x: Tensor, b: Tensor, weight: Tensor, adjacency: Adjacency) -> Tensor:
@@ -228,6 +229,6 @@ class IGNNLayer(nn.Module):
 
 
 def _within(weight: Tensor, bound: float) -> Tensor:
-    """Apply `project_rows`, except to rows that exceed the bound only by rounding, so that they do not affect gradients."""
+    """Project rows of |W| sums above the bound; rows that exceed it only by rounding stay, with their gradients intact."""
     length = weight.abs().sum(dim=1, keepdim=True)
     return torch.where(length <= bound * (1 + ROUNDING), weight, project_rows(weight, bound))

@@ -1,7 +1,7 @@
 """Explicit networks for comparison with equilibria.
 
-weight_tied  a model whose equilibrium layers take a fixed number of plain steps: the same weights
-untied       the same with a copy of the cell per step: that many times the weights of the cell
+weight_tied  replaces every equilibrium layer by a fixed number of plain steps with the same weights
+untied       replaces every equilibrium layer by one copy of its cell per step, each with its own weights
 ResNet       the residual network of He, Zhang, Ren and Sun (2016) for small images
 """
 
@@ -26,8 +26,8 @@ from equilibria.starts import Init, check_cell, check_init, prepared, start_of
 class UntiedStack(nn.Module):
     """z_{i+1} = cell_i(z_i, *inputs): one layer per step, each with its own weights.
 
-    cells    in the order of application; a cell with `prepare(*inputs)` prepares the inputs itself
-    init     as for a DEQ; if it runs the cell, that is the first one
+    cells    in the order of application; every cell prepares the inputs by its own `prepare(*inputs)`, if it has one
+    init     as for a DEQ; an init that runs the cell, such as FirstStep, runs the first one
     batched  False: the state is one problem without a batch dimension
     """
 
@@ -54,6 +54,7 @@ class UntiedStack(nn.Module):
         return z
 
     def _start(self, inputs: Sequence[Any]) -> State:
+        """Return the state before the first cell."""
         given = prepared(self.cell, inputs)
         return start_of(self.init, self.cell, lambda z: self.cell(z, *given), inputs, batched=self.batched)
 
@@ -80,11 +81,12 @@ def untied(model: nn.Module, depth: int) -> nn.Module:
 
 
 def matched_width(build: Callable[[int], nn.Module], count: int, largest: int = 4096) -> int:
-    """Return the width up to `largest` at which build(width) has closest to `count` parameters; of two, the smaller model.
+    """Return the width, at most `largest`, whose build(width) has a number of parameters closest to `count`.
 
         width = matched_width(lambda width: untied(MyModel(width), depth=5), count=parameters(model))
 
-    The count must grow with the width. Models are built on the meta device, so nothing is allocated.
+    Of two equally close widths the smaller is returned. The number of parameters must grow with the width. Models are built
+    on the meta device, so nothing is allocated.
     """
     require(largest >= 1, f"largest must be at least 1, got {largest}.")
     low, high = 1, largest
@@ -156,8 +158,9 @@ RESNET_56 = ResNetConfig()
 
 
 class ResNet(nn.Module):
-    """A convolution, three stages of basic blocks, a mean over the pixels and a linear layer: 853,018 parameters at depth
-    56.
+    """A convolution, three stages of basic blocks, a mean over the pixels and a linear layer.
+
+    It has 853,018 parameters at depth 56.
     """
 
     def __init__(self, config: ResNetConfig = RESNET_56) -> None:
@@ -167,7 +170,7 @@ class ResNet(nn.Module):
         self.stem = nn.Sequential(
             nn.Conv2d(config.in_channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
         )
-        # the first block of every stage but the first has stride 2
+        # the first block of every stage but the first has stride 2, as in the paper
         blocks, before = [], config.channels[0]
         for stage, channels in enumerate(config.channels):
             for block in range(config.blocks):
@@ -195,5 +198,6 @@ def _replaced(model: nn.Module, build: Callable[[DEQ], nn.Module]) -> nn.Module:
 
 
 def _count(build: Callable[[int], nn.Module], width: int) -> int:
+    """Return the number of trained parameters of build(width)."""
     with torch.device("meta"):
         return sum(p.numel() for p in build(width).parameters() if p.requires_grad)

@@ -35,7 +35,7 @@ from equilibria.solvers.picard import Picard
 from equilibria.stop import Stop
 
 SLOPE = 0.1  # slope of the activation for negative inputs
-GREY = 0.449  # value with which the CIFAR-10 encoder pads its images
+GREY = 0.449  # the CIFAR-10 encoder pads its images with this value
 
 PICARD = Picard()
 JACOBIAN_FREE = JFB()
@@ -44,7 +44,7 @@ JACOBIAN = Implicit(solver=NormalCG(), stop=Stop(rtol=1e-3, atol=0.0, max_steps=
 
 @dataclass(frozen=True)
 class ChannelNorm:
-    """The largest norm of a pixel's channel vector: the norm of the published tolerances.
+    """The largest Euclidean norm of a pixel's channel vector, in which the published tolerances are given.
 
     A row may hold one image (channels, pixels) or a batch of them.
     """
@@ -109,7 +109,7 @@ class ImplicitResNetConfig(ABC):
     channels     channels of the latent space
     layers       layers of R
     gamma        contraction factor of R
-    latent_norm  batch norms in R: in training the batch is then one equation, for which Jacobian-free gradients are meant
+    latent_norm  batch norms in R; in training the batch is then one equation. Meant for Jacobian-free gradients
     tolerance    largest change of a pixel in the last step, in the norm of its channels
     """
 
@@ -154,7 +154,7 @@ class ImplicitResNetConfig(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class MNISTResNet(ImplicitResNetConfig):
-    """54,352 parameters: two convolutions with a pooling by 3, two latent layers of 32 channels."""
+    """Settings for MNIST, 54,352 parameters: two convolutions with a pooling by 3, two latent layers of 32 channels."""
 
     image: tuple[int, int, int] = (1, 28, 28)
     channels: int = 32
@@ -188,7 +188,7 @@ class MNISTResNet(ImplicitResNetConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SVHNResNet(ImplicitResNetConfig):
-    """163,488 parameters: three residual blocks, one latent layer of 64 channels.
+    """Settings for SVHN, 163,488 parameters: three residual blocks, one latent layer of 64 channels.
 
     The released model counts 163,744, including two batch norms of 128 parameters each that it never uses. Without
     latent_norm a gamma of 0.9 hardly contracts, and plain iteration runs out of steps. Lower it, or use a stronger solver.
@@ -225,7 +225,7 @@ class SVHNResNet(ImplicitResNetConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class CIFARResNet(ImplicitResNetConfig):
-    """843,430 parameters: an encoder of 32 residual blocks, five latent layers of 35 channels.
+    """Settings for CIFAR-10, 843,430 parameters: an encoder of 32 residual blocks, five latent layers of 35 channels.
 
     blocks  number of encoder blocks; the image is halved after half of them and after all
     """
@@ -327,20 +327,23 @@ class ImplicitResNet(nn.Module):
         """Scale the convolutions of R if it maps a random step at u to more than `bound` times its norm.
 
         This calls `equilibria.contract_` and returns the ratio before scaling; `bound` defaults to gamma. Without batch
-        norms the shortcuts of R alone have the ratio gamma: scaling approaches it over many calls, not below it. The paper
-        takes the root per layer of two convolutions, here it is per convolution: two calls here correspond to one there.
+        norms the shortcuts of R alone have the ratio gamma, so scaling approaches gamma over many calls and never passes
+        below it. The paper scales layers of two convolutions, this function single convolutions: two calls correspond to
+        one of the paper's.
         """
         cell: Any = self.layer.cell
         return contract_(cell.convolutions(), s, self.config.gamma if bound is None else bound, generator=generator)
 
 
 def _unpadded_head(config: ImplicitResNetConfig, dropout: float) -> nn.Module:
+    """Return a classifier that begins with a convolution without padding, which loses one pixel at every edge."""
     height, width = config.latent_size
     conv = nn.Conv2d(config.channels, 16, 3)
     return _head(conv, 16 * (height - 2) * (width - 2), config.classes, dropout)
 
 
 def _head(conv: nn.Module, features: int, classes: int, dropout: float) -> nn.Module:
+    """Return `conv`, activation, dropout and a linear layer from `features` numbers to logits."""
     last = nn.Linear(features, classes, bias=False)
     return nn.Sequential(conv, nn.LeakyReLU(SLOPE), nn.Dropout2d(dropout), nn.Flatten(), last)
 
@@ -350,6 +353,7 @@ def _conv(inputs: int, channels: int) -> nn.Conv2d:
 
 
 def _bare_norm(channels: int) -> nn.BatchNorm2d:
+    """Return a batch norm without weight and bias."""
     return nn.BatchNorm2d(channels, affine=False)
 
 

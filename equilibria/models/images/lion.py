@@ -34,8 +34,8 @@ M = TypeVar("M", nn.Conv2d, nn.Linear)
 class ImagePrompt(nn.Module):
     """f(z, x) = W2 * relu(W1 * z + norm(U * x + b)) on images, with 3x3 convolutions *; a contraction.
 
-    Only the input is normalised. A norm around W1 z would divide by a standard deviation that may be small; solves then
-    failed within twenty training steps. The norms of W1 and W2 are bounded so that f contracts by CONTRACTION.
+    Only the input is normalised. A norm around W1 z would divide by a standard deviation that may be small; in trials
+    solves failed within twenty training steps. The norms of W1 and W2 are bounded so that f contracts by CONTRACTION.
 
     channels  channels of images and state
     hidden    hidden channels
@@ -144,8 +144,9 @@ class Lion(nn.Module):
         return trained / sum(p.numel() for p in self.parameters())
 
     def _features(self, images: Tensor) -> Tensor:
-        """Return the pooled features of the backbone, (batch, features); raises ValueError for another number of
-        features.
+        """Return the features of the backbone averaged over positions, (batch, features).
+
+        Raises ValueError if their number is not that of the configuration.
         """
         h: Tensor = self.backbone(images)
         pooled = h.mean(dim=1) if h.dim() == 3 else h.flatten(2).mean(dim=2) if h.dim() > 3 else h
@@ -177,10 +178,10 @@ PRUNING = PruningConfig()
 
 
 class Pruning:
-    """Trains the weights that matter; the others decay and are finally removed.
+    """Trains only the critical weights; the others decay and are removed at the end.
 
-    The score of a weight is |w dL/dw|, summed over the steps of an epoch: the first-order change of the loss without it.
-    `select` makes the weights with the largest scores critical.
+    The score of a weight is |w dL/dw|, summed over the steps of an epoch. It estimates, to first order, how much the loss
+    changes without the weight. `select` makes the weights with the largest scores critical.
 
         pruning = Pruning(model.prunable())
         for epoch in range(epochs):
@@ -233,7 +234,7 @@ class Pruning:
 
     @torch.no_grad()
     def remove_(self) -> int:
-        """Set all weights but the critical ones to zero and return the number of critical ones."""
+        """Set all weights but the critical ones to zero, and return how many were set."""
         self.removed = True
         for name, p in self.parameters.items():
             p.copy_(torch.where(self.critical[name], p, 0.0))
@@ -257,6 +258,7 @@ class Pruning:
 
 
 def _small(layer: M) -> M:
+    """Initialise the weight with the small standard deviation SMALL, and return the layer."""
     nn.init.normal_(layer.weight, std=SMALL)
     return layer
 

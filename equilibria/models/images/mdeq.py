@@ -33,7 +33,7 @@ class MDEQ(nn.Module):
     classes    None: as in the configuration
     variant    start of the solver: "vanilla" at zero, "skip" at a prediction (Skip DEQ V1), "v2" at f(0, x)
     solver     of the equilibrium; None: Broyden, as in the papers
-    stop       None: tolerance and step limit of the configuration, without warnings: most published solves reach it
+    stop       None: tolerance and step limit of the configuration; no warnings, since most published solves use all steps
     gradient   None: implicit, with tolerance and step limit of the configuration
     eval_stop  `stop` in eval mode; None: the same
     depth      build the explicit twin instead: the cell applied that many times, with the same names in the state dict
@@ -68,19 +68,20 @@ class MDEQ(nn.Module):
         self.head = _head(config, classes)
 
     def forward(self, x: Tensor, *, with_state: bool = False) -> Tensor | tuple[Tensor, States]:
-        """Return the scores of images (batch, channels, height, width); `with_state` returns (scores, state given to the
-        head).
+        """Return the scores of images (batch, channels, height, width): (batch, classes), or pixel by pixel.
+
+        with_state  return (scores, state that the head got)
         """
         z = self._state(self.stem(x))
         scores: Tensor = self.head(z)
         return (scores, z) if with_state else scores
 
     def _state(self, injected: Tensor) -> States:
-        """Return the state for the head: the equilibrium, or one more step from it where the conventions ask for that."""
+        """Return the state for the head: the equilibrium z, or f(z) if the conventions have a final step."""
         if isinstance(self.layer, WeightTied):
             return self.layer(injected)
         s = self.layer.solve(injected)
-        explicit = isinstance(self.layer.gradient, Unrolled)  # its answer is the output of a network of that depth
+        explicit = isinstance(self.layer.gradient, Unrolled)  # a final step would make the unrolled network deeper
         return s.f(s.z) if self.config.conventions.final_step and not explicit else s.z
 
 
@@ -104,6 +105,7 @@ def pretraining(model: nn.Module, on: bool = True, depth: int | None = None) -> 
 
 
 def _head(config: MDEQConfig, classes: int) -> nn.Module:
+    """Return the classifier, or the segmentation head if the configuration has no widths for a classifier."""
     return SegmentationHead(config, classes) if config.head is None else ClassificationHead(config, config.head, classes)
 
 
@@ -114,5 +116,5 @@ def _start(config: MDEQConfig, variant: Variant) -> Any:
     if variant == "skip":
         return Predictor(config)
     zeros = ZeroStates(config.channels)
-    # f(0, x) as in the paper; its code starts differently for several resolutions, with the fusion before the blocks
+    # f(0, x) as in the paper; for several resolutions its code runs the fusion before the blocks instead
     return FirstStep(zeros) if variant == "v2" else zeros

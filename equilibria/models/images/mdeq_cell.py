@@ -51,6 +51,7 @@ class MDEQCell(nn.Module):
 
 
 def _path(config: MDEQConfig, source: int, target: int) -> nn.Module:
+    """Return the layers that bring the resolution `source` to the resolution `target`."""
     if source == target:
         return nn.Identity()
     return down_path(config, source, target) if source < target else up_path(config, source, target)

@@ -13,14 +13,14 @@ LatentNorm = Literal["group", "batch"]
 
 @dataclass(frozen=True, kw_only=True)
 class Conventions:
-    """The differences between the two published codes, apart from sizes.
+    """The differences between the two published implementations, apart from sizes.
 
-    eager             an activation follows every norm, also in a summand; False: there it comes after the sum
+    eager             an activation follows every norm, also inside a sum; False: inside a sum it follows the sum instead
     stem_bias         the convolutions of the stem have biases
-    wide_bottleneck   the 3x3 convolution of a bottleneck maps h to 4h channels, all norms affine; False: h to h, norms of
-                      the body not affine
+    wide_bottleneck   the 3x3 convolution of a bottleneck maps h to 4h channels, and all norms are affine; False: it maps h
+                      to h, and the norms of the body are not affine
     post_weight_norm  the layer after the fusion has weight norm, like the residual blocks
-    final_step        the head gets f of the solver's answer; False: the answer itself
+    final_step        the head gets f of the solver's answer; False: it gets the answer
     """
 
     activation: Activation
@@ -41,22 +41,22 @@ PAL = Conventions(
 
 @dataclass(frozen=True, kw_only=True)
 class MDEQConfig:
-    """A multiscale DEQ; resolution i has channels[i] at 1 / 2^i of the first one's height and width.
+    """Sizes of a multiscale DEQ; resolution i has channels[i] at 1 / 2^i of the first one's height and width.
 
-    head               widths h of the bottlenecks of the classifier, whose outputs have 4h channels; None: segmentation
-    features           channels in front of the classifier's linear layer
+    head               widths h of the classifier's bottlenecks, whose outputs have 4h channels; None: segmentation
+    features           channels before the classifier's linear layer
     downsampling       how often the stem halves the image, 0 to 2
-    expansion          of a residual block's channels between its two convolutions
-    groups             of group norm in fusion, and half as many in the layer after it
-    block_groups       of group norm in residual blocks; None: the same
-    norm               of the cell; "batch" makes the samples of a batch depend on each other while training
-    post               the layer after fusion: with an affine norm, with a "plain" one, or None
-    dropout            share of a block's channels that is dropped, the same ones throughout a solve
-    tolerance          relative, of the equilibrium and its adjoint
-    forward_steps      at most; few of the published solves reach a tolerance before
-    backward_steps     at most, of the adjoint
-    pretraining_depth  of the unrolled network that is trained first
-    published          parameters as printed in the paper, rounded there; None: not printed
+    expansion          factor of a residual block's channels between its two convolutions
+    groups             groups of the group norm in the fusion; the layer after it has half as many
+    block_groups       groups of the group norm in residual blocks; None: the same
+    norm               norm of the cell; "batch" couples the samples of a batch in training
+    post               norm of the layer after the fusion: "affine" or "plain"; None: there is no such layer
+    dropout            share of a block's channels that is dropped; the mask stays the same throughout a solve
+    tolerance          relative tolerance of the equilibrium and of its adjoint
+    forward_steps      step limit of the solve; few of the published solves reach the tolerance before it
+    backward_steps     step limit of the adjoint solve
+    pretraining_depth  depth of the unrolled network that is trained first
+    published          number of parameters as the paper prints it, rounded; None: it does not
     """
 
     summary: str
@@ -108,8 +108,8 @@ def halved(size: tuple[int, int], times: int) -> tuple[int, int]:
     return height, width
 
 
-# no released model has exactly its published size: they differ by up to 11 %, and those of the two small ImageNet models
-# seem to be swapped
+# No released model has exactly the published number of parameters: they differ by up to 11 %, and the numbers of the two
+# small ImageNet models seem to be swapped.
 
 _FOUR = (32, 64, 128, 256)  # channels of the four resolutions
 
@@ -218,7 +218,8 @@ MDEQ_CONFIGS: dict[str, MDEQConfig] = {
     ),
     "cifar-large": LARGE,
     "cifar-large-2021": replace(LARGE, summary="CIFAR-10, four resolutions, code of 2021", post="plain"),
-    # the widths that the paper prints; the code it released has those of "cifar-large". They do not divide into 8 groups
+    # the widths that the paper prints; its released code has those of "cifar-large". They are not divisible by 8, hence
+    # the 4 groups
     "cifar-regularized": replace(
         LARGE,
         summary="CIFAR-10, four resolutions, as printed in the paper on Jacobian regularization",

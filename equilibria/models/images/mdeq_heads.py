@@ -1,4 +1,4 @@
-"""The explicit ends of a multiscale DEQ: the stem before it, and a classifier or a segmentation head behind it."""
+"""The explicit parts of a multiscale DEQ: the stem before the equilibrium, a classifier or segmentation head after it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def stem(config: MDEQConfig) -> nn.Sequential:
 
 
 class Bottleneck(nn.Module):
-    """act(body(x) + shortcut(x)): 1x1, 3x3 and 1x1 convolutions to 4 width channels.
+    """act(body(x) + shortcut(x)), where the body is 1x1, 3x3 and 1x1 convolutions to 4 * width channels.
 
     The shortcut is the identity, or a 1x1 convolution where the channels change.
     """
@@ -53,8 +53,9 @@ class Bottleneck(nn.Module):
 
 
 class ClassificationHead(nn.Module):
-    """States -> (batch, classes): one bottleneck per resolution; each resolution is downsampled and added to the next lower
-    one.
+    """States -> (batch, classes).
+
+    One bottleneck runs per resolution; then each resolution is downsampled and added to the next lower one.
     """
 
     def __init__(self, config: MDEQConfig, widths: tuple[int, ...], classes: int) -> None:
@@ -97,4 +98,5 @@ class SegmentationHead(nn.Module):
 
 
 def _activated(layer: nn.Conv2d, rules: Conventions, *, affine: bool = True) -> list[nn.Module]:
+    """Return the convolution followed by a batch norm and the activation."""
     return [layer, nn.BatchNorm2d(layer.out_channels, affine=affine), activation(rules.activation)]

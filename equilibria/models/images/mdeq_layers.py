@@ -31,6 +31,7 @@ def normalized(layer: nn.Conv2d) -> nn.Conv2d:
 
 
 def latent_norm(config: MDEQConfig, channels: int, groups: int, *, affine: bool = True) -> nn.Module:
+    """Return the norm of the configuration: batch norm, or group norm with `groups`."""
     if config.norm == "batch":
         return nn.BatchNorm2d(channels, affine=affine)
     return nn.GroupNorm(groups, channels, affine=affine)
@@ -77,7 +78,7 @@ def down_path(config: MDEQConfig, source: int, target: int) -> nn.Sequential:
 
 
 def up_path(config: MDEQConfig, source: int, target: int) -> nn.Sequential:
-    """Return a path to a higher resolution: a 1x1 convolution changes the channels, `resized` the size."""
+    """Return a path to a higher resolution: a 1x1 convolution that changes the channels; `resized` then changes the size."""
     outputs = config.channels[target]
     layers = nn.Sequential(conv(config.channels[source], outputs, 1), latent_norm(config, outputs, config.groups))
     if config.conventions.eager:

@@ -2,7 +2,7 @@
 
     MonotoneNet(MonotoneMLPConfig())                                        one dense layer
     MonotoneNet(MonotoneConvConfig(image=(3, 32, 32), channels=81))         one convolution
-    MonotoneNet(MonotoneTiersConfig())                                      a pyramid of them
+    MonotoneNet(MonotoneTiersConfig())                                      a pyramid of convolutions
 
 Their equilibria exist and are unique for all weights. `SplittingConfig` selects the splitting that finds them.
 """
@@ -52,6 +52,7 @@ class SplittingConfig:
         require(self.method in methods, f"method must be one of {', '.join(methods)}, got {self.method!r}.")
 
     def of(self, cell: MonotoneCell) -> Splitting:
+        """Return the splitting of a cell."""
         return (PeacemanRachford if self.method == "peaceman-rachford" else ForwardBackward)(cell, self.alpha)
 
 
@@ -60,7 +61,7 @@ PUBLISHED_SPLITTING = SplittingConfig()
 
 @dataclass(frozen=True, kw_only=True)
 class MonotoneConfig(ABC):
-    """A monotone cell and the head that reads it.
+    """Settings of a monotone cell and of the head on top of it.
 
     image    (channels, height, width)
     m        monotonicity: I - W >= m I
@@ -184,8 +185,9 @@ class MonotoneNet(nn.Module):
 
     @torch.no_grad()
     def tune_alpha_(self, images: Tensor, largest: float = 1.0) -> float:
-        """Set alpha to the value that needs the fewest steps for these images among `largest` and its halves, as
-        published.
+        """Set alpha to the value among `largest`, `largest` / 2, ... that needs the fewest steps for these images.
+
+        The published training does the same. Returns the value.
         """
         x = self.config.prepared(images)
         deq: Any = self.layer.deq
@@ -194,7 +196,7 @@ class MonotoneNet(nn.Module):
 
 
 class _Last(nn.Module):
-    """The last tier of a pyramid."""
+    """Selects the last tier of a pyramid."""
 
     def forward(self, tiers: tuple[Tensor, ...]) -> Tensor:
         return tiers[-1]

@@ -26,11 +26,13 @@ from equilibria.stop import rms_norm
 
 Field = Callable[[float, Tensor], Tensor]  # (t, h) -> dh/dt
 
-SAFETY, SHRINK, GROW = 0.9, 0.2, 10.0  # of the step-size controller
+# the controller aims at a step SAFETY times as long as the error allows, and changes it by factors from SHRINK to GROW
+SAFETY, SHRINK, GROW = 0.9, 0.2, 10.0
 SHORTEST = 1e-6  # shortest allowed step of the interval [0, 1]
 
 
 def _check_method(method: str) -> None:
+    """Raise ValueError for an unknown Runge-Kutta method."""
     choices = get_args(Method)
     require(method in choices, f"method must be one of {', '.join(choices)}, got {method!r}.")
 
@@ -106,7 +108,7 @@ class AdaptiveSteps(Integrator):
         t, dt, taken = 0.0, self.first_step, 0
         slope = counted(t, h)
         for tried in range(1, self.max_steps + 1):
-            dt = 1 - t if 1 - t < dt + SHORTEST else dt  # no tiny last step is left
+            dt = 1 - t if 1 - t < dt + SHORTEST else dt  # this step ends at 1 if otherwise a tiny one would be left
             point, slopes = _advance(tableau, counted, t, h, slope, dt)
             slopes.append(counted(t + dt, point))
             error = self._error(dt * weighted_sum(tableau.error, slopes), h, point)
@@ -127,7 +129,7 @@ class AdaptiveSteps(Integrator):
     def _error(self, error: Tensor, h: Tensor, point: Tensor) -> float:
         """Return the error of the worst sample in units of the tolerance; infinite if it is not finite."""
         scale = self.atol + self.rtol * torch.maximum(h.abs(), point.abs())
-        worst = float(rms_norm((error / scale).flatten(1)).max())  # the read-back
+        worst = float(rms_norm((error / scale).flatten(1)).max())  # the only device sync of a step
         return worst if math.isfinite(worst) else math.inf
 
 
@@ -148,7 +150,7 @@ class ConvField(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class NeuralODEConfig:
-    """The state space of the flow.
+    """Sizes of a neural ODE.
 
     image    (channels, height, width)
     filters  channels of the field
@@ -234,4 +236,5 @@ def _change(error: float, order: int) -> float:
 
 
 def _with_time(t: float, h: Tensor) -> Tensor:
+    """Put a channel with the constant t before the channels of h."""
     return torch.cat([torch.full_like(h[:, :1], t), h], dim=1)

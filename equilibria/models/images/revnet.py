@@ -30,10 +30,12 @@ class ReversibleStack(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         require(x.shape[1] % 2 == 0, f"Dimension 1 must be even, since it is split in halves; got {x.shape[1]} entries.")
         left, right = x.chunk(2, dim=1)
-        halves: tuple[Tensor, Tensor] = _Undone.apply(self, left, right, *self.parameters())  # type: ignore[no-untyped-call]
+        apply: Any = _ReversibleBlocks.apply
+        halves: tuple[Tensor, Tensor] = apply(self, left, right, *self.parameters())
         return torch.cat(halves, dim=1)
 
     def pairs(self) -> Iterator[tuple[nn.Module, nn.Module]]:
+        """Yield (F, G) of every block."""
         for block in self.blocks:
             assert isinstance(block, nn.ModuleList)
             yield block[0], block[1]
@@ -47,7 +49,7 @@ class ReversibleStack(nn.Module):
         return torch.cat([left, right], dim=1)
 
 
-class _Undone(Function):
+class _ReversibleBlocks(Function):
     """The blocks as one function of both halves and the weights; only its output is saved."""
 
     @staticmethod
@@ -66,7 +68,7 @@ class _Undone(Function):
         sums: list[Tensor | None] = [None] * len(ctx.names)
 
         def through(module: nn.Module, at: Tensor, cotangent: Tensor) -> tuple[Tensor, Tensor]:
-            """The module's value, and the cotangent of its input; those of its weights are added up."""
+            """Return the module's value and the cotangent of its input; the gradients of its weights go into `sums`."""
             weights = [weight for weight in module.parameters() if weight.requires_grad]
             with torch.enable_grad():
                 leaf = at.detach().requires_grad_()
@@ -78,7 +80,7 @@ class _Undone(Function):
                 sums[place] = gradient if before is None else before + gradient
             return out.detach(), found[0]
 
-        # inputs are recomputed from outputs, so that no activation is stored
+        # reverse order: y2 = x2 + G(y1) came last, so x2 is recovered first, and x1 = y1 - F(x2) needs it
         for f, g in reversed(list(ctx.stack.pairs())):
             value, cotangent = through(g, left, to_right)
             right, to_left = right - value, to_left + cotangent
@@ -88,8 +90,9 @@ class _Undone(Function):
 
 
 class RevNet(nn.Module):
-    """An image classifier: a convolution, `depth` reversible blocks of two convolutions each, a mean over pixels, a linear
-    layer.
+    """An image classifier: a convolution, `depth` reversible blocks, a mean over pixels and a linear layer.
+
+    A block has two convolutions.
 
     width  channels of the state, an even number
     tied   all blocks share their weights, like the steps of an equilibrium's solver
@@ -113,5 +116,6 @@ class RevNet(nn.Module):
 
 
 def _half(width: int) -> nn.Module:
+    """Return one of the two functions of a block: norm, relu and a 3x3 convolution."""
     # group norm: batch norm would count a batch twice, since the blocks run again in backward
     return nn.Sequential(nn.GroupNorm(min(4, width), width), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1, bias=False))

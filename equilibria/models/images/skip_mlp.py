@@ -27,10 +27,10 @@ class SkipSolver:
 
     method              "broyden" (discrete), "tsit5" or "bs3" (continuous)
     tolerance           relative tolerance of the equilibrium
-    history             pairs that Broyden keeps
-    first_step          of the continuous methods; None: by Hairer's rule, as in the paper's code
-    together            the batch is one system with one norm, as in the paper's code; False: per sample
-    adjoint_tolerance   of GMRES, relative to the incoming gradient
+    history             pairs of updates that Broyden keeps
+    first_step          first step of the continuous methods; None: by Hairer's rule, as in the paper's code
+    together            True: the batch is one system with one norm, as in the paper's code; False: one per sample
+    adjoint_tolerance   tolerance of GMRES, relative to the incoming gradient
     """
 
     method: Method = "broyden"
@@ -66,11 +66,11 @@ class SkipSolver:
         )
 
     def published_count(self, stats: Stats, variant: Variant) -> int:
-        """Return the evaluations of one solve as the paper counts them: the solver's own, a residual after it, and f of its
-        answer.
+        """Return the evaluations of one solve as the paper counts them.
 
-        The continuous methods there evaluate the start once more, and once for the first step. The step from zero to the
-        start of V2 is not counted.
+        It adds to the solver's own evaluations one for the residual after it and one for f of its answer. Its continuous
+        methods evaluate the start once more, and once for the length of the first step. The step from zero to the start of
+        V2 does not count.
         """
         after = 2 if self.method == "broyden" else 3 if self.first_step is None else 4
         return stats.evaluations + after - int(variant == "v2")

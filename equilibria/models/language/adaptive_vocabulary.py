@@ -1,4 +1,4 @@
-"""Words to vectors and back, with shorter vectors for rarer words (Baevski and Auli 2019; Grave and others 2017)."""
+"""Adaptive embedding and softmax, with shorter vectors for rarer words (Baevski and Auli 2019; Grave and others 2017)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from equilibria.models.language.sequence_layers import SPREAD
 class VocabularyConfig:
     """The tokens and their embedding.
 
-    tokens              how many, the most frequent first
-    width               of the vectors of the most frequent ones; None: that of the model
-    cutoffs             where a new cluster begins; (): one cluster, a plain softmax
-    divisor             by which vectors get shorter from cluster to cluster
-    tied                the vectors of the softmax are those of the embedding
-    shared_projections  the clusters but the first project back with the matrix that they came with. False, as in the
-                        released models: with a matrix of their own, which begins as a copy. Matters with a divisor only
+    tokens              number of tokens, which are numbered from the most frequent to the rarest
+    width               width of the vectors of the most frequent tokens; None: that of the model
+    cutoffs             first token of every cluster but the first; (): one cluster, a plain softmax
+    divisor             factor by which vectors get shorter from cluster to cluster
+    tied                the softmax uses the vectors of the embedding
+    shared_projections  with a divisor: the softmax of every cluster but the first uses the projection of the embedding.
+                        False, as in the released models: it has its own matrix, which begins as a copy
     """
 
     tokens: int
@@ -40,7 +40,7 @@ class VocabularyConfig:
         require(
             all(a < b for a, b in pairwise((0, *ends))),
             f"cutoffs must grow and lie between 0 and the number of tokens, {self.tokens}, got {self.cutoffs}. "
-            "Leave out those that the vocabulary does not reach.",
+            "Leave out those beyond the vocabulary.",
         )
 
     @property
@@ -49,7 +49,7 @@ class VocabularyConfig:
         return (*self.cutoffs, self.tokens)
 
     def widths(self, model: int) -> tuple[int, ...]:
-        """The width of the vectors of every cluster, for a model of that width."""
+        """Return the width of the vectors of every cluster, for a model of width `model`."""
         first = model if self.width is None else self.width
         widths = tuple(first // self.divisor**i for i in range(len(self.ends)))
         require(
@@ -60,20 +60,21 @@ class VocabularyConfig:
 
 
 class AdaptiveVocabulary(nn.Module):
-    """Embedding and softmax over one vocabulary, in clusters.
+    """Embedding and softmax over one vocabulary that is divided into clusters.
 
-    A token of cluster i has a vector of width // divisor^i, projected to the width of the model. For its probability the
-    first cluster competes with one more entry per later cluster, the last entry being that of cluster 1:
-    log p(token) = log p(cluster) + log p(token in cluster). With one cluster this is the plain softmax. Projections are
-    left out where vectors have the width of the model and there is no divisor; without a divisor there is one for all.
+    A token of cluster i has a vector of width // divisor^i numbers, which is projected to the width of the model. Its
+    probability is log p(token) = log p(cluster) + log p(token in cluster). The softmax of the first cluster has one more
+    entry per later cluster, in reverse order: the last entry belongs to cluster 1. With one cluster this is the plain
+    softmax. With a divisor every cluster has its own projection. Without one, all clusters share a projection, or have none
+    if vectors have the width of the model.
 
         vocabulary = AdaptiveVocabulary(VocabularyConfig(tokens=267_735, cutoffs=(20_000, 40_000, 200_000), divisor=4), 700)
         x = vocabulary.embed(tokens)             # (batch, time, 700)
         loss = vocabulary(h, targets)            # the mean of -log p(target), a scalar
         scores = vocabulary(h)                   # (batch, time, tokens)
 
-    width  of the model
-    scale  of the embedded vectors
+    width  width of the model
+    scale  factor on the embedded vectors
     """
 
     def __init__(self, config: VocabularyConfig, width: int, *, scale: float = 1.0) -> None:
@@ -90,7 +91,7 @@ class AdaptiveVocabulary(nn.Module):
         self.projections = _parameters([(width, w) for w in widths] if each else [(width, widths[0])] if one else [])
         own = widths[:1] if config.shared_projections else widths
         self.out_projections = _parameters([(width, w) for w in own] if each else [])
-        with torch.no_grad():
+        with torch.no_grad():  # the first cluster's two matrices start independently
             for i in range(1, len(self.out_projections)):
                 self.out_projections[i].copy_(self.projections[i])
         self.cluster_weight = nn.Parameter(SPREAD * torch.randn(len(widths) - 1, widths[0])) if config.cutoffs else None
@@ -110,9 +111,9 @@ class AdaptiveVocabulary(nn.Module):
         return self.scale * out.view(*tokens.shape, self.width)
 
     def forward(self, h: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Scores of all tokens, (..., tokens), of which the softmax gives the probabilities; with targets, their mean loss.
+        """Return the scores of all tokens, (..., tokens), whose softmax are the probabilities; with targets, the mean loss.
 
-        The scores of several clusters are log-probabilities themselves.
+        With several clusters the scores are log-probabilities.
         """
         return self.scores(h) if targets is None else self.losses(h, targets).mean()
 
@@ -126,10 +127,10 @@ class AdaptiveVocabulary(nn.Module):
         return torch.cat([head[..., : self.config.cutoffs[0]], *tails], dim=-1)
 
     def losses(self, h: Tensor, targets: Tensor) -> Tensor:
-        """Return -log p(target) in the shape of the targets; only the clusters among them are computed."""
+        """Return -log p(target) in the shape of the targets; clusters without a target are not computed."""
         require(
             h.shape[:-1] == targets.shape,
-            f"Every place has one target: got targets of shape {tuple(targets.shape)} for states of {tuple(h.shape)}.",
+            f"Every position has one target: got targets of shape {tuple(targets.shape)} for states of {tuple(h.shape)}.",
         )
         self._check(targets)
         flat, goal = h.flatten(0, -2), targets.flatten().long()
@@ -153,9 +154,10 @@ class AdaptiveVocabulary(nn.Module):
         if cluster == 0 and self.cluster_weight is not None and self.cluster_bias is not None:
             table, bias = torch.cat([table, self.cluster_weight]), torch.cat([bias, self.cluster_bias])
         logits = F.linear(self._lowered(h, cluster), table, bias)
-        return logits.to(torch.promote_types(logits.dtype, torch.float32))  # a loss in bfloat16 has two digits
+        return logits.to(torch.promote_types(logits.dtype, torch.float32))  # a loss in bfloat16 would have two digits
 
     def _lifted(self, rows: Tensor, cluster: int) -> Tensor:
+        """Project vectors of a cluster to the width of the model."""
         if not len(self.projections):
             return rows
         lifted = F.linear(rows, self.projections[min(cluster, len(self.projections) - 1)])
@@ -172,14 +174,14 @@ class AdaptiveVocabulary(nn.Module):
     def _check(self, tokens: Tensor) -> None:
         """Raise for tokens that are not integers (TypeError) or out of range (ValueError, on the CPU only)."""
         if tokens.dtype not in (torch.int64, torch.int32):
-            raise TypeError(f"Tokens are numbers of type int64 or int32, got {tokens.dtype}. Convert them with .long().")
-        # elsewhere to look at them would wait for the device, and in a trace they have no values
+            raise TypeError(f"Tokens must be int64 or int32, got {tokens.dtype}. Convert them with .long().")
+        # on other devices reading them would be a sync, and in a trace they have no values
         if tokens.device.type == "cpu" and tokens.numel() and not torch.compiler.is_compiling():
             low, high = int(tokens.min()), int(tokens.max())
             require(
                 0 <= low and high < self.config.tokens,
                 f"Tokens go from 0 to {self.config.tokens - 1} in this vocabulary, got {low} to {high}. "
-                "Say how many there are when the model is made.",
+                "Make the model with the right number of tokens.",
             )
 
     def extra_repr(self) -> str:
@@ -187,4 +189,5 @@ class AdaptiveVocabulary(nn.Module):
 
 
 def _parameters(shapes: list[tuple[int, int]]) -> nn.ParameterList:
+    """Return normally distributed matrices of these shapes with the standard deviation SPREAD."""
     return nn.ParameterList(SPREAD * torch.randn(*shape) for shape in shapes)

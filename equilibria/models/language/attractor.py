@@ -1,4 +1,4 @@
-"""Attractor language models: an equilibrium block that refines what a backbone of ordinary layers gives."""
+"""Attractor language models: an equilibrium block that refines the output of a backbone of ordinary layers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.fallback import AnySolver
 from equilibria.stop import Stop
 
-MULTIPLE = 16  # hidden widths are rounded up to it
-# The published limits: at most 8 steps, at least 4. Convergence is looked at every fourth step, and at the first.
+MULTIPLE = 16  # hidden widths are rounded up to a multiple of this
+# The published limits: at most 8 steps, at least 4. Convergence is checked at the first and at every fourth step.
 ATTRACTOR_STOP = Stop(rtol=1e-3, atol=0.0, max_steps=8, check_every=4, on_failure="ignore")
 
 
 class AttractorCell(nn.Module):
-    """f(z, h) = layers(z + h): causal attention with rotary positions and a SwiGLU, RMS norms behind each sum."""
+    """f(z, h) = layers(z + h): causal attention with rotary positions and a SwiGLU, with an RMS norm after each sum."""
 
     def __init__(self, width: int, heads: int, layers: int = 1, expansion: float = 4.0) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class AttractorCell(nn.Module):
 
 
 def causal_layer(width: int, heads: int, expansion: float = 4.0) -> Layer:
-    """An ordinary layer of the same kind as the cell's."""
+    """Return a layer of the kind that `AttractorCell` consists of."""
     return Layer(RotaryAttention(width, heads, causal=True), width, expansion, MULTIPLE)
 
 
@@ -58,14 +58,15 @@ class AttractorHead(nn.Module):
         gradient: Gradient = Implicit(),
     ) -> None:
         super().__init__()
-        self.layer = DEQ(AttractorCell(width, heads, layers), _itself, solver, stop, gradient)
+        self.layer = DEQ(AttractorCell(width, heads, layers), _start_at_input, solver, stop, gradient)
 
     def forward(self, h: Tensor) -> Tensor:
         z: Tensor = self.layer(rms_norm(h))
         return z
 
 
-def _itself(h: Tensor) -> Tensor:
+def _start_at_input(h: Tensor) -> Tensor:
+    # a named function: a lambda could not be pickled
     return h
 
 
@@ -84,12 +85,12 @@ class CausalBackbone(nn.Module):
 
 
 class AttractorModel(SequenceModel):
-    """backbone -> head -> softmax over the vocabulary; it carries no memory from segment to segment.
+    """backbone -> head -> softmax over the vocabulary, without a memory of earlier segments.
 
         backbone = transformers.AutoModel.from_config(config)  # or models.CausalBackbone(...)
         model = models.AttractorModel(backbone, models.AttractorHead(width), tokens=vocabulary, width=width)
 
-    backbone  tokens -> (batch, time, width), or an object with such a `last_hidden_state`, as Hugging Face's models return
+    backbone  maps tokens to (batch, time, width), or to an object with such a `last_hidden_state` like Hugging Face's models
     head      an `AttractorHead`; None: the backbone alone
     """
 
@@ -99,14 +100,14 @@ class AttractorModel(SequenceModel):
         self.vocabulary = AdaptiveVocabulary(VocabularyConfig(tokens=tokens), width)
 
     def forward(self, tokens: Tensor, memory: Memory | None = None, targets: Tensor | None = None) -> tuple[Tensor, Memory]:
-        """(scores (batch, time, tokens), ()) or, with targets, (mean loss, ())."""
+        """Return (scores (batch, time, tokens), ()) or, with targets, (mean loss, ())."""
         checked(tokens, memory, 0)
         h = last_hidden(self.backbone(tokens))
         return self.vocabulary(h if self.head is None else self.head(h), targets), ()
 
 
 def last_hidden(output: Any) -> Tensor:
-    """The hidden states in what a backbone returned."""
+    """Return the hidden states, (batch, time, width), in the output of a backbone; raises TypeError if there are none."""
     found = getattr(output, "last_hidden_state", output)
     if not isinstance(found, Tensor) or found.dim() != 3:
         raise TypeError(
@@ -118,7 +119,7 @@ def last_hidden(output: Any) -> Tensor:
 
 @torch.no_grad()
 def token_residuals(s: Solution) -> Tensor:
-    """(batch, time), |f(z) - z| / |f(z)| of every token of a state (batch, time, width), by one evaluation of the cell."""
+    """Return |f(z) - z| / |f(z)| of every token, (batch, time), for a state (batch, time, width); runs the cell once."""
     z = s.z.detach()
     fz = s.f(z)
     length: Tensor = (fz - z).norm(dim=-1) / fz.norm(dim=-1).clamp_min(torch.finfo(fz.dtype).tiny)

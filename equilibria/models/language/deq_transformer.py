@@ -1,4 +1,4 @@
-"""DEQ transformers for language (Bai, Kolter and Koltun 2019) and the explicit networks beside them."""
+"""DEQ transformers for language (Bai, Kolter and Koltun 2019) and the explicit transformers they are compared with."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ class DEQTransformer(EquilibriumModel):
         model = DEQTransformer(TRANSFORMER_CONFIGS["nano"], tokens=len(corpus.classes))
         loss, memory = model(tokens, memory, targets)
 
-    The memory is the injection and the states of the last positions, cut from the graph. No state depends on a later one,
-    so that segments read with enough memory give what one long segment gives. That is so for an equilibrium; an explicit
-    twin sees the states of its last application in all of them, as unrolled pre-training does.
+    The memory holds the injection and the states of the last positions, detached from the graph. No state depends on a
+    later position, so segments read with enough memory have the same equilibrium as one long segment. This is not true of
+    an explicit twin and of unrolled pre-training: every application attends to the states that the last application left.
 
     config      one of `TRANSFORMER_CONFIGS` or your own
-    tokens      in the vocabulary; None: as many as the configuration has
-    solver      of the equilibrium
-    stop        None: tolerance and cap of the configuration, without a word on solves that meet the cap
-    gradient    None: implicit, with tolerance and cap of the configuration; phantom, where that has `tracked_steps`
+    tokens      number of tokens in the vocabulary; None: as in the configuration
+    solver      solver of the equilibrium
+    stop        None: tolerance and step limit of the configuration, without warnings about solves that use all steps
+    gradient    None: implicit, with tolerance and step limit of the configuration; with `tracked_steps`, a phantom gradient
     eval_stop   `stop` in eval mode; None: the same
-    depth       an explicit twin instead: the cell applied so many times, with the same weights under the same names
-    checkpoint  of the explicit twin, see `WeightTied`
-    start       of the solve: "zero"; "embedding", the embedded tokens; "memory", the mean of the states in memory (zero
-                where there are none), which saves evaluations in a trained model
+    depth       build the explicit twin instead: the cell applied that many times, with the same names in the state dict
+    checkpoint  checkpointing of the explicit twin, see `WeightTied`
+    start       start of the solve: "zero"; "embedding", the embedded tokens; "memory", the mean of the states in memory, or
+                zero without memory. The last saves evaluations in a trained model
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class DEQTransformer(EquilibriumModel):
     ) -> None:
         super().__init__()
         require(start in get_args(Start), f"start must be one of {', '.join(get_args(Start))}, got {start!r}.")
-        require(depth is not None or checkpoint is None, "checkpoint is for explicit networks: give a depth as well.")
+        require(depth is not None or checkpoint is None, "checkpoint is for explicit networks: pass a depth as well.")
         self.config, self.start, self.pretraining_depth = config, start, config.pretraining_depth
         self.gradient = gradient or _gradient(config)
         self.vocabulary = vocabulary(config, tokens)
@@ -85,15 +85,16 @@ class DEQTransformer(EquilibriumModel):
             self.layer = WeightTied(cell, depth, checkpoint=checkpoint)
 
     def forward(self, tokens: Tensor, memory: Memory | None = None, targets: Tensor | None = None) -> tuple[Tensor, Memory]:
-        """(scores (batch, time, tokens), memory) or, with targets, (mean loss, memory)."""
+        """Return (scores (batch, time, tokens), memory) or, with targets, (mean loss, memory)."""
         memory = checked(tokens, memory, 1 + self.config.blocks)
         x = self.input_dropout(self.vocabulary.embed(tokens))
-        u = self.injection(x).to(x.dtype)  # also under autocast: what is remembered serves outside of it too
+        u = self.injection(x).to(x.dtype)  # autocast would narrow it, and the memory may be used without autocast later
         z, seen = self._states(u, memory, self._start(x, memory))
         length = self.config.memory_length(self.training)
         return self.vocabulary(self.output_dropout(z), targets), remembered(memory, (u, *seen), length)
 
     def _start(self, x: Tensor, memory: Memory) -> Tensor:
+        """Return the start of the solve, (batch, time, width)."""
         if self.start == "embedding":
             return x
         if self.start == "memory" and memory and memory[1].shape[1]:
@@ -101,7 +102,7 @@ class DEQTransformer(EquilibriumModel):
         return torch.zeros_like(x, requires_grad=False)
 
     def _states(self, u: Tensor, memory: Memory, z0: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the state, and the states that every block inside the cell got."""
+        """Return the state, and the state that every block of the cell got as its input; both (batch, time, width)."""
         cell = self.layer.cell
         if not isinstance(cell, TransformerCell) or len(cell.blocks) == 1:
             z = self.layer(u, memory, init=z0)
@@ -117,15 +118,15 @@ class DEQTransformer(EquilibriumModel):
 
 
 class TransformerXL(SequenceModel):
-    """Embedding -> a stack of blocks with weights of their own -> softmax (Dai and others 2019).
+    """Embedding -> a stack of blocks, each with its own weights -> softmax (Dai and others 2019).
 
-    There is no injection: the embedding is the state that the first block gets. Each block has a memory of its own, of the
-    states that it got in earlier segments.
+    There is no injection: the embedding is the input of the first block. Each block has its own memory, which holds the
+    states that the block got in earlier segments.
 
     config      one of `TRANSFORMER_XL_CONFIGS` or your own
-    tokens      in the vocabulary; None: as many as the configuration has
-    layers      None: as many as the configuration has
-    checkpoint  what to keep for backward, see `WeightTied`; the gradients are the same bits
+    tokens      number of tokens in the vocabulary; None: as in the configuration
+    layers      number of blocks; None: as in the configuration
+    checkpoint  what to keep for backward, see `WeightTied`; the gradients are equal bit by bit
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class TransformerXL(SequenceModel):
         self.output_dropout = VariationalDropout(config.dropout, shared=(1,))
 
     def forward(self, tokens: Tensor, memory: Memory | None = None, targets: Tensor | None = None) -> tuple[Tensor, Memory]:
-        """(scores (batch, time, tokens), memory) or, with targets, (mean loss, memory)."""
+        """Return (scores (batch, time, tokens), memory) or, with targets, (mean loss, memory)."""
         memory = checked(tokens, memory, len(self.blocks))
         x = self.input_dropout(self.vocabulary.embed(tokens))
         positions, hidden = self.positions(x.shape[1], memory[0].shape[1] if memory else 0, x)
@@ -163,7 +164,7 @@ class TransformerXL(SequenceModel):
 
 
 class _BlockStep:
-    """One block of a stack on (its number, the state)."""
+    """One step of a stack: maps (number i, state) to (i + 1, block i of the state), in the form that `repeat` takes."""
 
     def __init__(self, blocks: Sequence[Any], around: Sequence[Around]) -> None:
         self.blocks, self.around = blocks, around
@@ -179,7 +180,7 @@ class _BlockStep:
 
 
 def vocabulary(config: TransformerConfig, tokens: int | None) -> AdaptiveVocabulary:
-    """Return the vocabulary of a configuration for another number of tokens; cutoffs beyond it are left out."""
+    """Return the vocabulary of a configuration, with `tokens` tokens if given; cutoffs beyond them are left out."""
     chosen = config.vocabulary
     if tokens is not None:
         cutoffs = tuple(cutoff for cutoff in chosen.cutoffs if cutoff < tokens)
@@ -188,7 +189,7 @@ def vocabulary(config: TransformerConfig, tokens: int | None) -> AdaptiveVocabul
 
 
 def remembered(memory: Memory, now: Sequence[Tensor], length: int) -> Memory:
-    """Return the last `length` positions of memory and segment for each tensor; () if none are kept."""
+    """Return the memory after a segment: the last `length` positions of memory and segment; () for a length of 0."""
     if length == 0:
         return ()
     before = memory or [None] * len(now)
@@ -196,6 +197,7 @@ def remembered(memory: Memory, now: Sequence[Tensor], length: int) -> Memory:
 
 
 def _gradient(config: TransformerConfig) -> Gradient:
+    """Return the gradient of a configuration: phantom if it has `tracked_steps`, else implicit."""
     if config.tracked_steps:
         return UnrolledPhantom(steps=config.tracked_steps, damping=0.8, checkpoint=True)
     return Implicit(stop=relative_stop(config.tolerance, config.backward_steps))

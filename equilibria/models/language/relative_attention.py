@@ -13,32 +13,32 @@ from equilibria._core import autodiff_modes
 from equilibria.models.language.sequence_layers import SPREAD, linear
 from equilibria.nn import VariationalDropout
 
-# pairs of positions from which on torch's fused attention is faster without a graph: half the time at 64 x 128, a quarter
-# more at 32 x 64. With a graph it is slower at every size, as the bias has a gradient too.
+# From this many pairs of positions on, torch's fused attention is faster without a graph. Measured: half the time at
+# 64 x 128, a quarter more at 32 x 64. With a graph it is slower at every size, since the bias needs a gradient too.
 FUSED_FROM = 4096
 
 
 class Around(NamedTuple):
-    """The inputs of a block's attention beside its state. Tensors without a batch have a first dimension of 1."""
+    """The inputs of a block's attention apart from its state. Tensors without a batch have a first dimension of 1."""
 
     distances: Tensor  # (1, heads, k, e) r for distances k - 1 ... 0
-    hidden: Tensor  # (1, 1, q, k) bool, which positions are out of sight
-    keys: Tensor | None  # (batch, heads, m, e) of the memory; None: there is none
-    values: Tensor | None
+    hidden: Tensor  # (1, 1, q, k) bool, True for positions that are masked
+    keys: Tensor | None  # (batch, heads, m, e) keys of the memory; None: there is no memory
+    values: Tensor | None  # (batch, heads, m, e) values of the memory
 
 
 class RelativeAttention(nn.Module):
     """out_i = W_o sum_j softmax_j(((q_i + b_w) . k_j + (q_i + b_r) . r_{i-j}) / √e) v_j.
 
-    q, k, v = W_qkv c + u, of the current positions and of a memory before them; r = W_r P, of sinusoids P of the distance.
-    What does not depend on the state, r and the keys and values of the memory, is for `around` to compute once per solve.
+    q, k, v = W_qkv c + u at the current positions and at those of the memory before them; r = W_r P with sinusoids P of the
+    distance. r and the keys and values of the memory do not depend on the state; `around` computes them once per solve.
 
-    width       of the state
-    heads       so many softmaxes beside each other, each `head_width` (e) wide
+    width       width of the state
+    heads       number of heads, each `head_width` (e) wide
     norm        weight norm on all matrices
-    bias        of W_o
-    out_norm    a layer norm in front of W_o
-    dropout     of the attention, with one mask per solve
+    bias        W_o has a bias
+    out_norm    a layer norm before W_o
+    dropout     dropout of the attention weights, with one mask per solve
     fused       use torch's fused attention where it is faster, which is in solves without a graph; False: never. Derivatives
                 of all orders always come from the plain formula
     """
@@ -67,11 +67,11 @@ class RelativeAttention(nn.Module):
         self.dropout = VariationalDropout(dropout)
 
     def around(self, positions: Tensor, hidden: Tensor, memory: Tensor | None, injected: Tensor | None) -> Around:
-        """The tensors that are constant during a solve.
+        """Return the tensors that are constant during a solve.
 
         positions  (1, k, width) sinusoids
-        memory     (batch, m, width) what keys and values of earlier positions are made of; None: nothing came before
-        injected   (batch, m, 3 heads e) what is added to them
+        memory     (batch, m, width) states of earlier positions, from which keys and values are computed; None: no memory
+        injected   (batch, m, 3 heads e) injection of earlier positions, which is added to them
         """
         distances = self._split(self.position(positions))
         if memory is None:
@@ -83,7 +83,7 @@ class RelativeAttention(nn.Module):
         return Around(distances, hidden, self._split(keys), self._split(values))
 
     def forward(self, c: Tensor, injected: Tensor | None, around: Around) -> Tensor:
-        """(batch, q, width) -> (batch, q, width)."""
+        """Return the attention output for c, (batch, q, width) -> (batch, q, width)."""
         qkv = self.qkv(c) if injected is None else self.qkv(c) + injected
         query, keys, values = (self._split(part) for part in qkv.chunk(3, dim=-1))
         if around.keys is not None and around.values is not None:
@@ -105,24 +105,29 @@ class RelativeAttention(nn.Module):
         return self.dropout(scores) @ values
 
     def _split(self, x: Tensor) -> Tensor:
-        """(batch, time, heads e) -> (batch, heads, time, e)."""
+        """Split into heads, (batch, time, heads e) -> (batch, heads, time, e)."""
         return x.unflatten(-1, (self.heads, self.head_width)).transpose(1, 2)
 
 
 def sinusoids(length: int, width: int, *, like: Tensor) -> Tensor:
-    """(1, length, width) [sin | cos] of the distances length - 1 ... 0, at the frequencies 10000^(-2l / width)."""
+    """Return [sin | cos] of the distances length - 1 ... 0 at frequencies 10000^(-2l / width), (1, length, width).
+
+    `like` gives dtype and device; the angles are computed in float64.
+    """
     frequencies = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     angles = torch.arange(length - 1, -1, -1, dtype=torch.float64).unsqueeze(1) * frequencies
-    both = torch.cat([angles.sin(), angles.cos()], dim=1)[:, :width]  # one too many where the width is odd
+    both = torch.cat([angles.sin(), angles.cos()], dim=1)[:, :width]  # an odd width gives one column too many
     return both.to(like).unsqueeze(0)
 
 
 def relative_shift(x: Tensor) -> Tensor:
-    """Entry (i, l) of (..., q, k), l counting distances k - 1 ... 0, moves to the column that lies at this distance from i.
+    """Turn scores by distance into scores by position, (..., q, k) -> (..., q, k).
 
-    Row i moves q - 1 - i to the left. What comes in at its end belongs to the future, and is to be hidden.
+    Column l of the argument belongs to the distance k - 1 - l, column j of the result to position j. Row i is therefore
+    shifted to the left by q - 1 - i. The entries that enter at its right end belong to future positions and must be masked.
     """
     q, k = x.shape[-2:]
+    # padding one column and reading the rows with another length shifts every row by one more than the row below it
     return F.pad(x, (1, 0)).flatten(-2).unflatten(-1, (k + 1, q))[..., 1:, :].reshape(x.shape)
 
 

@@ -1,4 +1,4 @@
-"""The common parts of language models: memory, loss, unrolled pre-training, and text drawn from them."""
+"""The common parts of language models: memory, loss, unrolled pre-training and generation of text."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ Memory = tuple[Tensor, ...]  # each with the batch first; (): none
 
 
 class SequenceModel(nn.Module):
-    """A model of tokens, (batch, time), that is read segment by segment.
+    """A model of tokens, (batch, time), that reads a text segment by segment.
 
         memory = None
         for tokens, targets in batches:
             loss, memory = model(tokens, memory, targets)
 
-    The memory is cut from the graph. It is a tuple of tensors, batch first, and goes into checkpoints as it is.
+    The memory is a tuple of detached tensors, batch first. Checkpoints store it unchanged.
     """
 
     @abstractmethod
     def forward(self, tokens: Tensor, memory: Memory | None = None, targets: Tensor | None = None) -> Any:
-        """(scores (batch, time, tokens), memory) or, with targets, (mean loss, memory)."""
+        """Return (scores (batch, time, tokens), memory) or, with targets, (mean loss, memory)."""
 
 
 class EquilibriumModel(SequenceModel):
-    """A sequence model around one layer: a DEQ, or the explicit network in its place.
+    """A sequence model around one layer, which is a DEQ or an explicit network.
 
-    gradient           of the DEQ, when it is not in pre-training
+    gradient           gradient of the DEQ outside of pre-training
     pretraining_depth  applications of the cell in pre-training
     """
 
@@ -45,23 +45,23 @@ class EquilibriumModel(SequenceModel):
 
 
 def unrolled_pretraining(model: nn.Module, on: bool = True, depth: int | None = None) -> None:
-    """Switch every equilibrium sequence model inside `model` to a shallow unrolled network, and back.
+    """Switch every equilibrium sequence model inside `model` to a shallow unrolled network, or back to the equilibrium.
 
-    The published recipes train so for the first steps. Parameters stay, and so does what an optimizer knows of them.
-    The switch is no part of the state dict. `gradient=Warmup(...)` is the same by the count of steps.
+    The published recipes train this way for the first steps. Parameters and optimizer state are unaffected. The switch is
+    not part of the state dict. `gradient=Warmup(...)` does the same by the number of steps.
 
-    depth  None: as many applications of the cell as the configuration says
+    depth  applications of the cell; None: as in the configuration
     """
     found = [module for module in model.modules() if isinstance(module, EquilibriumModel)]
     require(
         len(found) > 0,
-        f"unrolled_pretraining switches DEQTransformer and TrellisNet, and there is none in this {type(model).__name__}.",
+        f"unrolled_pretraining applies to DEQTransformer and TrellisNet, but this {type(model).__name__} contains none.",
     )
     for module in found:
         if not isinstance(module.layer, DEQ):
             raise ValueError(
-                f"unrolled_pretraining switches an equilibrium, and this {type(module).__name__} is an explicit network: "
-                "depth must be None."
+                f"unrolled_pretraining needs an equilibrium, but this {type(module).__name__} is an explicit network: build "
+                "it with depth=None."
             )
         unrolled = Unrolled(depth=module.pretraining_depth if depth is None else depth)
         module.layer.gradient = unrolled if on else module.gradient
@@ -70,10 +70,10 @@ def unrolled_pretraining(model: nn.Module, on: bool = True, depth: int | None = 
 class GRUModel(SequenceModel):
     """Embedding -> gated recurrent units -> softmax, the baseline of the copy memory task.
 
-    tokens     in the vocabulary
-    hidden     units
-    embedding  width of the embedding; None: as many as tokens, up to `hidden`
-    layers     on top of each other
+    tokens     number of tokens in the vocabulary
+    hidden     number of units
+    embedding  width of the embedding; None: the number of tokens, at most `hidden`
+    layers     number of recurrent layers
     """
 
     def __init__(self, tokens: int = 10, hidden: int = 60, *, embedding: int | None = None, layers: int = 1) -> None:
@@ -84,7 +84,7 @@ class GRUModel(SequenceModel):
         self.vocabulary = AdaptiveVocabulary(VocabularyConfig(tokens=tokens), hidden)
 
     def forward(self, tokens: Tensor, memory: Memory | None = None, targets: Tensor | None = None) -> tuple[Tensor, Memory]:
-        """(scores or mean loss, memory), the memory being the last states, (batch, layers, hidden)."""
+        """Return (scores or mean loss, memory); the memory holds the last states, (batch, layers, hidden)."""
         memory = checked(tokens, memory, 1)
         before = memory[0].transpose(0, 1).contiguous() if memory else None
         h, last = self.gru(self.embedding(tokens), before)
@@ -95,18 +95,19 @@ def checked(tokens: Tensor, memory: Memory | None, parts: int) -> Memory:
     """Return the memory, () for None; raises ValueError unless it has `parts` tensors that fit the tokens."""
     require(
         tokens.dim() == 2 and tokens.numel() > 0,
-        f"Tokens come as (batch, time), at least one of each, got shape {tuple(tokens.shape)}.",
+        f"Tokens must have the shape (batch, time), with at least one of each, got {tuple(tokens.shape)}.",
     )
     memory = () if memory is None else tuple(memory)
     require(
         len(memory) in (0, parts),
-        f"The memory of this model is {parts} tensors, got {len(memory)}. Give what its last call returned, or None.",
+        f"The memory of this model has {parts} tensors, got {len(memory)}. Pass the memory that its last call returned, or "
+        "None.",
     )
     for part in memory:
         require(
             part.shape[0] == tokens.shape[0],
-            f"The memory is of {part.shape[0]} rows and the tokens are of {tokens.shape[0]}: row i of a segment goes on "
-            "where row i of the one before ended. Begin with memory=None.",
+            f"The memory has {part.shape[0]} rows and the tokens have {tokens.shape[0]}: row i of a segment continues row i "
+            "of the segment before. Begin with memory=None.",
         )
     return memory
 
@@ -127,11 +128,11 @@ def generate(
     top_k: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """`count` more tokens after these, (batch, time) -> (batch, time + count), one by one, from the model in eval mode.
+    """Append `count` tokens, drawn one by one from the model in eval mode: (batch, time) -> (batch, time + count).
 
-    temperature  scores are divided by it; 0: always the most probable token
-    top_k        draw from so many most probable ones; None: from all
-    generator    of the draws; None: torch's own
+    temperature  divides the scores; 0: always take the most probable token
+    top_k        draw from this many most probable tokens; None: from all
+    generator    generator of the draws; None: torch's own
     """
     require(count >= 0, f"count is how many tokens to draw and must not be negative, got {count}.")
     require(temperature >= 0, f"temperature must not be negative, got {temperature}.")
@@ -141,7 +142,7 @@ def generate(
     try:
         found, segment, memory = [tokens], tokens, None
         for _ in range(count):
-            # after the first segment only the new token is read; the memory has the others
+            # after the first segment only the new token is read; the memory holds the others
             scores, memory = model(segment, memory)
             segment = _draw(scores[:, -1], temperature, top_k, generator).to(tokens.dtype)
             found.append(segment)
@@ -156,7 +157,7 @@ def _draw(scores: Tensor, temperature: float, top_k: int | None, generator: torc
     if temperature == 0:
         return scores.argmax(dim=-1, keepdim=True)
     top, index = scores.topk(min(top_k or scores.shape[-1], scores.shape[-1]), dim=-1)
-    below = top - top[:, :1]  # at most 0, however small the temperature
+    below = top - top[:, :1]  # at most 0, so that a tiny temperature cannot make the softmax overflow
     scaled = below / max(temperature, torch.finfo(top.dtype).tiny)
     chosen = torch.multinomial(torch.softmax(scaled, dim=-1), 1, generator=generator)
     return index.gather(1, chosen)

@@ -1,4 +1,4 @@
-"""The common layers of sequence models: small weights, weight norm, weight drop."""
+"""The common layers of sequence models: linear layers with small initial weights, weight norm, weight drop."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch.nn.utils import parametrize
 
 from equilibria._core.checks import require
 
-SPREAD = 0.01  # standard deviation of all weights at the start
+SPREAD = 0.01  # standard deviation of all initial weights
 
 M = TypeVar("M", bound=nn.Module)
 
 
 class WeightNorm(nn.Module):
-    """W = g v / |v|, a length g and a direction v for every row of W; a parametrization, computed once per solve.
+    """W = g v / |v| with a length g and a direction v for every row of W; a parametrization, computed once per solve.
 
-    As torch.nn.utils.parametrizations.weight_norm, and with the same names. That one runs a fused kernel on CPUs whose
-    second derivative is wrong: it fails gradgradcheck.
+    It replaces torch.nn.utils.parametrizations.weight_norm, with the same names in the state dict. That one runs a fused
+    kernel on CPUs whose second derivative is wrong: it fails gradgradcheck.
     """
 
     def forward(self, length: Tensor, direction: Tensor) -> Tensor:
@@ -31,15 +31,15 @@ class WeightNorm(nn.Module):
 
 
 class WeightDrop(nn.Module):
-    """W with entries set to zero in training, a parametrization: a solve draws the mask once and keeps it to its backward.
+    """Sets entries of W to zero in training; a parametrization, so a solve draws one mask and keeps it until its backward.
 
-    p        the share that is dropped; what is kept is scaled by 1 / (1 - p)
-    columns  only the first so many columns of W are dropped; None: all
+    p        share of the entries that is dropped; the others are scaled by 1 / (1 - p)
+    columns  drop only in this many first columns of W; None: in all
     """
 
     def __init__(self, p: float, columns: int | None = None) -> None:
         super().__init__()
-        require(0 <= p < 1, f"WeightDrop's p is the share of the weights that is dropped and must lie in [0, 1), got {p}.")
+        require(0 <= p < 1, f"p, the share of the weights that WeightDrop drops, must lie in [0, 1), got {p}.")
         self.p, self.columns = p, columns
 
     def forward(self, weight: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class WeightDrop(nn.Module):
 
 
 def linear(inputs: int, outputs: int, *, bias: bool = True, norm: bool = False) -> nn.Linear:
-    """Weights N(0, 0.01), biases 0; `norm` adds weight norm."""
+    """Return a linear layer with weights from N(0, 0.01) and zero biases; `norm` adds weight norm."""
     layer = nn.Linear(inputs, outputs, bias=bias)
     nn.init.normal_(layer.weight, std=SPREAD)
     if bias:
@@ -64,10 +64,11 @@ def linear(inputs: int, outputs: int, *, bias: bool = True, norm: bool = False) 
 
 
 def normalized(layer: M) -> M:
-    """The layer with weight norm on its `weight`."""
+    """Add weight norm to the `weight` of a layer, and return the layer."""
     parametrize.register_parametrization(layer, "weight", WeightNorm())
     return layer
 
 
 def _row_norms(weight: Tensor) -> Tensor:
+    """Return the norm of each row, (rows, 1)."""
     return torch.linalg.vector_norm(weight, dim=1, keepdim=True)

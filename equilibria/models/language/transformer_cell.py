@@ -1,4 +1,4 @@
-"""A transformer's block, and the cell of a DEQ made of it (Bai, Kolter and Koltun 2019)."""
+"""A transformer block, and the cell of a DEQ that consists of such blocks (Bai, Kolter and Koltun 2019)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from equilibria.nn import VariationalDropout
 
 
 class TransformerBlock(nn.Module):
-    """Attention and a feed-forward layer, with sums around both.
+    """Attention and a feed-forward layer, both with a residual connection.
 
     norm="post"  h = LN(z + attention(z)),       out = LN(h + W2 relu(W1 h))
     norm="pre"   h = z + attention(LN(z)),       out = h + W2 relu(W1 LN(h)), or LN(h) + ... with skip_from_norm
 
-    The memory is normalized where the state is.
+    With norm="pre" the states of the memory are normalised too.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -48,13 +48,13 @@ class TransformerBlock(nn.Module):
         self.dropout = VariationalDropout(config.dropout, shared=(1,))
 
     def around(self, positions: Tensor, hidden: Tensor, memory: Tensor | None, injected: Tensor | None) -> Around:
-        """The tensors that are constant during a solve; memory and injected belong to earlier positions."""
+        """Return the tensors that are constant during a solve; memory and injected belong to earlier positions."""
         if memory is not None and self.config.norm == "pre":
             memory = self.norm1(memory)
         return self.attention.around(positions, hidden, memory, injected)
 
     def forward(self, z: Tensor, injected: Tensor | None, around: Around) -> Tensor:
-        """(batch, q, width) -> (batch, q, width)."""
+        """Return the state after this block, (batch, q, width) -> (batch, q, width)."""
         if self.config.norm == "post":
             h = self.norm1(z + self._attend(z, injected, around))
             return self.norm2(h + self._feed(h))
@@ -70,7 +70,7 @@ class TransformerBlock(nn.Module):
 
 
 class Positions(nn.Module):
-    """The sinusoids of all distances and the mask of what is out of sight, for q positions after a memory of m."""
+    """Returns sinusoids of all distances, (1, m + q, width), and the mask, (1, 1, q, m + q), for q positions after m."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -83,12 +83,12 @@ class Positions(nn.Module):
 
 
 class TransformerCell(nn.Module):
-    """f(z, u, memory): the blocks of a configuration one after the other, each with the injection u.
+    """f(z, u, memory): the blocks of a configuration in series, each with the injection u.
 
     z       (batch, q, width)
-    u       (batch, q, 3 heads e), what the input adds to queries, keys and values
-    memory  () or (injection of earlier positions, states of earlier positions as block 1 saw them, as block 2 ..., ...),
-            each (batch, m, ...)
+    u       (batch, q, 3 heads e), added to queries, keys and values
+    memory  () or (injection of earlier positions, their states at the input of block 1, at that of block 2, ...), each
+            (batch, m, ...)
 
     The keys and values of the memory do not depend on z and are computed once per solve.
     """
@@ -97,7 +97,7 @@ class TransformerCell(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.blocks))
         self.positions = Positions(config)
-        # in a list, which copies of this cell share: a solve runs a copy that was taken before the watching began
+        # a list, which copies of this cell share: a solve runs a copy that was made before `watched` was entered
         self._seen: list[dict[int, Tensor]] = []
 
     def prepare(self, u: Tensor, memory: Memory) -> tuple[Any, ...]:
@@ -115,7 +115,7 @@ class TransformerCell(nn.Module):
 
     @contextmanager
     def watched(self) -> Iterator[dict[int, Tensor]]:
-        """The states that each block gets in the last run inside."""
+        """Yield a dict that holds, by the number of the block, its input state in the last run inside the context."""
         seen: dict[int, Tensor] = {}
         self._seen.append(seen)
         try:

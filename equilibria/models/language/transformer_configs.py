@@ -1,4 +1,4 @@
-"""Sizes of DEQ transformers and of the explicit ones they are compared with."""
+"""Configurations of DEQ transformers and of the explicit ones they are compared with."""
 
 from __future__ import annotations
 
@@ -13,29 +13,30 @@ NormPlace = Literal["post", "pre"]
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """A block, how often it occurs, and the vocabulary around it.
+    """Sizes of a transformer block, the number of blocks, and the vocabulary.
 
-    width               d, of the state
-    heads, head_width   H softmaxes of e numbers each; H e is d in all published models
-    inner               D, inside the feed-forward layer
-    blocks              in a row inside f; all get the same injection
-    layers              of the untied stack, `TransformerXL`
-    norm                "post": layer norms after the sums; "pre": in front of attention and feed-forward layer
-    skip_from_norm      with "pre": the feed-forward layer is added to its normalized input, as in the code of the papers.
-                        Without it f(z) = z + g(z), and g sees z up to its scale alone: far out f(z) - z stays what it is,
-                        and solves rarely converge. Good for explicit networks, and gradients made of a few damped steps
-    attention_norm      one more layer norm, in front of the attention's output matrix
+    width               width of the state, d
+    heads, head_width   H heads of e numbers each; H e is d in all published models
+    inner               width inside the feed-forward layer, D
+    blocks              number of blocks in series inside f; all get the same injection
+    layers              number of blocks of the untied stack, `TransformerXL`
+    norm                "post": layer norms after the sums; "pre": before attention and feed-forward layer
+    skip_from_norm      with "pre": the feed-forward layer is added to its normalised input, as in the code of the papers.
+                        Without it f(z) = z + g(z), where g does not depend on the scale of z: for large z the residual
+                        f(z) - z does not shrink, and solves rarely converge. It suits explicit networks, and gradients
+                        that consist of a few damped steps
+    attention_norm      one more layer norm, before the attention's output matrix
     affine              layer norms have weights
-    weight_norm         on all matrices of a block
-    output_bias         of the attention's output matrix
-    dropout             of embedding, positions, both sublayers and output, one mask for all positions
-    attention_dropout   of the attention itself
-    reach               how many positions are in sight of one, itself included; None: all
+    weight_norm         weight norm on all matrices of a block
+    output_bias         the attention's output matrix has a bias
+    dropout             dropout of embedding, positions, both sublayers and output, with one mask for all positions
+    attention_dropout   dropout of the attention weights
+    reach               number of positions that a position attends to, itself included; None: all
     memory              positions that are kept from segment to segment
     eval_memory         the same in eval mode; None: as in training
     tolerance, forward_steps, backward_steps  of the solves, unless a stop and a gradient are given
-    tracked_steps       steps damped by 0.8 that follow those of the solver, gradients flowing through them, checkpointed;
-                        0: implicit gradients
+    tracked_steps       steps with damping 0.8 after those of the solver; gradients flow through them, checkpointed. 0:
+                        implicit gradients
     pretraining_depth   applications of f in unrolled pre-training
     fused               see `RelativeAttention`
     """
@@ -72,7 +73,7 @@ class TransformerConfig:
         require(self.norm in ("post", "pre"), f'norm must be "post" or "pre", got {self.norm!r}.')
         require(
             self.norm == "pre" or not self.skip_from_norm,
-            'skip_from_norm says what is added with norm="pre"; with norm="post" the sum is normalized anyway.',
+            'skip_from_norm needs norm="pre"; with norm="post" the input of the feed-forward layer is normalised anyway.',
         )
         require(self.reach is None or self.reach >= 1, f"reach must be at least 1, or None for all, got {self.reach}.")
         require(
@@ -81,11 +82,12 @@ class TransformerConfig:
         )
 
     def memory_length(self, training: bool) -> int:
+        """Return the number of positions to remember in this mode."""
         return self.memory if training or self.eval_memory is None else self.eval_memory
 
 
-WORDS = 267_735  # of WikiText-103
-CUTOFFS = (20_000, 40_000, 200_000)  # between the clusters of words by frequency
+WORDS = 267_735  # words of WikiText-103
+CUTOFFS = (20_000, 40_000, 200_000)  # first words of the clusters, by rank of frequency
 _PLAIN = VocabularyConfig(tokens=WORDS)
 _ADAPTIVE = VocabularyConfig(tokens=WORDS, cutoffs=CUTOFFS, divisor=4)
 

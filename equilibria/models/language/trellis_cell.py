@@ -1,4 +1,4 @@
-"""The layer of a TrellisNet as a cell (Bai, Kolter and Koltun 2019), its sizes, and the explicit stack of it."""
+"""The layer of a TrellisNet as a cell (Bai, Kolter and Koltun 2019), its configurations, and the explicit stack."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ Carry = Literal["state", "tokens"]
 
 @dataclass(frozen=True, kw_only=True)
 class TrellisConfig:
-    """A layer, how often it is applied, and what is dropped.
+    """Sizes of the layer, how often it is applied, and dropout.
 
-    tokens           in the vocabulary, whose vectors are those of the softmax too
-    embedding        width of the vectors, and channels of h that the softmax sees, the last ones
-    hidden           other channels of h
-    layers           of the explicit network
-    dilations        of layer i the (i mod length)-th; an equilibrium has one dilation, 1
-    weight_norm      on W1 and W2
-    input_bias       of W1, as in the equilibrium's code
-    carry            from segment to segment: "state", h and c at the last position, which stand for all before the segment;
-                     "tokens", the last `horizon` tokens, which are read again before the segment and not scored
-    horizon          see there
-    input_history    with carry="state", the last vectors are carried too. False, as in the released models: what came before
-                     the segment is zero in W1, which is little in a long segment and much in one of one token
-    output_dropout, input_dropout, hidden_dropout  one mask for all positions
-    word_dropout     share of the vocabulary whose vectors are zero in a forward
-    weight_drop      share of the entries of W2 that are dropped, in the half that looks back
-    experts          softmaxes in the mixture; 1: a plain one
-    auxiliary_every  layers between two that have a loss of their own; None: the last alone. Of the explicit network
-    auxiliary_weight of these losses in the recipe
+    tokens           number of tokens in the vocabulary; embedding and softmax share their vectors
+    embedding        width of the vectors; the softmax reads this many last channels of h
+    hidden           number of the other channels of h
+    layers           number of layers of the explicit network
+    dilations        layer i has the dilation at i modulo their number; an equilibrium has one dilation, 1
+    weight_norm      weight norm on W1 and W2
+    input_bias       W1 has a bias, as in the code of the equilibrium
+    carry            what is carried from segment to segment: "state", h and c at the last position, which stand for all
+                     earlier ones; "tokens", the last `horizon` tokens, which are read again before the segment, unscored
+    horizon          number of tokens to read again with carry="tokens"
+    input_history    with carry="state", the last vectors are carried too. False, as in the released models: W1 sees zeros
+                     before the segment, which matters little in a long segment and much in a segment of one token
+    output_dropout, input_dropout, hidden_dropout  shares, with one mask for all positions
+    word_dropout     share of the vocabulary whose vectors are set to zero in a forward pass
+    weight_drop      share of the entries of W2 that are dropped, in the half that multiplies h_{t-s}
+    experts          number of softmaxes in the mixture; 1: a plain softmax
+    auxiliary_every  in the explicit network, every so many layers have a loss of their own; None: only the last
+    auxiliary_weight weight of these losses in the recipe
     tolerance, forward_steps, backward_steps  of the solves, unless a stop and a gradient are given
     pretraining_depth   applications of the cell in unrolled pre-training
     """
@@ -76,17 +76,17 @@ class TrellisConfig:
             require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}.")
         require(
             len(self.dilations) > 0 and min(self.dilations) >= 1,
-            f"dilations are how far back layers look, at least 1 each, got {self.dilations}.",
+            f"dilations, the distances that layers look back, must be at least 1 each, got {self.dilations}.",
         )
         require(self.carry in ("state", "tokens"), f'carry must be "state" or "tokens", got {self.carry!r}.')
         require(
             self.carry == "state" or self.horizon >= 1,
-            f'With carry="tokens" the horizon says how many are read again, at least 1, got {self.horizon}.',
+            f'With carry="tokens" horizon, the number of tokens to read again, must be at least 1, got {self.horizon}.',
         )
         require(0 <= self.word_dropout < 1, f"word_dropout is a share and must lie in [0, 1), got {self.word_dropout}.")
         require(
             self.auxiliary_every is None or self.auxiliary_every >= 1,
-            f"auxiliary_every counts layers, at least 1, got {self.auxiliary_every}.",
+            f"auxiliary_every must be at least 1 layer, or None, got {self.auxiliary_every}.",
         )
 
     @property
@@ -101,7 +101,7 @@ class TrellisCell(nn.Module):
     i, o, g, f = W1 [x_{t-s}, x_t] + W2 [h_{t-s}, h_t] + b
     c' = sigmoid(f) c_{t-s} + sigmoid(i) tanh(g),    h' = sigmoid(o) tanh(c')
 
-    s is the dilation. What came before the segment is the history: h and c of one position, which stand for all.
+    s is the dilation. The history before the segment is h and c of one position, which stand for all earlier positions.
     """
 
     def __init__(self, config: TrellisConfig) -> None:
@@ -114,17 +114,21 @@ class TrellisCell(nn.Module):
         self.dropout = VariationalDropout(config.hidden_dropout, shared=(1,))
 
     def prepare(self, x: Tensor, history: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the inputs of a solve of embedded tokens, (batch, time, embedding), and history, () or (h, c, vectors)."""
+        """Return the inputs of a solve: injection, h and c before the segment.
+
+        x        embedded tokens, (batch, time, embedding)
+        history  () or (h, c, last vectors)
+        """
         return (self.injected(x, history, 1), *self.before(x, history))
 
     def injected(self, x: Tensor, history: tuple[Tensor, ...], dilation: int) -> Tensor:
-        """W1 [x_{t-s}, x_t], the part of the layer that is the same at every depth."""
+        """Return W1 [x_{t-s}, x_t], (batch, time, 4 size): the part of the layer that is the same at every depth."""
         vectors = history[2] if history and self.config.input_history else x[:, :0]
         padded = F.pad(vectors, (0, 0, max(dilation - vectors.shape[1], 0), 0))[:, -dilation:]
         return self.W1(torch.cat([_delayed(x, padded), x], dim=-1))
 
     def before(self, x: Tensor, history: tuple[Tensor, ...]) -> States:
-        """h and c before the segment, (batch, 1, size) each: zeros where nothing came before."""
+        """Return h and c before the segment, (batch, 1, size) each; zeros without a history."""
         if history:
             return history[0], history[1]
         zeros = x.new_zeros(x.shape[0], 1, self.config.size)
@@ -132,6 +136,7 @@ class TrellisCell(nn.Module):
 
     def forward(self, z: States, injected: Tensor, h0: Tensor, c0: Tensor, dilation: int = 1) -> States:
         h, c = z
+        # dropped before it is cut into taps, so that h_{t-s} and h_t lose the same channels
         h = self.dropout(torch.cat([h0.expand(-1, dilation, -1), h], dim=1))
         taps = torch.cat([h[:, :-dilation], h[:, dilation:]], dim=-1)
         i, o, g, f = (injected + self.W2(taps)).chunk(4, dim=-1)
@@ -147,7 +152,7 @@ class TrellisStack(nn.Module):
 
     def __init__(self, cell: TrellisCell, depth: int, checkpoint: Checkpoint = None) -> None:
         super().__init__()
-        require(depth >= 1, f"depth is how many times the cell is applied, at least 1, got {depth}.")
+        require(depth >= 1, f"depth, the number of applications of the cell, must be at least 1, got {depth}.")
         check_checkpoint(checkpoint)
         self.cell, self.depth, self.checkpoint = cell, depth, checkpoint
 
@@ -174,7 +179,7 @@ class TrellisStack(nn.Module):
 
 
 class _LayerStep:
-    """One layer on (its number, h, c)."""
+    """One step of the stack: maps (number i, h, c) to (i + 1, layer i of h and c), in the form that `repeat` takes."""
 
     def __init__(
         self, cell: TrellisCell, fixed: FrozenCell, injected: dict[int, Tensor], before: States, dilations: Sequence[int]
@@ -192,7 +197,7 @@ class _LayerStep:
 
 
 def _delayed(x: Tensor, before: Tensor) -> Tensor:
-    """Return x_{t-s} for all t; the s positions of `before` come first."""
+    """Return x_{t-s} for all t, (batch, time, ...); `before` holds the s positions before the first."""
     return torch.cat([before, x], dim=1)[:, : x.shape[1]]
 
 

@@ -1,4 +1,4 @@
-"""TrellisNet, a temporal convolution network with one layer for all depths, and its equilibrium (Bai and others 2019)."""
+"""TrellisNet, a temporal convolution network whose layers share their weights, and its equilibrium (Bai and others 2019)."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from equilibria.stop import Stop
 class TrellisParts:
     """The parts of a model's output that losses use.
 
-    loss       the mean -log p(target)
-    auxiliary  the sum of such losses on layers below the last, to be weighed by `config.auxiliary_weight`; 0: no such layers
-    output     (batch, time, embedding) what the softmax saw, before and
-    dropped    after dropout
+    loss       mean of -log p(target)
+    auxiliary  sum of the same losses on earlier layers, to be weighted by `config.auxiliary_weight`; 0 if there are none
+    output     (batch, time, embedding), the states that the softmax reads, before dropout
+    dropped    the same after dropout
     """
 
     loss: Tensor
@@ -41,7 +41,7 @@ class TrellisParts:
 
 
 def activation_penalty(parts: TrellisParts, alpha: float, beta: float) -> Tensor:
-    """alpha mean(dropped^2) + beta mean((output_{t+1} - output_t)^2), of Merity, McCann and Socher (2017)."""
+    """Return alpha mean(dropped^2) + beta mean((output_{t+1} - output_t)^2) (Merity, McCann and Socher 2017)."""
     penalty = alpha * parts.dropped.square().mean()
     if parts.output.shape[1] < 2:
         return penalty
@@ -62,7 +62,7 @@ class Mixture(nn.Module):
         return self.vocabulary.embed(tokens)
 
     def forward(self, h: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Log-probabilities (..., tokens); with targets, their mean loss."""
+        """Return log-probabilities (..., tokens); with targets, their mean loss."""
         latents = torch.tanh(self.latents(h)).unflatten(-1, (self.experts, -1))
         priors = torch.log_softmax(self.priors(h), dim=-1)
         if targets is None:
@@ -73,22 +73,22 @@ class Mixture(nn.Module):
 
 
 class TrellisNet(EquilibriumModel):
-    """Embedding -> `TrellisCell`, applied many times or to its equilibrium, on all positions of a segment -> softmax.
+    """Embedding -> `TrellisCell` on all positions of a segment, at its equilibrium or applied `depth` times -> softmax.
 
         net = TrellisNet(TRELLIS_CONFIGS["nano"], tokens=50)                    # the equilibrium, DEQ-TrellisNet
         net = TrellisNet(TRELLIS_CONFIGS["nano"], tokens=50, depth=20)          # TrellisNet
 
-    One application carries what is known one position further: an equilibrium takes about as many steps as positions that
-    matter.
+    One application moves information one position ahead, so an equilibrium takes about as many steps as there are positions
+    that matter.
 
     config      one of `TRELLIS_CONFIGS` or your own
-    tokens      in the vocabulary; None: as many as the configuration has
-    solver      of the equilibrium; None: Broyden, as in the paper
-    stop        None: tolerance and cap of the configuration, without a word on solves that meet the cap
-    gradient    None: implicit, with tolerance and cap of the configuration
+    tokens      number of tokens in the vocabulary; None: as in the configuration
+    solver      solver of the equilibrium; None: Broyden, as in the paper
+    stop        None: tolerance and step limit of the configuration, without warnings about solves that use all steps
+    gradient    None: implicit, with tolerance and step limit of the configuration
     eval_stop   `stop` in eval mode; None: the same
-    depth       the explicit network: layers, with the same weights under the same names
-    checkpoint  of the explicit network, see `WeightTied`
+    depth       build the explicit network instead, with this many layers and the same names in the state dict
+    checkpoint  checkpointing of the explicit network, see `WeightTied`
     """
 
     def __init__(
@@ -104,10 +104,10 @@ class TrellisNet(EquilibriumModel):
         checkpoint: Checkpoint = None,
     ) -> None:
         super().__init__()
-        require(depth is not None or checkpoint is None, "checkpoint is for explicit networks: give a depth as well.")
+        require(depth is not None or checkpoint is None, "checkpoint is for explicit networks: pass a depth as well.")
         require(
             depth is not None or config.dilations == (1,),
-            f"An equilibrium has one layer, of dilation 1, and these are {config.dilations}: give a depth, or "
+            f"An equilibrium has one layer, of dilation 1, got dilations={config.dilations}. Pass a depth, or use "
             "dilations=(1,).",
         )
         config = config if tokens is None else replace(config, tokens=tokens)
@@ -133,11 +133,11 @@ class TrellisNet(EquilibriumModel):
         *,
         with_parts: bool = False,
     ) -> tuple[Any, Memory]:
-        """(scores (batch, time, tokens), memory) or, with targets, (mean loss, memory).
+        """Return (scores (batch, time, tokens), memory) or, with targets, (mean loss, memory).
 
-        with_parts  `TrellisParts` in place of the loss
+        with_parts  return `TrellisParts` in place of the loss
         """
-        require(targets is not None or not with_parts, "The parts of a loss need targets.")
+        require(targets is not None or not with_parts, "with_parts returns parts of a loss and needs targets: pass them.")
         rereading = self.config.carry == "tokens"
         memory = checked(tokens, memory, 1 if rereading else 3)
         known = memory[0].shape[1] if rereading and memory else 0
@@ -159,7 +159,10 @@ class TrellisNet(EquilibriumModel):
         return self.input_dropout(x)
 
     def _states(self, x: Tensor, history: Memory, tapped: bool) -> list[States]:
-        """States after the layers that have a loss of their own, then the state after the last layer."""
+        """Return the states (h, c) after the layers that have a loss of their own, and last those after the last layer.
+
+        Without `tapped`, and for an equilibrium, only the last are returned.
+        """
         zeros = x.new_zeros(*x.shape[:2], self.config.size)
         every = self.config.auxiliary_every
         if isinstance(self.layer, TrellisStack) and every is not None and tapped:
@@ -167,6 +170,7 @@ class TrellisNet(EquilibriumModel):
         return [self.layer(x, history, init=(zeros, zeros))]
 
     def _history(self, history: Memory, x: Tensor, z: States) -> Memory:
+        """Return the memory after a segment: h and c at its last position, and the last embedded tokens."""
         h, c = z
         vectors = last_columns(history[2] if history else None, x, max(self.config.dilations))
         return last_columns(None, h, 1), last_columns(None, c, 1), vectors

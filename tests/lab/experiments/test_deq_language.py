@@ -321,7 +321,7 @@ def test_other_limits_on_the_same_weights() -> None:
     [
         ({"size": "huge"}, "size of transformer must be one of medium"),
         ({"kind": "gru", "size": "nano"}, "The size of a gru is its units"),
-        ({"checkpoint": "sqrt"}, "give a depth as well"),
+        ({"checkpoint": "sqrt"}, "pass a depth as well"),
     ],
 )
 def test_models_that_there_are_not(options: dict[str, Any], complaint: str) -> None:

@@ -490,9 +490,9 @@ def test_wrong_input_is_named() -> None:
     with pytest.raises(ValueError, match=r"\(batch, time\), at least one of each, got shape \(7,\)"):
         model(text()[0])
     _, memory = model(text())
-    with pytest.raises(ValueError, match=r"The memory is of 2 rows and the tokens are of 3"):
+    with pytest.raises(ValueError, match=r"The memory has 2 rows and the tokens have 3"):
         model(text(3), memory)
-    with pytest.raises(ValueError, match="The memory of this model is 2 tensors, got 1"):
+    with pytest.raises(ValueError, match="The memory of this model has 2 tensors, got 1"):
         model(text(), memory[:1])
     with pytest.raises(ValueError, match="from 0 to 10 in this vocabulary, got 11 to 11"):
         model(torch.full((1, 2), 11))
@@ -505,7 +505,7 @@ def test_wrong_input_is_named() -> None:
 def test_wrong_settings_are_named() -> None:
     with pytest.raises(ValueError, match='norm must be "post" or "pre", got \'both\''):
         replace(SMALL, norm="both")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="skip_from_norm says what is added"):
+    with pytest.raises(ValueError, match="skip_from_norm needs norm"):
         replace(SMALL, skip_from_norm=True)
     with pytest.raises(ValueError, match="heads must be at least 1, got 0"):
         replace(SMALL, heads=0)

@@ -373,20 +373,20 @@ def test_wrong_settings_and_inputs_are_named() -> None:
         replace(SMALL, dilations=(0,))
     with pytest.raises(ValueError, match='carry must be "state" or "tokens"'):
         replace(SMALL, carry="all")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="the horizon says how many are read again"):
+    with pytest.raises(ValueError, match="horizon, the number of tokens to read again"):
         replace(SMALL, carry="tokens")
     with pytest.raises(ValueError, match="hidden must be at least 1, got 0"):
         replace(SMALL, hidden=0)
     with pytest.raises(ValueError, match="word_dropout is a share"):
         replace(SMALL, word_dropout=1.0)
-    with pytest.raises(ValueError, match="auxiliary_every counts layers"):
+    with pytest.raises(ValueError, match="auxiliary_every must be at least 1 layer"):
         replace(SMALL, auxiliary_every=0)
     with pytest.raises(ValueError, match="checkpoint is for explicit networks"):
         TrellisNet(SMALL, checkpoint="sqrt")
     with pytest.raises(ValueError, match="at least 1, got 0"):
         TrellisNet(SMALL, depth=0)
     model = small(depth=2)
-    with pytest.raises(ValueError, match="The parts of a loss need targets"):
+    with pytest.raises(ValueError, match="with_parts returns parts of a loss and needs targets"):
         model(text(), with_parts=True)
-    with pytest.raises(ValueError, match="The memory of this model is 3 tensors, got 1"):
+    with pytest.raises(ValueError, match="The memory of this model has 3 tensors, got 1"):
         model(text(), (text(),))
