@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from equilibria.lab import data, experiments, training
 
-ROOMS = ("data", "experiments", "training")  # imported when they are first asked for
+ROOMS = ("data", "experiments", "training")  # imported on first use
 
 __all__ = ["data", "experiments", "training"]
 

@@ -1,10 +1,10 @@
-"""Errors of the laboratory, in a module that imports nothing: the command line catches them without loading the rooms."""
+"""Errors of the laboratory. This module imports nothing, so that the command line can catch them without loading more."""
 
 from __future__ import annotations
 
 
 class DataError(RuntimeError):
-    """A data file is missing, damaged or not of the expected kind; the message names it."""
+    """A data file is missing, damaged or of another kind than expected; the message names it."""
 
 
 class TrainingError(RuntimeError):
@@ -12,7 +12,7 @@ class TrainingError(RuntimeError):
 
 
 class CorruptCheckpointError(RuntimeError):
-    """A checkpoint is not what was written."""
+    """A checkpoint is damaged, or does not fit its run."""
 
 
 class SettingError(ValueError):

@@ -245,10 +245,13 @@ def test_other_values_are_no_data(value: Any) -> None:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        ({"settings": "os.system", "values": {}}, "no settings 'os.system'"),
-        ({"settings": "deq.DEQ", "values": {}}, "no settings 'deq.DEQ'"),
-        ({"settings": "models.registry.create", "values": {"name": "resnet-56"}}, "no settings 'models.registry.create'"),
-        ({"settings": 3, "values": {}}, "no settings 3"),
+        ({"settings": "os.system", "values": {}}, "no settings class 'os.system'"),
+        ({"settings": "deq.DEQ", "values": {}}, "no settings class 'deq.DEQ'"),
+        (
+            {"settings": "models.registry.create", "values": {"name": "resnet-56"}},
+            "no settings class 'models.registry.create'",
+        ),
+        ({"settings": 3, "values": {}}, "no settings class 3"),
         ({"settings": "solve.Stop", "values": {"gone": 1}}, "Stop has no setting gone"),
         ({"settings": "solve.Stop", "values": {"rtol": -1.0}}, "must not be negative"),
         ({"settings": "solvers.fallback.Fallback", "values": {"patience": 3}}, "Fallback needs the setting solvers"),
@@ -334,7 +337,7 @@ def test_one_sort_of_numbers_is_not_turned_into_another(tmp_path: Path) -> None:
 def test_a_model_that_was_changed_after_it_was_made_is_not_made_again(tmp_path: Path) -> None:
     model = small()
     model.register_module("more", nn.Linear(1, 1))
-    with pytest.raises(ModelFileError, match=r"the model has no more\.bias, more\.weight\. It was changed after"):
+    with pytest.raises(ModelFileError, match=r"the model has no more\.bias, more\.weight\. The model was changed after"):
         load(save(model, tmp_path / "m"))
 
 

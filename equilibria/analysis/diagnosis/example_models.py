@@ -30,27 +30,27 @@ class TanhCell(nn.Module):
 
 
 def healthy() -> tuple[nn.Module, Tensor]:
-    """A contractive cell with everything in order, dropout with a fixed mask included."""
+    """Return a model without problems: a contractive cell, with dropout whose mask is fixed."""
     return _model(lambda: DEQ(TanhCell(0.7, VariationalDropout(0.1))))
 
 
 def not_contractive() -> tuple[nn.Module, Tensor]:
-    """Plain iteration on a cell whose Jacobian has eigenvalues outside of the unit circle."""
+    """Return a model with plain iteration on a cell whose Jacobian has eigenvalues outside of the unit circle."""
     return _model(lambda: DEQ(TanhCell(6.0), solver=Picard()), scale=0.1)
 
 
 def tolerance_out_of_reach() -> tuple[nn.Module, Tensor]:
-    """A tolerance of ten digits in single precision."""
+    """Return a model with a tolerance of ten digits in single precision."""
     return _model(lambda: DEQ(TanhCell(0.7), stop=Stop(rtol=1e-10, atol=0.0)))
 
 
 def free_dropout() -> tuple[nn.Module, Tensor]:
-    """nn.Dropout inside the cell, which is a different function at every call."""
+    """Return a model with nn.Dropout inside the cell, which is then a different function at every call."""
     return _model(lambda: DEQ(TanhCell(0.7, nn.Dropout(0.2))))
 
 
 def batch_statistics() -> tuple[nn.Module, Tensor]:
-    """Batch norm inside the cell, in training mode."""
+    """Return a model with batch norm inside the cell, in training mode."""
     norm = nn.BatchNorm1d(WIDTH)
     nn.init.constant_(norm.weight, 0.3)  # at its default of 1 the cell would not contract, which is another problem
     return _model(lambda: DEQ(TanhCell(0.7, norm)))

@@ -1,1 +1,1 @@
-"""The commands of the command line, a file for each group of them."""
+"""The commands of the command line, one module per group of commands."""

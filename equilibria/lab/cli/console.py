@@ -1,4 +1,4 @@
-"""Shared by all commands: output streams, exit codes for errors, and tables."""
+"""Functions that all commands share: output streams, exit codes for errors, and tables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_first_process() -> bool:
 
 
 def progress_console() -> Console:
-    """The console for progress and messages: stderr, so that stdout has results alone."""
+    """Return the console for progress and messages. It writes to stderr, so that stdout holds only results."""
     return Console(stderr=True)
 
 
@@ -37,37 +37,37 @@ def say(text: str) -> None:
 
 
 def say_if_toy(scale: Scale) -> None:
-    """Say that the figures are no results, at debug scale."""
+    """At debug scale, print that the figures are not results."""
     if scale == "debug":
         say("Debug scale: data and model are toys that check the code. The figures are not results, and no claim is judged.")
 
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Turn expected errors into a message and an exit code: 2 for wrong arguments, 1 for failures. Decorates a command."""
+    """Turn expected errors of a command into a message and an exit code: 2 for wrong arguments, 1 for failures."""
     try:
         yield
     except (SettingError, UnknownName) as error:
         raise typer.BadParameter(str(error)) from error
     except (DataError, TrainingError, CorruptCheckpointError, ImportError, OSError, ValueError) as error:
-        typer.echo(f"Error: {_words(error)}", err=True)
+        typer.echo(f"Error: {_message(error)}", err=True)
         raise typer.Exit(1) from error
     except KeyboardInterrupt as error:
-        typer.echo(str(error) or "Interrupted. The same command goes on with what is not done.", err=True)
+        typer.echo(str(error) or "Interrupted. Run the same command again to continue.", err=True)
         raise typer.Exit(INTERRUPTED) from error
 
 
 ADVICE: dict[type[OSError], str] = {
     FileNotFoundError: "Check the path.",
-    NotADirectoryError: "A part of the path is a file, where a folder is expected. Choose another path.",
-    FileExistsError: "A file stands where a folder is expected. Choose another path.",
+    NotADirectoryError: "A part of the path is a file, but a folder is expected. Choose another path.",
+    FileExistsError: "The path is a file, but a folder is expected. Choose another path.",
     IsADirectoryError: "A file is expected. Choose another path.",
     PermissionError: "Choose a path that you may read and write.",
 }
 
 
-def _words(error: Exception) -> str:
-    """The text of an error; of an error of the system the file, what was seen and what to do."""
+def _message(error: Exception) -> str:
+    """Return the text of an error; errors of the operating system get the file name and advice."""
     if not isinstance(error, OSError) or not error.strerror:
         return str(error)
     where = "" if error.filename is None else f"{error.filename}: "
@@ -76,14 +76,14 @@ def _words(error: Exception) -> str:
 
 
 def check_folder(path: Path) -> None:
-    """Create a folder that results will be written to, before they are computed; an OSError if it cannot be written."""
+    """Create the folder for results before they are computed; raises OSError if it cannot be written."""
     path.mkdir(parents=True, exist_ok=True)
     if not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
 def counted(count: int, noun: str) -> str:
-    """A number with its noun, "1 run" or "2 runs"."""
+    """Return a number with its noun: "1 run", "2 runs"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
@@ -92,7 +92,7 @@ def show_json(value: Any) -> None:
 
 
 def show_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: drawn on a terminal, elsewhere columns with two spaces between them."""
+    """Print a table: with borders on a terminal, otherwise as columns separated by two spaces."""
     if sys.stdout.isatty():
         table = Table(title=title, title_justify="left")
         for head in heads:

@@ -1,4 +1,4 @@
-"""demo: digits by an equilibrium and by its explicit twin, and what only the equilibrium gives."""
+"""demo: train an equilibrium classifier of digits and its explicit twin, and show what only the equilibrium offers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def demo(
 
 
 def _progress(label: str) -> Listener:
-    """A short line for every few epochs."""
+    """Return a listener that prints a short line every few epochs."""
     from equilibria.lab.training.listeners import Silent
 
     class Short(Silent):
@@ -72,7 +72,7 @@ def _progress(label: str) -> Listener:
 
 
 def _sections(results: TableResults, run: Path, task: object, scale: Scale) -> list[Section]:
-    """The text of the demo by section; every figure is measured in this run."""
+    """Measure the trained model and return the sections of the demo; every figure is measured in this run."""
     from equilibria.lab.cli.demo_page import Section, draw_dial, draw_memory, draw_quarters
     from equilibria.lab.experiments.digits.argument import Trained, memory
     from equilibria.lab.experiments.digits.memory_row import BATCH
@@ -115,7 +115,7 @@ def _sections(results: TableResults, run: Path, task: object, scale: Scale) -> l
 
 
 def _show(sections: Sequence[Section], folder: Path, run: Path) -> None:
-    """Print the sections, write them as a page, and say what to do next."""
+    """Print the sections, write them as a page, and print commands to try next."""
     from equilibria._core.files import replace_file
     from equilibria.lab.cli.demo_page import page
 
@@ -128,7 +128,7 @@ def _show(sections: Sequence[Section], folder: Path, run: Path) -> None:
 
 
 def _program() -> str:
-    """The name of this command if the shell finds it, else its path."""
+    """Return the name of this command if the shell finds it, else its path."""
     called, found = Path(sys.argv[0]), shutil.which("equilibria")
     if called.name != "equilibria" or (found is not None and Path(found).resolve() == called.resolve()):
         return "equilibria"

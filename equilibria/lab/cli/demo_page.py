@@ -1,4 +1,4 @@
-"""The sections of the demo: as text for the terminal, and with charts as one page."""
+"""The sections of the demo, as text for the terminal and as one HTML page with charts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TITLE = "What an equilibrium gives"
 
 @dataclass(frozen=True)
 class Section:
-    """A title, a table under it, and a chart of its figures with a caption."""
+    """A section of the demo: a title, a table, and a chart as (caption, function that draws it)."""
 
     title: str
     heads: Sequence[str] = ()
@@ -28,7 +28,7 @@ class Section:
     chart: tuple[str, Callable[[Axes], object]] | None = None
 
     def text(self) -> str:
-        """Columns with two spaces between them: no line is longer than 80 characters."""
+        """Return the section as text, with columns separated by two spaces; lines fit into 80 characters."""
         if not self.rows:
             return self.title
         lines = [self.heads, *self.rows]
@@ -40,14 +40,14 @@ class Section:
         return "\n".join([self.title, *(f"  {line}" for line in shown)])
 
     def html(self) -> str:
-        """The title and the table."""
+        """Return the title and the table as HTML."""
         head = "".join(f"<th>{escape(cell)}</th>" for cell in self.heads)
         body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in self.rows)
         return f"<h2>{escape(self.title)}</h2>" + (f"<table><tr>{head}</tr>{body}</table>" if self.rows else "")
 
 
 def page(sections: Sequence[Section]) -> str:
-    """The charts of all sections side by side, then the sections."""
+    """Return the HTML page: the charts of all sections side by side, then the sections."""
     drawn = {section.title: _drawn(*section.chart) for section in sections if section.chart is not None}
     link = '<p>All figures, curves and the protocol: <a href="report.html">the report of the runs</a>.</p>'
     about = "<p>Measured on this machine by <code>equilibria demo</code>, with one seed.</p>"
@@ -55,13 +55,14 @@ def page(sections: Sequence[Section]) -> str:
 
 
 def _drawn(caption: str, draw: Callable[[Axes], object]) -> tuple[str, bytes]:
+    """Return the caption and the chart as a PNG file."""
     axes = new_axes()
     draw(axes)
     return caption, png(axes)
 
 
 def draw_memory(axes: Axes, rows: Mapping[int, Mapping[str, int]]) -> None:
-    """Peak memory over depth, a line per kind of network."""
+    """Plot the peak memory over depth, one line per kind of network."""
     for kind, colour in zip(("equilibrium", "explicit"), COLOURS, strict=False):
         axes.plot(list(rows), [row[kind] / 1e6 for row in rows.values()], color=colour, marker="o", lw=1.8, label=kind)
     axes.set_ylim(bottom=0)
@@ -69,14 +70,14 @@ def draw_memory(axes: Axes, rows: Mapping[int, Mapping[str, int]]) -> None:
 
 
 def draw_quarters(axes: Axes, quarters: Sequence[Quarter]) -> None:
-    """Mean steps of every quarter as bars, with its accuracy above."""
+    """Plot the mean steps of every quarter as bars, with its accuracy above."""
     bars = axes.bar([q.name.replace(" ", "\n") for q in quarters], [q.steps for q in quarters], color=COLOURS[0])
     axes.bar_label(bars, [f"{q.accuracy:.1%}" for q in quarters], color=INK)
     finish(axes, "test digits by difficulty, their accuracy above", "solver steps, mean")
 
 
 def draw_dial(axes: Axes, settings: Sequence[DemoSetting]) -> None:
-    """Accuracy over evaluations, with the tolerance at every point."""
+    """Plot the accuracy over evaluations, with the tolerance at every point."""
     points = [(s.evaluations, 100 * s.accuracy) for s in settings]
     axes.plot(*zip(*points, strict=True), color=COLOURS[0], marker="o", lw=1.8)
     for s, point in zip(settings, points, strict=True):

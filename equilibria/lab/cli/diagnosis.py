@@ -1,4 +1,4 @@
-"""diagnose: the model of a run, of a user's function, or an example."""
+"""diagnose: examine the model of a run, a model from a function of the user, or an example."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def diagnose(
             help="Folder of a run, or file.py:function or package.module:function, a function that returns (model, batch)."
         ),
     ] = None,
-    example: Annotated[str | None, typer.Option(help=f"A model with one thing wrong: {', '.join(EXAMPLES)}.")] = None,
+    example: Annotated[str | None, typer.Option(help=f"An example model instead: {', '.join(EXAMPLES)}.")] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder for the page, the plots and the numbers; default: RUN/diagnosis, or diagnosis."),
+        typer.Option(help="Folder for page, plots and numbers; default: RUN/diagnosis, or ./diagnosis without a run."),
     ] = None,
     evaluating: Annotated[bool, typer.Option("--eval", help="Examine in eval mode instead of training mode.")] = False,
     data: DataRoot = None,
     as_json: AsJson = False,
 ) -> None:
-    """Examine every equilibrium layer of a model: what is wrong and what to try."""
+    """Examine every equilibrium layer of a model, and report problems with advice."""
     is_run = example is None and target is not None and Path(target).is_dir()
     if example is not None:
         if example not in EXAMPLES:
             raise typer.BadParameter(
-                f"there is no example {example!r}. {nearest(example, EXAMPLES)}", param_hint="--example"
+                f"There is no example {example!r}. {nearest(example, EXAMPLES)}", param_hint="--example"
             )
         model, batch = EXAMPLES[example]()
     elif is_run:
@@ -65,7 +65,7 @@ def _built(target: str | None) -> tuple[Any, Any]:
     """Import the function that `target` names and return its result."""
     if target is None:
         raise typer.BadParameter(
-            "name the folder of a run or a function that returns (model, batch), as in train.py:build, or take --example."
+            "Pass the folder of a run, a function that returns (model, batch) such as train.py:build, or --example."
         )
     from equilibria.lab.experiments.own import find
 

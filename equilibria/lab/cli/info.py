@@ -1,4 +1,4 @@
-"""info: versions and what solves run on here."""
+"""info: print versions, devices, and whether native solver steps are available."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from equilibria.lab.cli.options import AsJson
 
 @explained()
 def info(as_json: AsJson = False) -> None:
-    """Versions, threads, devices, and whether solver steps are compiled here."""
+    """Show versions, threads, devices, and whether native solver steps are available."""
     found = {
         "equilibria": equilibria.__version__,
         "python": platform.python_version(),

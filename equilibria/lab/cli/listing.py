@@ -1,4 +1,4 @@
-"""list, and data list, fetch, check."""
+"""The commands `list`, `data list`, `data fetch` and `data check`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 Names = Annotated[list[str] | None, typer.Argument(help="Names of datasets; default: all.")]
 
-data_app = typer.Typer(help="Datasets: what there is, fetching, checking.", no_args_is_help=True)
+data_app = typer.Typer(help="List, fetch and check datasets.", no_args_is_help=True)
 
 
 @explained()
 def list_all(data: DataRoot = None, as_json: AsJson = False) -> None:
-    """Tables and their experiments, models and datasets, with their sizes."""
+    """List tables with their experiments, models and datasets, with their sizes."""
     from equilibria.lab.experiments.catalogue import tables
     from equilibria.models.registry import info as model_info
     from equilibria.models.registry import names as model_names
@@ -57,7 +57,7 @@ def list_all(data: DataRoot = None, as_json: AsJson = False) -> None:
 @data_app.command("list")
 @explained()
 def list_data(data: DataRoot = None, as_json: AsJson = False) -> None:
-    """All datasets: samples, size, and whether their files are there."""
+    """List all datasets with their samples, size, and whether their files are present."""
     sets = [_entry(name, data) for name in data_names()]
     return show_json(sets) if as_json else _show_sets(sets)
 
@@ -67,7 +67,7 @@ def list_data(data: DataRoot = None, as_json: AsJson = False) -> None:
 def fetch_data(
     names: Annotated[list[str], typer.Argument(help="Names of datasets.")], data: DataRoot = None, as_json: AsJson = False
 ) -> None:
-    """Fetch the files of datasets that are missing, from their official sources."""
+    """Download missing files of datasets from their official sources."""
     _check_names(names)
     found = {name: fetch(name, data, _progress) for name in names}
     if as_json:
@@ -79,7 +79,10 @@ def fetch_data(
 @data_app.command("check")
 @explained()
 def check_data(names: Names = None, data: DataRoot = None, as_json: AsJson = False) -> None:
-    """Compare files with the official ones; ends with 1 if one differs, or is missing of a set that was named."""
+    """Compare files with the official checksums.
+
+    Exits with 1 if a file differs, or if a file of a named dataset is missing.
+    """
     _check_names(names or [])
     states = {name: check(name, data) for name in names or data_names()}
     bad = {FileState.DIFFERS, FileState.MISSING} if names else {FileState.DIFFERS}
@@ -94,6 +97,7 @@ def check_data(names: Names = None, data: DataRoot = None, as_json: AsJson = Fal
 
 
 def _check_names(names: list[str]) -> None:
+    """Raise BadParameter for the first unknown dataset."""
     for name in names:
         try:
             data_info(name)
@@ -102,6 +106,7 @@ def _check_names(names: list[str]) -> None:
 
 
 def _entry(name: str, root: Path | None) -> dict[str, Any]:
+    """Return the description of a dataset and whether its files are present, for JSON."""
     entry, place = data_info(name), data_root(root)
     there = sum(file.locate(place) is not None for file in entry.files)
     train, valid, test = entry.counts
@@ -119,25 +124,27 @@ def _entry(name: str, root: Path | None) -> dict[str, Any]:
 
 
 def _show_sets(sets: list[dict[str, Any]]) -> None:
-    def there(s: dict[str, Any]) -> str:
-        return "made on the spot" if not s["files"] else "yes" if s["present"] else "no"
+    """Print the table of datasets."""
+
+    def present(s: dict[str, Any]) -> str:
+        return "generated" if not s["files"] else "yes" if s["present"] else "no"
 
     def size(s: dict[str, Any]) -> str:
-        return f"{s['megabytes']:g}" if s["megabytes"] else "not known" if s["files"] else "-"
+        return f"{s['megabytes']:g}" if s["megabytes"] else "unknown" if s["files"] else "-"
 
     rows = [
-        (s["name"], s["summary"], f"{s['train']:,}", f"{s['valid']:,}", f"{s['test']:,}", size(s), there(s)) for s in sets
+        (s["name"], s["summary"], f"{s['train']:,}", f"{s['valid']:,}", f"{s['test']:,}", size(s), present(s)) for s in sets
     ]
-    show_table("Data", ("dataset", "what", "train", "valid", "test", "download, MB", "there"), rows)
+    show_table("Data", ("dataset", "what", "train", "valid", "test", "download, MB", "present"), rows)
 
 
 def _epochs(table: Table, row: TableRow) -> str:
-    """Epochs and seeds of the full scale, as `reproduce` runs them."""
+    """Return the epochs and seeds of the full scale as text."""
     return f"{row.experiment('full').training.epochs}, {table.seeds['full']}"
 
 
 def _progress(name: str, done: int, total: int | None) -> None:
-    """One line that is written over on a terminal, nothing in a log."""
+    """Print the progress of a download on one line of a terminal; print nothing to a log."""
     if sys.stderr.isatty():
         share = f" of {total / 1e6:.1f}" if total else ""
         typer.echo(f"\r{name}: {done / 1e6:.1f}{share} MB", nl=done == total, err=True)

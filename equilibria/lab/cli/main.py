@@ -1,4 +1,4 @@
-"""The command line: parse, build, run; nothing else. A command's module loads when it runs, so that `--help` is quick."""
+"""The command line. The module of a command is imported when the command runs, so that `--help` is quick."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ except ModuleNotFoundError as error:
 
 import equilibria
 
-# name: module of equilibria.lab.cli, its function (or group of commands), and what `--help` says about it
+# name: (module in equilibria.lab.cli, its function or group of commands, help text)
 COMMANDS = {
     "demo": (
         "demo",
         "demo",
         "Train an equilibrium classifier of digits and its explicit twin, and report them: a minute, no download.",
     ),
-    "list": ("listing", "list_all", "Tables and their experiments, models and datasets, with their sizes."),
-    "train": ("runs", "train", "Train an experiment, or go on with it where it was interrupted."),
+    "list": ("listing", "list_all", "List tables with their experiments, models and datasets, with their sizes."),
+    "train": ("runs", "train", "Train an experiment, or resume it where it was interrupted."),
     "sweep": (
         "sweeping",
         "sweep",
@@ -33,12 +33,12 @@ COMMANDS = {
     "reproduce": (
         "tables",
         "reproduce",
-        "Run a published table, or --all, and report it beside the published figures; finished runs are not run again.",
+        "Run a published table, or --all, and compare it with the published figures; finished runs are not run again.",
     ),
     "report": (
         "tables",
         "report",
-        "Judge the stored reports of all tables anew, without their runs, and write the pages over them.",
+        "Check the claims of all stored reports again, without their runs, and rewrite the pages and the overview.",
     ),
     "publish": (
         "publishing",
@@ -53,21 +53,21 @@ COMMANDS = {
     "diagnose": (
         "diagnosis",
         "diagnose",
-        "Examine every equilibrium layer of a model: what is wrong and what to try.",
+        "Examine every equilibrium layer of a model, and report problems with advice.",
     ),
     "serve": (
         "serving",
         "serve",
-        "Serve a model over HTTP: rows leave the solve as they converge, requests enter it mid-way.",
+        "Serve a model over HTTP; requests join a running solve, and answers leave it as they converge.",
     ),
-    "info": ("info", "info", "Versions, threads, devices, and whether solver steps are compiled here."),
+    "info": ("info", "info", "Show versions, threads, devices, and whether native solver steps are available."),
     "load": ("loading", "load", "Send requests to a server at a given rate and report latencies."),
-    "data": ("listing", "data_app", "Datasets: what there is, fetching, checking."),
+    "data": ("listing", "data_app", "List, fetch and check datasets."),
 }
 
 
 class _Commands(TyperGroup):
-    """Commands that are known by name and help alone, until one runs."""
+    """A group of commands that loads a command only when it runs; until then only its name and help are known."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         name, command, rest = super().resolve_command(ctx, args)
@@ -75,7 +75,7 @@ class _Commands(TyperGroup):
 
 
 def load(name: str) -> Any:
-    """The command itself, as typer makes it of its function."""
+    """Import the module of a command and return the command that typer makes of its function."""
     module, attribute, _ = COMMANDS[name]
     try:
         found = getattr(importlib.import_module(f"equilibria.lab.cli.{module}"), attribute)
@@ -93,9 +93,7 @@ def load(name: str) -> Any:
     return typer.main.get_group(group).commands[name]
 
 
-app = typer.Typer(
-    cls=_Commands, help="Deep equilibrium models: tools around them.", no_args_is_help=True, add_completion=False
-)
+app = typer.Typer(cls=_Commands, help="Tools for deep equilibrium models.", no_args_is_help=True, add_completion=False)
 
 
 def _version(shown: bool) -> None:
@@ -108,7 +106,7 @@ def _version(shown: bool) -> None:
 def main(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
-    """Deep equilibrium models: tools around them."""
+    """Tools for deep equilibrium models."""
 
 
 for _name, (_, _, _help) in COMMANDS.items():
@@ -117,7 +115,7 @@ for _name, (_, _, _help) in COMMANDS.items():
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def bench(context: typer.Context) -> None:
-    """Training steps next to TorchDEQ's at equal achieved accuracy; `equilibria bench --help` lists the options."""
+    """Time training steps against TorchDEQ at equal achieved accuracy; `equilibria bench --help` lists the options."""
     from equilibria.lab.bench.command import main as run_bench
 
     raise typer.Exit(run_bench(context.args))

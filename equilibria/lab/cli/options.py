@@ -17,18 +17,18 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing el
 Assignments = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="Change a setting by its dotted name, as training.epochs=1; repeatable."
+        "--set", metavar="KEY=VALUE", help="Change a setting by its dotted name, such as training.epochs=1; repeatable."
     ),
 ]
 ExperimentName = Annotated[
-    str, typer.Argument(help="Its name, which `equilibria list` has, or FILE.py:NAME for an experiment of your own.")
+    str, typer.Argument(help="A name from `equilibria list`, or FILE.py:NAME for an experiment of your own.")
 ]
 SettingsFile = Annotated[
     Path | None,
-    typer.Option("--config", metavar="FILE", help="Settings from a YAML, TOML or JSON file; --set goes over them."),
+    typer.Option("--config", metavar="FILE", help="Read settings from a YAML, TOML or JSON file; --set overrides them."),
 ]
 ScaleOption = Annotated[
-    Scale, typer.Option(help="debug: seconds; reduced: the same on a small budget; full: the protocol of the paper.")
+    Scale, typer.Option(help="debug: toys, in seconds; reduced: a small budget; full: the protocol of the paper.")
 ]
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of all runs.")]
-Devices = Annotated[int, typer.Option(min=1, help="Devices of this machine to train on.")]
+Devices = Annotated[int, typer.Option(min=1, help="Number of devices of this machine to train on.")]

@@ -23,7 +23,7 @@ SHOWN = {
 
 
 class Lines(Silent):
-    """A line per epoch and per message, each beginning with the label of the run."""
+    """Prints a line per epoch and per message, each beginning with the label of the run."""
 
     def __init__(self, label: str, console: Console) -> None:
         self.label, self.console = label, console
@@ -57,7 +57,7 @@ class Bar(Lines):
 
 @contextmanager
 def listening(label: str) -> Iterator[Listener]:
-    """The listener for the current output: `Bar` on a terminal, else `Lines`."""
+    """Yield the listener for the current output: `Bar` on a terminal, else `Lines`."""
     console = progress_console()
     if not console.is_terminal:
         yield Lines(label, console)
@@ -68,7 +68,7 @@ def listening(label: str) -> Iterator[Listener]:
 
 
 def summary_line(record: Mapping[str, Any]) -> str:
-    """One epoch's record as a line of text."""
+    """Return the record of an epoch as a line of text."""
     parts = []
     for split, values in record["split"].items():
         shown = [f"{word} {metric_text(name, values[name])}" for name, word in SHOWN.items() if values.get(name) is not None]
@@ -77,7 +77,7 @@ def summary_line(record: Mapping[str, Any]) -> str:
 
 
 def metric_text(name: str, value: float | None) -> str:
-    """A metric as it is shown: shares in percent, a dash where there is none."""
+    """Return a metric as text: shares in percent, a dash for None."""
     if value is None:
         return "-"
     return f"{value:.2%}" if name in ("accuracy", "mean_iou", "failed") else f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""publish: a run as a model repository."""
+"""publish: write a run as a model repository."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from equilibria.lab.cli.options import AsJson, DataRoot
 def publish(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write.")],
-    which: Annotated[Which, typer.Option(help="Weights: of the last epoch, of the best one, or never averaged.")] = "best",
+    which: Annotated[Which, typer.Option(help="Weights: last, best, or raw (last, not averaged).")] = "best",
     data: DataRoot = None,
     as_json: AsJson = False,
 ) -> None:

@@ -15,7 +15,7 @@ from equilibria.lab.training.folder import Run
 
 
 def run_jobs(jobs: Sequence[Job], place: Resources = THIS_PROCESS, at_once: int = 0) -> list[Failure]:
-    """Run jobs one after the other in this process, or `at_once` of them as separate processes."""
+    """Run jobs one after the other in this process, or in separate processes, `at_once` at a time; return the failures."""
     if at_once:
         return run_apart(jobs, at_once=at_once, place=place, watch=RunWatch(len(jobs)))
     failures = []
@@ -30,7 +30,7 @@ def run_jobs(jobs: Sequence[Job], place: Resources = THIS_PROCESS, at_once: int 
     return failures
 
 
-def tell_failures(failures: Sequence[Failure]) -> None:
+def exit_on_failures(failures: Sequence[Failure]) -> None:
     """Print the failures and exit with 1 if there are any."""
     for failure in failures:
         typer.echo(f"Error: {failure.job.label} failed: {failure.reason}", err=True)
@@ -39,7 +39,7 @@ def tell_failures(failures: Sequence[Failure]) -> None:
 
 
 class RunWatch:
-    """Print a line when a process starts, finishes an epoch or ends."""
+    """Prints a line when a process starts, finishes an epoch or ends."""
 
     def __init__(self, total: int) -> None:
         self.total, self.done = total, 0
@@ -49,6 +49,7 @@ class RunWatch:
         say(f"[{self.done}/{self.total}] {job.label}  {event}{self._epoch(job, event)}")
 
     def _epoch(self, job: Job, event: str) -> str:
+        """Return the number of epochs and the metrics for an event "epoch N"; an empty text for other events."""
         word, _, number = event.partition(" ")
         if word != "epoch":
             return ""

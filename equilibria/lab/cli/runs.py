@@ -1,4 +1,4 @@
-"""train, extend and evaluate."""
+"""The commands `train`, `extend` and `evaluate`."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ def train(
     experiment: ExperimentName,
     assignments: Assignments = None,
     config: SettingsFile = None,
-    seeds: Annotated[int, typer.Option(min=1, help="How many of the experiment's seeds to run, one after the other.")] = 1,
-    seed: Annotated[int | None, typer.Option(help="One seed of your own instead.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of the experiment's seeds to run, one after the other.")] = 1,
+    seed: Annotated[int | None, typer.Option(help="Run this seed instead.")] = None,
     scale: ScaleOption = "full",
     devices: Devices = 1,
     strategy: Annotated[
-        Strategy, typer.Option(help="Of several devices: ddp copies the model to each, fsdp shards it; auto: ddp.")
+        Strategy, typer.Option(help="With several devices: ddp copies the model to each, fsdp shards it; auto: ddp.")
     ] = "auto",
     out: Out = Path("runs"),
     folder: Annotated[
-        Path | None, typer.Option(help="Folder of the run itself, for one seed; default: OUT/EXPERIMENT/SCALE/seed-S.")
+        Path | None, typer.Option(help="Folder of the run, for one seed; default: OUT/EXPERIMENT/SCALE/seed-S.")
     ] = None,
     data: DataRoot = None,
     as_json: AsJson = False,
 ) -> None:
-    """Train an experiment, or go on with it where it was interrupted."""
+    """Train an experiment, or resume it where it was interrupted."""
     say_if_toy(scale)
-    from equilibria.lab.cli.running import run_jobs, tell_failures
+    from equilibria.lab.cli.running import exit_on_failures, run_jobs
     from equilibria.lab.experiments.runner import Resources
 
     jobs = _jobs(experiment, scale, all_assignments(config, assignments), seeds, seed, out, folder)
     failures = run_jobs(jobs, Resources(data, devices, strategy), at_once=1 if devices > 1 and len(jobs) > 1 else 0)
-    tell_failures(failures)
+    exit_on_failures(failures)
     if is_first_process():
         _show_runs(jobs, as_json)
         say_if_toy(scale)
@@ -61,13 +61,13 @@ def train(
 @explained()
 def extend(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.")],
-    epochs: Annotated[int, typer.Option(min=1, help="Epochs in all, those that are done included.")],
+    epochs: Annotated[int, typer.Option(min=1, help="Total number of epochs, including those already done.")],
     data: DataRoot = None,
     devices: Devices = 1,
     as_json: AsJson = False,
 ) -> None:
     """Train a finished run for more epochs, from its last checkpoint."""
-    from equilibria.lab.cli.running import run_jobs, tell_failures
+    from equilibria.lab.cli.running import exit_on_failures, run_jobs
     from equilibria.lab.experiments.evaluation import experiment_of
     from equilibria.lab.experiments.runner import Job, Resources
     from equilibria.lab.training.folder import Run, extend_run
@@ -78,16 +78,17 @@ def extend(
     extend_run(run, epochs)
     if before.schedule.name != "constant":
         say(
-            f"The schedule {before.schedule.name!r} now extends over {epochs} epochs, so that the learning rate changes "
-            f"at this point. The result is not that of {epochs} epochs from the start."
+            f"The schedule {before.schedule.name!r} now extends over {epochs} epochs, so the learning rate changes at this "
+            f"point. The result differs from a run that was planned for {epochs} epochs."
         )
     failures = run_jobs([Job(found.name, longer, run)], Resources(data, devices))
-    tell_failures(failures)
+    exit_on_failures(failures)
     if is_first_process():
         _show_runs([Job(found.name, longer, run)], as_json)
 
 
 def _show_runs(jobs: Sequence[Job], as_json: bool) -> None:
+    """Print the last metrics and the report of every run, or their summaries as JSON."""
     from equilibria.lab.cli.progress import summary_line
     from equilibria.lab.reports.run import PAGE
     from equilibria.lab.training.folder import Run
@@ -103,7 +104,7 @@ def _show_runs(jobs: Sequence[Job], as_json: bool) -> None:
 @explained()
 def evaluate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
-    which: Annotated[Which, typer.Option(help="Weights: last, best, or raw (last, never averaged).")] = "last",
+    which: Annotated[Which, typer.Option(help="Weights: last, best, or raw (last, not averaged).")] = "last",
     data: DataRoot = None,
     as_json: AsJson = False,
 ) -> None:
@@ -118,7 +119,7 @@ def evaluate(
 
 
 def all_assignments(config: Path | None, assignments: Sequence[str] | None) -> list[str]:
-    """The settings of a file, then those of --set, which therefore win."""
+    """Return the settings of a file, followed by those of --set, which override them."""
     from equilibria.lab.experiments.settings_files import read_settings
 
     return [*(read_settings(config) if config is not None else ()), *(assignments or ())]
@@ -136,7 +137,7 @@ def _jobs(
     own = any(text.partition("=")[0].strip() == "training.seed" for text in assignments)
     numbers = [seed] if seed is not None else [found.training.seed] if own else [seed_number(found, i) for i in range(seeds)]
     if own and seeds > 1:
-        raise typer.BadParameter("--set training.seed=... is one seed; leave it out for several --seeds.")
+        raise typer.BadParameter("--set training.seed=... sets one seed; leave it out to run several --seeds.")
     base = out / found.name / scale
     return [
         Job(found.name, found.seeded(number), folder or base / f"seed-{number}", tuple(assignments)) for number in numbers

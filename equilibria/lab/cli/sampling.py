@@ -1,4 +1,4 @@
-"""Text from the model of a run: prompts become tokens, tokens become text."""
+"""Generation of text with the model of a run: prompts to tokens, tokens to text."""
 
 from __future__ import annotations
 
@@ -26,23 +26,25 @@ def sample(
     seed: int = 0,
     which: str = "best",
 ) -> str:
-    """The prompt and `length` more tokens from the model of a run."""
+    """Return the prompt continued by `length` tokens from the model of a run."""
     found = Run.open(run)
     task = experiment_of(found).task()
     if not isinstance(task, Language):
-        raise ValueError(f"{run} is a run of {found.config.get('experiment')}, which is no language model.")
+        raise ValueError(
+            f"{run} is a run of {found.config.get('experiment')}, which is not a language model. Pass a run of one."
+        )
     level, units = task.settings.data.level, vocabulary(found)
     model = found.model(task, which)
     assert isinstance(model, SequenceModel)
     tokens = encode(prompt, units, level).unsqueeze(0)
-    # the vocabulary that a model is made for may be larger than that of the text: what it has no name for is <unk>
+    # the model may have more tokens than the vocabulary of the text; those without a name are shown as <unk>
     drawn = draw(model, tokens, length, temperature, top_k, torch.Generator().manual_seed(seed))[0].tolist()
-    begin = 0 if spelled(prompt, level) else 1  # without the end of a text that an empty prompt stands for
+    begin = 0 if spelled(prompt, level) else 1  # skip the end-of-text token that an empty prompt becomes
     return decode([units[i] if i < len(units) else UNKNOWN for i in drawn[begin:]], level)
 
 
 def vocabulary(run: Run) -> tuple[str, ...]:
-    """The units that the model of a run was trained on, from its newest checkpoint."""
+    """Return the words or characters that the model of a run knows, from its newest checkpoint."""
     found = run.checkpoint("checkpoints", ("processes",))
     try:
         return tuple(found.parts["processes"][0]["task"]["vocabulary"].split(SEPARATOR))
@@ -51,26 +53,26 @@ def vocabulary(run: Run) -> tuple[str, ...]:
 
 
 def encode(prompt: str, units: Sequence[str], level: Level) -> torch.Tensor:
-    """Tokens (n,) of the prompt; an empty prompt becomes one end-of-text token."""
+    """Return the tokens of a prompt, (n,); an empty prompt becomes one end-of-text token."""
     index = {unit: i for i, unit in enumerate(units)}
     found = spelled(prompt, level)
     missing = [unit for unit in found if unit not in index]
     if missing and UNKNOWN not in index:
         raise ValueError(
             f"This model does not know {', '.join(map(repr, dict.fromkeys(missing)))}: its vocabulary has "
-            f"{len(units)} {level}s, and none for unknown ones. Leave it out of the prompt."
+            f"{len(units)} {level}s and no token for unknown ones. Leave it out of the prompt."
         )
     return torch.tensor([index.get(unit, index.get(UNKNOWN, 0)) for unit in found or [END]])
 
 
 def spelled(prompt: str, level: Level) -> list[str]:
-    """Its units, as a text has them: at the level of characters with one space in place of several."""
+    """Split a prompt into words or characters, as the training text is split; several spaces become one."""
     lines = prompt.split("\n")
     pieces = [line.split() if level == "word" else list(re.sub(r"\s+", " ", line)) for line in lines]
     return [unit for piece in pieces[:-1] for unit in (*piece, END)] + pieces[-1]
 
 
 def decode(units: Sequence[str], level: Level) -> str:
-    """The tokens as text, with a new line for every end of a sentence."""
+    """Join words or characters to a text; every end of a sentence becomes a new line."""
     joined = ("" if level == "character" else " ").join("\n" if unit == END else unit for unit in units)
     return "\n".join(line.strip() for line in joined.split("\n")) if level == "word" else joined

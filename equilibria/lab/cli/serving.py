@@ -1,4 +1,4 @@
-"""serve: the model of a run or of a model file over HTTP."""
+"""serve: serve the model of a run or of a model file over HTTP."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ LOOPBACK = "127.0.0.1"
 def serve(
     target: Annotated[Path, typer.Argument(metavar="RUN|MODEL_FILE", help="Folder of a run, or a file of eq.models.save.")],
     host: Annotated[
-        str, typer.Option(help="Address to listen at; the default is reached from this machine alone.")
+        str, typer.Option(help="Address to listen on; the default accepts connections only from this machine.")
     ] = LOOPBACK,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
-    rows: Annotated[int, typer.Option(min=1, help="Requests in one solve at most, per shape of the inputs.")] = 64,
-    queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; others get 429.")] = 1024,
-    max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request's body at most.")] = 8 * 2**20,
-    deadline: Annotated[float, typer.Option(min=0.001, help="Seconds of a request at most.")] = 30.0,
-    max_steps: Annotated[int, typer.Option(min=1, help="Solver steps that a request may ask for.")] = 1000,
-    padding: Annotated[int, typer.Option(min=1, help="Texts are filled up to a multiple of so many tokens.")] = 32,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free one.")] = 8000,
+    rows: Annotated[int, typer.Option(min=1, help="Largest number of requests in one solve, per shape of inputs.")] = 64,
+    queue: Annotated[int, typer.Option(min=1, help="Number of requests that may wait; others get 429.")] = 1024,
+    max_body: Annotated[int, typer.Option(min=1, help="Largest body of a request, in bytes.")] = 8 * 2**20,
+    deadline: Annotated[float, typer.Option(min=0.001, help="Longest time of a request, in seconds.")] = 30.0,
+    max_steps: Annotated[int, typer.Option(min=1, help="Largest number of solver steps a request may ask for.")] = 1000,
+    padding: Annotated[int, typer.Option(min=1, help="Pad texts to a multiple of this many tokens.")] = 32,
     api_key: Annotated[
-        str | None, typer.Option(envvar="EQUILIBRIA_API_KEY", help="Clients must send it; better given in the environment.")
+        str | None, typer.Option(envvar="EQUILIBRIA_API_KEY", help="Key that clients must send; prefer the variable.")
     ] = None,
-    which: Annotated[Which, typer.Option(help="Weights of a run: last, best, or raw (last, never averaged).")] = "last",
+    which: Annotated[Which, typer.Option(help="Weights of a run: last, best, or raw (last, not averaged).")] = "last",
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print a line per request.")] = False,
 ) -> None:
-    """Serve a model over HTTP: rows leave the solve as they converge, requests enter it mid-way."""
+    """Serve a model over HTTP; requests join a running solve, and answers leave it as they converge."""
     optional("uvicorn", "serve")
     optional("starlette", "serve")
     from equilibria.models import ModelFileError
@@ -59,12 +59,12 @@ def serve(
     front = http.Server(engine, limits=limits, dtype=dtype, api_key=api_key, verbose=verbose)
     if host != LOOPBACK and api_key is None:
         typer.echo(f"Warning: anybody who reaches {host} may use this server; set EQUILIBRIA_API_KEY.", err=True)
-    gc.freeze()  # collections then look at what requests leave, not at the libraries
+    gc.freeze()  # garbage collections then skip the objects of the libraries, which live until the end
     http.serve(front, host, port, ready=lambda address: typer.echo(f"Serving {target} at {address}"))
 
 
 def served_model(target: Path, which: str = "last") -> nn.Module:
-    """The model of a run's folder or of a model file, in eval mode."""
+    """Return the model of a run or of a model file, in eval mode."""
     if target.is_dir():
         from equilibria.lab.experiments.evaluation import experiment_of
         from equilibria.lab.training.folder import Run
@@ -77,7 +77,7 @@ def served_model(target: Path, which: str = "last") -> nn.Module:
 
 
 def make_engine(model: nn.Module, *, rows: int, queue: int = 1024, padding: int = 32) -> tuple[Engine, torch.dtype]:
-    """An engine for a model and the dtype of its inputs: language models take tokens of any length."""
+    """Return an engine for a model and the dtype of its inputs; language models take token sequences of any length."""
     import torch
 
     from equilibria.models import SequenceModel
@@ -91,5 +91,5 @@ def make_engine(model: nn.Module, *, rows: int, queue: int = 1024, padding: int 
 
 
 def _scores(output: Any) -> Any:
-    """The scores of a language model, without its memory."""
+    """Return the scores of a language model without its memory."""
     return output[0]

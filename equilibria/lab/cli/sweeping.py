@@ -33,24 +33,25 @@ def sweep(
     experiment: ExperimentName,
     grid: Annotated[
         list[str],
-        typer.Option("--grid", metavar="KEY=A,B,...", help="Values of a setting, with | between them if they have commas."),
+        typer.Option("--grid", metavar="KEY=A,B,...", help="Values of a setting; separate values that have commas by |."),
     ],
     assignments: Assignments = None,
     config: SettingsFile = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds of every point.")] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds per point.")] = 1,
     scale: ScaleOption = "full",
     metric: Annotated[
-        str | None, typer.Option(metavar="SPLIT.NAME", help="For the table; default: the one that selects the best epoch.")
+        str | None, typer.Option(metavar="SPLIT.NAME", help="Metric to compare; default: the one that picks the best epoch.")
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Runs at once, each a process of its own; default: one, in this process.")
+        int | None, typer.Option(min=1, help="Number of runs at a time, each in a process; default: one, in this process.")
     ] = None,
     cluster: Annotated[
-        Cluster | None, typer.Option(help="Submit the runs by submitit instead (extra `cluster`); local: processes here.")
+        Cluster | None,
+        typer.Option(help="Submit the runs with submitit (extra `cluster`); local: processes here."),
     ] = None,
     cluster_options: Annotated[
         list[str] | None,
-        typer.Option("--cluster-set", metavar="KEY=VALUE", help="Of submitit, as slurm_partition=gpu or timeout_min=60."),
+        typer.Option("--cluster-set", metavar="KEY=VALUE", help="Parameter of submitit, such as slurm_partition=gpu."),
     ] = None,
     devices: Devices = 1,
     out: Out = Path("runs"),
@@ -59,7 +60,7 @@ def sweep(
 ) -> None:
     """Train an experiment over a grid of settings and compare the runs in a table; finished runs are not run again."""
     say_if_toy(scale)
-    from equilibria.lab.cli.running import RunWatch, run_jobs, tell_failures
+    from equilibria.lab.cli.running import RunWatch, exit_on_failures, run_jobs
     from equilibria.lab.experiments.catalogue import experiment as find_experiment
     from equilibria.lab.experiments.cluster import run_on_cluster
     from equilibria.lab.experiments.runner import Resources
@@ -87,10 +88,11 @@ def sweep(
         measured = results(all_points, name)
         _show(measured, name, way, write_results(folder, name, measured), as_json)
     say_if_toy(scale)
-    tell_failures(failures)
+    exit_on_failures(failures)
 
 
 def _metric(done: Sequence[Job], metric: str | None) -> tuple[str, str]:
+    """Return the metric of the table and whether "max" or "min" of it is best."""
     from equilibria.lab.experiments.sweep import default_metric
 
     name, way = default_metric(done[0])
@@ -98,12 +100,13 @@ def _metric(done: Sequence[Job], metric: str | None) -> tuple[str, str]:
 
 
 def _options(texts: Sequence[str]) -> dict[str, Any]:
+    """Parse KEY=VALUE texts for submitit; whole numbers become integers."""
     pairs = [text.partition("=") for text in texts]
     return {name.strip(): int(value) if value.strip().isdigit() else value.strip() for name, _, value in pairs}
 
 
 def _show(found: Sequence[PointResult], metric: str, way: str, file: Path, as_json: bool) -> None:
-    """The table, best point first."""
+    """Print the table of points, the best first, or all of them as JSON."""
     if as_json:
         return show_json({"metric": metric, "file": str(file), "points": [asdict(each) for each in found]})
     known = sorted((each for each in found if each.mean is not None), key=lambda r: r.mean or 0.0, reverse=way == "max")
@@ -115,6 +118,7 @@ def _show(found: Sequence[PointResult], metric: str, way: str, file: Path, as_js
 
 
 def _cells(each: PointResult, name: str) -> list[str]:
+    """Return the texts of one row of the table: metric, failed solves, seconds and runs."""
     from equilibria.lab.cli.progress import metric_text
 
     spread = "" if each.deviation is None else f" ± {metric_text(name, each.deviation)}"

@@ -1,4 +1,4 @@
-"""reproduce and report: the runs of a table, and its report."""
+"""The commands `reproduce` and `report`: run a table and report it."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ if TYPE_CHECKING:
 
 @explained()
 def reproduce(
-    table: Annotated[str | None, typer.Argument(help="Its name; `equilibria list` has them.")] = None,
+    table: Annotated[str | None, typer.Argument(help="Name of a table from `equilibria list`.")] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="All tables, one after the other, and a page over them in the folder of --report.")
+        bool, typer.Option("--all", help="Run all tables, and write an overview to the folder of --report.")
     ] = False,
     scale: ScaleOption = "full",
-    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds of every row; default: those of the protocol.")] = None,
-    rows: Annotated[list[str] | None, typer.Option("--row", help="Only this row; repeatable.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds per row; default: those of the protocol.")] = None,
+    rows: Annotated[list[str] | None, typer.Option("--row", help="Run only this row; repeatable.")] = None,
     jobs: Annotated[
         int | None,
-        typer.Option(min=1, help="Runs at once, each a process of its own; default: one, in debug scale in this process."),
+        typer.Option(min=1, help="Number of runs at a time, each in a process; default: one, for debug in this process."),
     ] = None,
     assignments: Assignments = None,
     devices: Devices = 1,
     out: Out = Path("runs"),
     report: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Folder of the report, with --all of all reports; default: beside the runs."),
+        typer.Option(metavar="DIR", help="Folder of the report, or with --all of all reports; default: next to the runs."),
     ] = None,
     data: DataRoot = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a published table, or --all, and report it beside the published figures; finished runs are not run again."""
-    from equilibria.lab.cli.running import run_jobs, tell_failures
+    """Run a published table, or --all, and compare it with the published figures; finished runs are not run again."""
+    from equilibria.lab.cli.running import exit_on_failures, run_jobs
     from equilibria.lab.experiments.catalogue import table as find_table
     from equilibria.lab.experiments.catalogue import tables
     from equilibria.lab.experiments.runner import Resources, plan
@@ -66,11 +66,11 @@ def reproduce(
     if everything and report is not None:
         typer.echo(f"overview: {write_overview(report, tables())}")
     say_if_toy(scale)
-    tell_failures(failures)
+    exit_on_failures(failures)
 
 
 def report_folder(table: Table, scale: Scale, out: Path, report: Path | None, *, everything: bool) -> Path:
-    """The folder of the report; with --all a report of a larger scale is not replaced."""
+    """Return the folder for the report; with --all a report of a larger scale is not replaced."""
     from equilibria.lab.reports.write import reported_scale
 
     own = table.folder(out, scale)
@@ -79,7 +79,7 @@ def report_folder(table: Table, scale: Scale, out: Path, report: Path | None, *,
     before = reported_scale(report / table.name)
     if before is None or SCALES.index(before) <= SCALES.index(scale):
         return report / table.name
-    say(f"{report / table.name} has a report of the {before} scale, which stays; this one goes to {own}.")
+    say(f"{report / table.name} has a report of the larger scale {before!r} and is kept; this report is written to {own}.")
     return own
 
 
@@ -87,7 +87,7 @@ def report_folder(table: Table, scale: Scale, out: Path, report: Path | None, *,
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the reports, one folder per table.")],
 ) -> None:
-    """Judge the stored reports of all tables anew, without their runs, and write the pages over them."""
+    """Check the claims of all stored reports again, without their runs, and rewrite the pages and the overview."""
     from equilibria.lab.experiments.catalogue import tables
     from equilibria.lab.reports.overview import write_overview
     from equilibria.lab.reports.write import NUMBERS, rewrite_report
@@ -101,17 +101,18 @@ def report(
 def _chosen(
     table: str | None, everything: bool, rows: list[str] | None, assignments: list[str] | None, as_json: bool
 ) -> list[str]:
-    """The tables to run."""
+    """Return the names of the tables to run; raises BadParameter for options that do not go together."""
     if (table is None) != everything:
-        raise typer.BadParameter("Name one table, or give --all for all of them.")
+        raise typer.BadParameter("Pass the name of one table, or --all.")
     if everything and (rows or assignments or as_json):
-        raise typer.BadParameter("--row, --set and --json are for one table, not for --all.")
+        raise typer.BadParameter("--row, --set and --json work with one table, not with --all.")
     from equilibria.lab.experiments.catalogue import tables
 
     return list(tables()) if table is None else [table]
 
 
 def _show(results: TableResults, folder: Path, as_json: bool) -> None:
+    """Print the table, the verdicts on its claims and the files of the report, or everything as JSON."""
     from equilibria.lab.reports.table import plain
     from equilibria.lab.reports.write import NUMBERS, PAGE, TEXT
 
@@ -127,7 +128,7 @@ def _show(results: TableResults, folder: Path, as_json: bool) -> None:
 
 
 def _lines(results: TableResults) -> list[list[str]]:
-    """A line per column of the table, the published figures below ours."""
+    """Return a line per column of the table, each followed by its published figures if there are any."""
     from equilibria.lab.reports.table import figure_text
 
     lines = []

@@ -18,9 +18,9 @@ from equilibria.lab.training.folder import CONFIG, METRICS, Run
 from equilibria.lab.training.step_log import STEPS, read_steps
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-WIDTH = 32  # of a curve, in characters: the view fits into 80 columns
-EPOCHS = 5  # that are shown
-# name in steps.jsonl: its words, how it is written, whether its curve is on a logarithmic scale
+WIDTH = 32  # characters of a curve, so that the view fits into 80 columns
+EPOCHS = 5  # number of epochs that are shown
+# name in steps.jsonl: (label, number format, True for a logarithmic scale)
 CURVES = {
     "loss": ("loss", "{:.4g}", False),
     "evaluations": ("evaluations", "{:.0f}", False),
@@ -35,13 +35,13 @@ CURVES = {
 
 
 def newest(folder: Path) -> Path:
-    """The folder of a run itself, or the run in it that was written to last."""
+    """Return `folder` if it is a run, else the run inside it that was written to last."""
     runs = [] if (folder / CONFIG).is_file() else [path.parent for path in folder.rglob(CONFIG)]
     return max(runs, key=_written, default=folder)
 
 
 def view(folder: Path) -> tuple[Group, bool]:
-    """The view of a run, and whether the run is finished."""
+    """Return the view of a run, and True if the run is finished."""
     found, steps = Run.open(folder), read_steps(folder)
     parts: list[Any] = [_head(found, steps)]
     if steps:
@@ -52,7 +52,7 @@ def view(folder: Path) -> tuple[Group, bool]:
 
 
 def curves(steps: Sequence[Mapping[str, Any]]) -> Table:
-    """A line per quantity that the run has: its last value and its curve over all points."""
+    """Return a table with a line per quantity of the run: its last value and its curve over all points."""
     table = Table("", "now", f"steps {steps[0]['step']} to {steps[-1]['step']}", "low", "high", box=None, pad_edge=False)
     for name, (words, form, logarithmic) in CURVES.items():
         values = [math.nan if line.get(name) is None else float(line[name]) for line in steps if name in line]
@@ -65,7 +65,7 @@ def curves(steps: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def sparkline(values: Sequence[float], logarithmic: bool = False, width: int = WIDTH) -> str:
-    """Values as a line of blocks, each the mean over its share of them; a blank where none is finite."""
+    """Return values as a line of at most `width` blocks, each for the mean of its share; blank if none is finite."""
     if logarithmic:
         values = [math.log10(value) if value > 0 else math.nan for value in values]
     count = min(width, len(values))
@@ -80,12 +80,13 @@ def sparkline(values: Sequence[float], logarithmic: bool = False, width: int = W
 
 
 def _mean(values: Sequence[float]) -> float:
+    """Return the mean of the finite values; nan if there are none."""
     known = [value for value in values if math.isfinite(value)]
     return sum(known) / len(known) if known else math.nan
 
 
 def _head(run: Run, steps: Sequence[Mapping[str, Any]]) -> Text:
-    """Two lines: which run, and how far it is."""
+    """Return two lines: the folder of the run, and its progress."""
     epochs = run.training.epochs
     epoch = steps[-1].get("epoch", len(run.metrics)) if steps else len(run.metrics)
     step = max([line["step"] for line in (*steps[-1:], *run.metrics[-1:])], default=0)
@@ -94,18 +95,19 @@ def _head(run: Run, steps: Sequence[Mapping[str, Any]]) -> Text:
 
 
 def _written(folder: Path) -> float:
-    """The time of the last write to a run."""
+    """Return the time of the last write to a run."""
     return max((path.stat().st_mtime for name in (CONFIG, METRICS, STEPS) if (path := folder / name).exists()), default=0.0)
 
 
 def _ago(seconds: float) -> str:
+    """Return a duration as text in seconds, minutes or hours."""
     return (
         f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.0f} h"
     )
 
 
 def _epochs(records: Sequence[Mapping[str, Any]]) -> Table:
-    """The last epochs: a column per metric of the split that was evaluated last."""
+    """Return a table of epochs with a column per metric of the split that was evaluated last."""
     split = list(records[-1]["split"])[-1]
     names = [name for name in SHOWN if name in records[-1]["split"][split]]
     table = Table("epoch", *(f"{split} {SHOWN[name]}" for name in names), "seconds", box=None, pad_edge=False)

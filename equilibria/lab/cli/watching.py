@@ -15,10 +15,10 @@ from equilibria.lab.cli.console import explained
 
 @explained()
 def watch(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, or of runs: the one written to last.")],
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks at the folder.")] = 1.0,
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run; of several runs, the one written to last.")],
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")] = 1.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Print the view once, as where the output is not a terminal.")
+        bool, typer.Option("--once", help="Print the view once; always so if the output is not a terminal.")
     ] = False,
 ) -> None:
     """Show the convergence of a run in the terminal while it trains.

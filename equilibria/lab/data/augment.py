@@ -1,4 +1,4 @@
-"""Augmentation of a batch of tensors; drawing random numbers is separate from applying them."""
+"""Augmentation of batches. Drawing random numbers is separate from applying them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from equilibria.lab.data.sets import IGNORE
 
 
 class Augmentation(Protocol):
-    """Draws are made on the CPU for the whole batch, independent of device and number of processes."""
+    """An augmentation of images and targets.
+
+    Draws are made on the CPU for the whole batch, so that they depend neither on the device nor on the number of processes.
+    """
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        """The random draws of `count` samples, (count, ...)."""
+        """Return the random draws for `count` samples, (count, ...)."""
 
     def __call__(self, x: Tensor, y: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
-        """Images (n, channels, height, width) and their targets, of which only labels of pixels (n, height, width) move."""
+        """Augment images (n, channels, height, width) and targets; of targets only labels of pixels change."""
 
 
 @dataclass(frozen=True)
 class Crop:
-    """Pad with black on all sides and cut out the original size at random. Labels of padding are `IGNORE`."""
+    """Pads images with black on all sides and cuts out the original size at random. Labels of padding are `IGNORE`."""
 
     padding: int = 4
 
@@ -37,13 +40,14 @@ class Crop:
         return x, self._cut(y.unsqueeze(1), top, left, IGNORE).squeeze(1) if _per_pixel(x, y) else y
 
     def _cut(self, x: Tensor, top: Tensor, left: Tensor, fill: int) -> Tensor:
+        """Return the windows of padded images, (n, channels, height, width), that begin at top and left, (n,)."""
         windows = pad(x, (self.padding,) * 4, value=fill).unfold(2, x.shape[2], 1).unfold(3, x.shape[3], 1)
         return windows[torch.arange(len(x), device=x.device), :, top, left]
 
 
 @dataclass(frozen=True)
 class Flip:
-    """Left and right exchanged, with this probability."""
+    """Mirrors images horizontally with this probability."""
 
     probability: float = 0.5
 
@@ -57,9 +61,9 @@ class Flip:
 
 @dataclass(frozen=True)
 class Erase:
-    """A rectangle made black, with this probability; targets stay.
+    """Makes a random rectangle black, with this probability; targets do not change.
 
-    low, high  the rectangle's share of the image; its sides are up to 1 : 3.3 apart, and at most those of the image
+    low, high  range of the rectangle's share of the image; the ratio of its sides is at most 3.3
     """
 
     probability: float = 0.5
@@ -79,7 +83,7 @@ class Erase:
 
 
 def _within(length: int, share: Tensor, place: Tensor, device: torch.device) -> Tensor:
-    """The pixels of an interval of this share of the length, (n, length)."""
+    """Return a mask (n, length) of the pixels in an interval of this share of the length."""
     extent = (share.clamp_max(1) * length).round().view(-1, 1)
     start = (place.view(-1, 1) * (length - extent + 1)).floor()
     pixels = torch.arange(length, device=device)
@@ -87,4 +91,5 @@ def _within(length: int, share: Tensor, place: Tensor, device: torch.device) -> 
 
 
 def _per_pixel(x: Tensor, y: Tensor) -> bool:
+    """Return True if the targets are labels of the pixels of x."""
     return y.dim() == 3 and y.shape[1:] == x.shape[2:]

@@ -1,4 +1,4 @@
-"""Batches from memory, in an order that depends on seed and epoch alone, resumable at any batch."""
+"""Batches of data in memory. Their order depends only on seed and epoch, and can be resumed at any batch."""
 
 from __future__ import annotations
 
@@ -18,22 +18,26 @@ B = TypeVar("B")
 
 
 class Ordered(ABC, Generic[B]):
-    """Batches that are handed out one by one.
+    """Batches in a resumable order.
 
         for epoch in range(batches.epoch, epochs):
             for batch in batches:
-                ...  # batches.state() here: where to go on after this batch
+                ...  # batches.state() here: where to continue after this batch
 
-    A loop that was left goes on where it was when the next one begins; `restart()` goes back to the beginning of the epoch.
-    With several processes each gets its part of every batch: all together see the same batches for any number of them.
+    A loop that was left early continues with the next batch when a new loop begins; `restart()` returns to the beginning
+    of the epoch. Each of several processes gets its part of every batch, so that the batches do not depend on their number.
     """
 
     def __init__(self, batch_size: int, rank: int, world_size: int) -> None:
         if batch_size < 1 or not 0 <= rank < world_size:
-            raise ValueError(f"Got batch_size={batch_size}, rank={rank}, world_size={world_size}: all count, ranks from 0.")
+            raise ValueError(
+                f"batch_size must be at least 1 and rank at least 0 and below world_size, got batch_size={batch_size}, "
+                f"rank={rank}, world_size={world_size}."
+            )
         if batch_size % world_size:
             raise ValueError(
-                f"batch_size counts the samples of all processes: {batch_size} cannot be shared evenly by {world_size}."
+                f"batch_size counts the samples of all processes and must be divisible by their number {world_size}, got "
+                f"{batch_size}."
             )
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
         self.epoch = 0
@@ -41,15 +45,15 @@ class Ordered(ABC, Generic[B]):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        """Return the number of batches in an epoch."""
 
     @abstractmethod
     def batch(self, epoch: int, position: int) -> B:
-        """This process' part of a batch."""
+        """Return the part of a batch that belongs to this process."""
 
     @abstractmethod
     def identity(self) -> dict[str, int]:
-        """Values that must match for a saved state to be valid."""
+        """Return values that must match for a saved state to be valid."""
 
     def __iter__(self) -> Iterator[B]:
         while self.position < len(self):
@@ -58,10 +62,11 @@ class Ordered(ABC, Generic[B]):
         self.epoch, self.position = self.epoch + 1, 0
 
     def restart(self) -> None:
+        """Return to the beginning of the epoch."""
         self.position = 0
 
     def state(self) -> dict[str, int]:
-        """The current position, as JSON numbers."""
+        """Return the current position as numbers for JSON."""
         return {"epoch": self.epoch, "position": self.position, **self.identity()}
 
     def resume(self, state: Mapping[str, int]) -> None:
@@ -69,16 +74,18 @@ class Ordered(ABC, Generic[B]):
         for key, value in self.identity().items():
             if state.get(key) != value:
                 raise ValueError(
-                    f"These batches have {key}={value}, those of the state had {state.get(key)}: it is another order."
+                    f"The state belongs to batches with {key}={state.get(key)}, but these have {key}={value}, and another "
+                    "order. Resume with the same data and settings."
                 )
         self.epoch, self.position = state["epoch"], state["position"]
 
     def _share(self, whole: Tensor) -> Tensor:
+        """Return the rows of a batch that belong to this process."""
         return whole.tensor_split(self.world_size)[self.rank]
 
 
 class _Shuffled(Ordered[B]):
-    """A permutation per epoch, cut into batches."""
+    """Batches cut from one permutation per epoch."""
 
     def __init__(
         self, samples: int, batch_size: int, shuffle: bool, seed: int, drop_last: bool, rank: int, world_size: int
@@ -87,7 +94,7 @@ class _Shuffled(Ordered[B]):
         self.samples, self.shuffle, self.seed, self.drop_last = samples, shuffle, seed, drop_last
         self._order: tuple[int, Tensor] | None = None
         if len(self) == 0:
-            raise ValueError(f"{samples} samples make no batch of {batch_size}.")
+            raise ValueError(f"{samples} samples are too few for a batch of {batch_size}: use a smaller batch_size.")
         if not drop_last and 0 < samples % batch_size < world_size:
             raise ValueError(
                 f"The last batch, of {samples % batch_size} samples, leaves some of {world_size} processes without any: "
@@ -101,7 +108,7 @@ class _Shuffled(Ordered[B]):
         return {"samples": self.samples, "batch_size": self.batch_size, "seed": self.seed, "shuffle": int(self.shuffle)}
 
     def index(self, epoch: int, position: int) -> Tensor:
-        """The samples of a batch, those of all processes."""
+        """Return the indices of the samples of a batch, for all processes together."""
         if self._order is None or self._order[0] != epoch:
             draws = generator(self.seed, epoch)
             order = torch.randperm(self.samples, generator=draws) if self.shuffle else torch.arange(self.samples)
@@ -110,16 +117,16 @@ class _Shuffled(Ordered[B]):
 
 
 class Batches(_Shuffled[tuple[Tensor, Tensor]]):
-    """(x, y) of a `Split`, where its tensors are.
+    """Batches (x, y) of a `Split`, on the device of its tensors.
 
         cifar = data.load("cifar10")
         train = data.Batches(cifar.train, 128, augment=[data.Crop(4), data.Flip()], transform=cifar.normalize)
 
-    batch_size        samples of all processes together
-    augment           applied to x as stored, one after the other; drawn anew for each batch from seed, epoch and place
-    transform         applied to x last, such as `Dataset.normalize`
-    drop_last         leave out the last batch of an epoch if it is smaller; it is also the one shared unevenly by processes
-    rank, world_size  of this process and how many there are
+    batch_size        number of samples of all processes together
+    augment           augmentations applied in this order to x as stored; draws depend on seed, epoch and position
+    transform         function applied to x last, such as `Dataset.normalize`
+    drop_last         leave out the last batch of an epoch if it is smaller; processes would share it unevenly
+    rank, world_size  rank of this process and number of processes
     """
 
     def __init__(
@@ -149,7 +156,7 @@ class Batches(_Shuffled[tuple[Tensor, Tensor]]):
 
 
 class GraphBatches(_Shuffled[Graph]):
-    """Graphs joined to one, whose `batch` tells them apart; the arguments are those of `Batches`."""
+    """Batches of graphs, each joined to one graph with the numbers in `batch`; the arguments are those of `Batches`."""
 
     def __init__(
         self,
@@ -170,10 +177,10 @@ class GraphBatches(_Shuffled[Graph]):
 
 
 class TextBatches(Ordered[tuple[Tensor, Tensor]]):
-    """Segments (x, y) of a text, (batch_size, length) each, y the token after each of x.
+    """Segments (x, y) of a text, (batch_size, length) each; y holds the token after each token of x.
 
-    The text is cut into batch_size rows of equal length, read side by side: row i of a segment goes on where row i of the
-    one before ended, so that a model may carry over its memory. An epoch begins with none.
+    The text is cut into batch_size rows of equal length. Row i of a segment continues row i of the segment before, so that a
+    model can carry its memory from segment to segment within an epoch.
 
     drop_last  leave out the last segment of an epoch if it is shorter
     """
@@ -185,7 +192,10 @@ class TextBatches(Ordered[tuple[Tensor, Tensor]]):
         self.tokens, self.length, self.drop_last = tokens, length, drop_last
         columns = (len(tokens) - 1) // batch_size
         if length < 1 or columns < (length if drop_last else 1):
-            raise ValueError(f"{len(tokens)} tokens make no segment of {length} in {batch_size} rows.")
+            raise ValueError(
+                f"{len(tokens)} tokens are too few for a segment of {length} in {batch_size} rows: use fewer rows or "
+                "shorter segments."
+            )
         used = batch_size * columns
         self._x, self._y = (self._share(part[:used].view(batch_size, columns)) for part in (tokens, tokens[1:]))
 

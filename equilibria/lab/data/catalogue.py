@@ -16,12 +16,12 @@ Root = str | os.PathLike[str] | None
 
 
 def names() -> list[str]:
-    """All datasets."""
+    """Return the names of all datasets."""
     return list(CATALOGUE)
 
 
 def info(name: str) -> Info:
-    """Information about a dataset, without loading it."""
+    """Return information about a dataset without loading it."""
     key = name.lower().replace("_", "-")
     if key not in CATALOGUE:
         raise ValueError(f"There is no dataset {name!r}. {nearest(key, CATALOGUE)}")
@@ -36,10 +36,10 @@ def load(
         mnist = data.load("mnist")
         mnist.train.x  # uint8 (60000, 1, 28, 28)
 
-    root      folder of all data, by default $EQUILIBRIA_DATA, else a cache of the user
-    download  whether missing files may be fetched
-    progress  called with file name, bytes there and bytes in all (or None) while they are
-    options   of the set: `info(name).options`
+    root      folder of all data; default: $EQUILIBRIA_DATA, else a cache of the user
+    download  False: raise DataError instead of fetching missing files
+    progress  called during a download with file name, bytes so far and total bytes (or None)
+    options   options of the dataset, which `info(name).options` lists
     """
     entry = info(name)
     if unknown := sorted(set(options) - set(entry.options)):
@@ -58,5 +58,5 @@ def fetch(name: str, root: Root = None, progress: Progress | None = None) -> lis
 
 
 def check(name: str, root: Root = None) -> dict[str, FileState]:
-    """The state of each file of a dataset, by its path below the data root. Reads them whole where a checksum is known."""
+    """Return the state of each file of a dataset, by its path below the data root; files with a checksum are read."""
     return {file.path: state_of(file, data_root(root)) for file in info(name).files}

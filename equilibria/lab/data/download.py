@@ -1,4 +1,4 @@
-"""Download missing files: mirrors in turn, interrupted transfers resumed, files moved into place when verified."""
+"""Download missing files: mirrors are tried in turn, transfers resumed, and files moved into place once verified."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from urllib.request import Request, urlopen
 from equilibria._core.files import atomic
 from equilibria.lab.data.files import CHUNK, DataError, File, alone, digest, matches
 
-# progress(file name, bytes there, bytes in all or None where the server does not say)
+# progress(file name, bytes so far, total bytes or None if the server does not send it)
 Progress = Callable[[str, int, int | None], None]
 
-TIMEOUT = 30  # seconds without a byte
+TIMEOUT = 30  # seconds without data after which a transfer fails
 
 
 def obtain(
@@ -32,7 +32,10 @@ def obtain(
     download: bool = True,
     manual: str = "",
 ) -> dict[str, Path]:
-    """The files of a dataset by base name; missing ones are fetched, or an error says what to put where."""
+    """Return the paths of a dataset's files by base name; missing files are fetched.
+
+    Raises DataError with the files, their addresses and the folder if they cannot be fetched.
+    """
     if any(file.locate(root) is None for file in files):
         reason = _fetch_missing(files, root, progress) if download else "download=False"
         missing = [file for file in files if file.locate(root) is None]
@@ -42,7 +45,7 @@ def obtain(
 
 
 def fetch_file(urls: Sequence[str], target: Path, checksum: str = "", progress: Progress | None = None) -> None:
-    """`target` from the first address that delivers it. What arrives stands in `.part` until it is complete and verified."""
+    """Download `target` from the first address that delivers it; `.part` holds the data until it is verified."""
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(target.name + ".part")
     failures = []
@@ -71,11 +74,11 @@ def unpack(archive: Path, wanted: Mapping[str, Path]) -> None:
     except (zipfile.BadZipFile, tarfile.TarError, EOFError, zlib.error) as error:
         raise DataError(f"{archive} is damaged or no archive: {error}. Delete it and fetch it again.") from error
     if absent := sorted(set(wanted) - found):
-        raise DataError(f"{archive} does not hold {', '.join(absent)}: it is another version than expected.")
+        raise DataError(f"{archive} does not hold {', '.join(absent)}: it is another version. Delete it and fetch it again.")
 
 
 def _fetch_missing(files: Sequence[File], root: Path, progress: Progress | None) -> str:
-    """The reason why not all files were fetched; empty if all are there."""
+    """Fetch missing files; returns the reason why some are still missing, or an empty text."""
     try:
         with alone(root):
             for file in files:
@@ -87,6 +90,7 @@ def _fetch_missing(files: Sequence[File], root: Path, progress: Progress | None)
 
 
 def _fetch(file: File, files: Sequence[File], root: Path, progress: Progress | None) -> None:
+    """Fetch one file, or the archive that holds it with all missing files of that archive."""
     if file.archive is None:
         if not file.urls:
             raise DataError("there is no address to fetch them from")
@@ -102,6 +106,7 @@ def _fetch(file: File, files: Sequence[File], root: Path, progress: Progress | N
 
 
 def _fetch_verified(url: str, part: Path, checksum: str, report: Callable[[int, int | None], None]) -> None:
+    """Transfer a file and compare its checksum; a resumed file that is wrong is fetched once more from the beginning."""
     resumed = part.exists()
     _transfer(url, part, report)
     if matches(part, checksum):
@@ -111,11 +116,12 @@ def _fetch_verified(url: str, part: Path, checksum: str, report: Callable[[int, 
     part.unlink()
     if not resumed:
         raise DataError(f"its {algorithm} is {found} instead of {expected}")
-    # The fault may lie in what an earlier run, or another mirror, had left.
+    # the part that an earlier run or another mirror left may be the wrong one
     _fetch_verified(url, part, checksum, report)
 
 
 def _transfer(url: str, part: Path, report: Callable[[int, int | None], None]) -> None:
+    """Download to `part`, after the bytes that it has already if the server supports ranges."""
     have = part.stat().st_size if part.exists() else 0
     headers = {"User-Agent": "equilibria"} | ({"Range": f"bytes={have}-"} if have else {})
     try:
@@ -124,12 +130,12 @@ def _transfer(url: str, part: Path, report: Callable[[int, int | None], None]) -
         error.close()
         if error.code != 416 or not have:
             raise
-        if error.headers.get("Content-Range") == f"bytes */{have}":  # it was complete
+        if error.headers.get("Content-Range") == f"bytes */{have}":  # 416 for a file that is complete already
             return
         part.unlink()
         return _transfer(url, part, report)
     with reply:
-        have = have if reply.status == 206 else 0  # 200: the server knows no ranges and sends all
+        have = have if reply.status == 206 else 0  # 200: the server ignores ranges and sends the whole file
         length = reply.headers.get("Content-Length")
         total = have + int(length) if length else None
         with open(part, "ab" if have else "wb") as out:
@@ -138,11 +144,11 @@ def _transfer(url: str, part: Path, report: Callable[[int, int | None], None]) -
                 have += len(chunk)
                 report(have, total)
     if total is not None and have != total:
-        raise DataError(f"the transfer broke off after {have:,} of {total:,} bytes")
+        raise DataError(f"the transfer stopped after {have:,} of {total:,} bytes")
 
 
 def _members(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
-    """Base names and contents of the files inside: paths inside the archive are ignored."""
+    """Yield base names and contents of the files in an archive; paths inside it are ignored, so none leads outside."""
     if zipfile.is_zipfile(archive):
         with zipfile.ZipFile(archive) as zipped:
             for info in zipped.infolist():
@@ -159,6 +165,7 @@ def _members(archive: Path) -> Iterator[tuple[str, IO[bytes]]]:
 
 
 def _explain(name: str, missing: Sequence[File], root: Path, reason: str, manual: str) -> str:
+    """Return the text of the error: missing files, their addresses, why they were not fetched, and what to do."""
     lines = [f"{name} needs files that are not in {root}:"]
     lines += ["  " + ", or ".join((file.path, *file.also)) for file in missing]
     archives = dict.fromkeys(file.archive for file in missing if file.archive)

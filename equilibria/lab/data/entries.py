@@ -1,4 +1,4 @@
-"""The table of datasets: what each is, where it comes from, and what reads it."""
+"""The table of datasets: description, source, files and reader of each."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ Kind = Literal["images", "segmentation", "text", "graphs", "nodes", "regression"
 
 @dataclass(frozen=True)
 class Info:
-    """A dataset before it is loaded.
+    """The description of a dataset that is not loaded yet.
 
-    counts   training, validation and test samples: images, tokens, graphs, or nodes of one graph
-    shape    of a sample, in words
-    classes  labels, or words of a vocabulary; 0 for regression
-    files    below the data root, empty where none are needed
-    size     of the download in MB, about; 0 where it is not known
-    source   the set's home, or the paper that describes it
-    terms    of use, in short and without warranty
-    manual   how to come by the files where they cannot be fetched
+    counts   number of training, validation and test samples: images, tokens, graphs, or nodes of one graph
+    shape    shape of a sample, in words
+    classes  number of labels, or of words in a vocabulary; 0 for regression
+    files    files below the data root; empty for generated data
+    size     approximate size of the download in MB; 0 if unknown
+    source   home page of the set, or the paper that describes it
+    terms    short terms of use, without warranty
+    manual   how to get the files if they cannot be fetched
     """
 
     name: str
@@ -278,7 +278,7 @@ def _synthetic() -> list[Info]:
         Info(
             "chains",
             "nodes",
-            "the class of a chain, told at its far end",
+            "the class of a chain, shown only by its first node",
             counts=(20, 100, 200),
             shape="nodes of one graph, 100 features",
             classes=2,
@@ -288,7 +288,7 @@ def _synthetic() -> list[Info]:
         Info(
             "copy-memory",
             "sequences",
-            "ten symbols to give back after a delay",
+            "ten symbols to repeat after a delay",
             counts=(20_000, 0, 2_000),
             shape="420 symbols",
             classes=10,

@@ -17,10 +17,10 @@ CHUNK = 1 << 18  # bytes read at once, so that a large file does not fill the me
 
 @dataclass(frozen=True)
 class Archive:
-    """A zip or tar file that holds others.
+    """A zip or tar file that holds files of a dataset.
 
-    path      below the data root; one that stands there is used before anything is downloaded
-    checksum  "md5:..." or "sha256:..."; empty where none is published
+    path      path below the data root; an archive that is already there is used without a download
+    checksum  "md5:..." or "sha256:..."; empty if none is published
     """
 
     path: str
@@ -32,11 +32,11 @@ class Archive:
 class File:
     """A file of a dataset in its official format.
 
-    path      below the data root
-    urls      of the file itself: the addresses tried in turn
-    checksum  "md5:..." or "sha256:..." of the official file; empty where none is known
-    archive   that holds the file, under the same base name
-    also      other places below the data root where it may stand
+    path      path below the data root
+    urls      addresses of the file, tried in turn
+    checksum  "md5:..." or "sha256:..." of the official file; empty if none is known
+    archive   archive that holds the file under the same base name
+    also      other paths below the data root where the file may be
     """
 
     path: str
@@ -50,11 +50,14 @@ class File:
         return self.path.rpartition("/")[2]
 
     def locate(self, root: Path) -> Path | None:
+        """Return the path of the file below `root`; None if it is missing."""
         places = (root / path for path in (self.path, *self.also))
         return next((place for place in places if place.is_file()), None)
 
 
 class FileState(Enum):
+    """The state of a file of a dataset, in words."""
+
     PRESENT = "present"
     UNVERIFIED = "present, no official checksum to compare"
     DIFFERS = "differs from the official file"
@@ -71,21 +74,23 @@ def data_root(root: str | os.PathLike[str] | None = None) -> Path:
 
 
 def state_of(file: File, root: Path) -> FileState:
+    """Return whether a file is present and has its official checksum."""
     place = file.locate(root)
     if place is None:
         return FileState.MISSING
-    if not file.checksum or place.name != file.name:  # another name, another form: not gzipped, say
+    if not file.checksum or place.name != file.name:  # the checksum is that of another form, such as the gzipped one
         return FileState.UNVERIFIED
     return FileState.PRESENT if matches(place, file.checksum) else FileState.DIFFERS
 
 
 def matches(path: Path, checksum: str) -> bool:
-    """True if a file has this checksum, or if the checksum is empty."""
+    """Return True if a file has this checksum, or if the checksum is empty."""
     algorithm, _, expected = checksum.partition(":")
     return not checksum or digest(path, algorithm) == expected
 
 
 def digest(path: Path, algorithm: str = "sha256") -> str:
+    """Return the hexadecimal digest of a file."""
     sums = hashlib.new(algorithm)
     with open(path, "rb") as file:
         while chunk := file.read(CHUNK):
@@ -95,7 +100,7 @@ def digest(path: Path, algorithm: str = "sha256") -> str:
 
 @contextmanager
 def alone(folder: Path) -> Iterator[None]:
-    """Lock a folder, where the system can: ranks that start together must not download twice."""
+    """Lock a folder inside the block if the system can, so that ranks that start together do not download twice."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         import fcntl

@@ -1,4 +1,4 @@
-"""Graphs, batches of graphs as one, and the readers of the TU collection and of PPI."""
+"""Graphs, joined graphs, and the readers of the TU collection and of PPI."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Paths = Mapping[str, Path]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Graph:
-    """A graph, or several side by side.
+    """A graph, or several graphs joined to one.
 
-    x           features of the nodes (n, features)
-    edge_index  (2, edges), from row 0 to row 1; an undirected edge stands there in both directions
+    x           features of the nodes, (n, features)
+    edge_index  (2, edges), from row 0 to row 1; an undirected edge appears in both directions
     y           a class per graph (graphs,) or per node (n,), or several labels per node (n, labels)
-    mask        the nodes that belong to the split (n,); None: all of them
-    batch       the graph that each node belongs to (n,); None: there is one
+    mask        True for nodes that belong to the split, (n,); None: all do
+    batch       graph index of each node, (n,); None: there is one graph
     """
 
     x: Tensor
@@ -51,13 +51,13 @@ class Graph:
 
 
 def join(graphs: Sequence[Graph]) -> Graph:
-    """Several graphs as one without edges between them: their adjacency matrix is block-diagonal."""
+    """Join several graphs to one without edges between them; the adjacency matrix is block-diagonal."""
     sizes = torch.tensor([len(graph.x) for graph in graphs])
     offsets = sizes.cumsum(0) - sizes
     edges = [graph.edge_index + offset for graph, offset in zip(graphs, offsets.tolist(), strict=True)]
     masks = [graph.mask for graph in graphs if graph.mask is not None]
     if len(masks) not in (0, len(graphs)):
-        raise ValueError("join takes graphs that all have a mask, or none of them.")
+        raise ValueError("join takes graphs that all have a mask, or graphs that all have none; got both.")
     x = torch.cat([graph.x for graph in graphs])
     return Graph(
         x=x,
@@ -71,13 +71,14 @@ def join(graphs: Sequence[Graph]) -> Graph:
 def tu(
     name: str, paths: Paths, *, fold: int = 0, folds: int = 10, seed: int = 0, attributes: bool = False
 ) -> Dataset[tuple[Graph, ...]]:
-    """Graph classification. The sets have no official split: `fold` of `folds` is for testing, the others for training.
+    """Read a set of the TU collection for graph classification.
 
-    Features: one-hot node labels, counted from the smallest to the largest as torch-geometric does, after the attributes of
-    the nodes if asked for; the degree where there is neither. Labels of edges are left out.
+    The sets have no official split: `fold` of `folds` is for testing, the others are for training. Features are the
+    attributes of the nodes if `attributes` is set, followed by one-hot node labels, counted from the smallest to the largest
+    as torch-geometric does; nodes with neither have their degree. Labels of edges are ignored.
     """
     if not 0 <= fold < folds:
-        raise ValueError(f"fold counts from 0 to folds - 1 = {folds - 1}, got {fold}.")
+        raise ValueError(f"fold must lie between 0 and folds - 1 = {folds - 1}, got {fold}.")
     graphs, labels = _tu_graphs(name, paths, attributes)
     part = stratified_folds(torch.cat([graph.y for graph in graphs]), folds, seed).tolist()
     train = tuple(graph for graph, k in zip(graphs, part, strict=True) if k != fold)
@@ -86,27 +87,28 @@ def tu(
 
 
 def ppi(paths: Paths) -> Dataset[tuple[Graph, ...]]:
-    """24 graphs of proteins, 20 / 2 / 2, with 121 labels per node, each 0 or 1."""
+    """Read PPI: 20 training, 2 validation and 2 test graphs of proteins, with 121 labels of 0 or 1 per node."""
     train, valid, test = (_ppi_split(paths, split) for split in ("train", "valid", "test"))
     classes = tuple(f"label {i}" for i in range(train[0].y.shape[1]))
     return Dataset("ppi", train, test, valid, classes=classes)
 
 
 def read_table(path: Path, number: type[int] | type[float] = int) -> Tensor:
-    """Numbers separated by commas, as many in every line: (lines, numbers)."""
+    """Read a file of numbers separated by commas, with equally many in every line: (lines, numbers)."""
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     lines = [line for line in lines if line.strip()]
     widths = {line.count(",") for line in lines}
     try:
         values = [number(value) for line in lines for value in line.split(",")]
     except ValueError as error:
-        raise DataError(f"{path} is no table of numbers: {error}.") from error
+        raise DataError(f"{path} is not a table of numbers: {error}. Fetch it again.") from error
     if len(widths) != 1:
-        raise DataError(f"{path} is empty or its lines differ in length: fetch it again.")
+        raise DataError(f"{path} is empty or its lines differ in length. Fetch it again.")
     return torch.tensor(values).view(len(lines), -1)
 
 
 def _tu_graphs(name: str, paths: Paths, attributes: bool) -> tuple[list[Graph], list[int]]:
+    """Return the graphs of a set and its class labels; raises DataError for files that do not fit together."""
     edges, owner = read_table(paths[f"{name}_A.txt"]) - 1, read_table(paths[f"{name}_graph_indicator.txt"])[:, 0] - 1
     labels, y = read_table(paths[f"{name}_graph_labels.txt"])[:, 0].unique(return_inverse=True)
     path = paths[f"{name}_A.txt"]
@@ -130,6 +132,7 @@ def _tu_graphs(name: str, paths: Paths, attributes: bool) -> tuple[list[Graph], 
 
 
 def _tu_features(name: str, paths: Paths, edges: Tensor, nodes: int, attributes: bool) -> Tensor:
+    """Return the features of all nodes, (nodes, features)."""
     features = []
     if attributes:
         features.append(_rows(_part(name, paths, "node_attributes"), nodes, float))
@@ -140,12 +143,14 @@ def _tu_features(name: str, paths: Paths, edges: Tensor, nodes: int, attributes:
 
 
 def _part(name: str, paths: Paths, part: str) -> Path:
+    """Return the file of an optional part of a set; raises ValueError if the set does not have it."""
     if f"{name}_{part}.txt" not in paths:
         raise ValueError(f"{name} has no {part.replace('_', ' ')}: load it without them.")
     return paths[f"{name}_{part}.txt"]
 
 
 def _rows(path: Path, rows: int, number: type[int] | type[float]) -> Tensor:
+    """Read a table with one line per node, (rows, numbers); raises DataError for another number of lines."""
     table = read_table(path, number)
     if len(table) != rows:
         raise DataError(f"{path} has {len(table):,} lines for {rows:,} nodes.")
@@ -153,6 +158,7 @@ def _rows(path: Path, rows: int, number: type[int] | type[float]) -> Tensor:
 
 
 def _ppi_split(paths: Paths, split: str) -> tuple[Graph, ...]:
+    """Read the graphs of one split of PPI."""
     x, y, owner = (_load_npy(paths[f"{split}_{part}.npy"]) for part in ("feats", "labels", "graph_id"))
     path = paths[f"{split}_graph.json"]
     if x.dim() != 2 or y.dim() != 2 or owner.dim() != 1 or not len(x) == len(y) == len(owner) > 0:
@@ -163,7 +169,7 @@ def _ppi_split(paths: Paths, split: str) -> tuple[Graph, ...]:
 
 
 def _ppi_edges(path: Path, nodes: int) -> Tensor:
-    """The edges without loops, each once per direction."""
+    """Read the edges of a node-link file, (edges, 2), without loops and each once per direction."""
     try:
         content = json.loads(path.read_bytes())
         edges = torch.tensor([(link["source"], link["target"]) for link in content["links"]]).view(-1, 2)
@@ -177,14 +183,16 @@ def _ppi_edges(path: Path, nodes: int) -> Tensor:
 
 
 def _subgraph(x: Tensor, edges: Tensor, y: Tensor, nodes: Tensor) -> Graph:
+    """Return the graph of the nodes where the mask `nodes`, (n,), is True, with the edges between them."""
     local = nodes.cumsum(0) - 1
     inside = edges[nodes[edges[:, 0]] & nodes[edges[:, 1]]]
     return Graph(x[nodes], local[inside].t().contiguous(), y[nodes])
 
 
 def _load_npy(path: Path) -> Tensor:
+    """Read an .npy file; raises DataError if it is damaged."""
     np = optional("numpy", "graph")
     try:
         return torch.from_numpy(np.load(path, allow_pickle=False))
-    except Exception as error:  # of many kinds, from deep inside
+    except Exception as error:  # numpy raises many types for a damaged file
         raise DataError(f"{path} is damaged or no .npy file of numbers: {error}. Delete it and fetch it again.") from error

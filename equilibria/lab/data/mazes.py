@@ -1,4 +1,4 @@
-"""Generated puzzles on a grid and on a line: perfect mazes with their one path, and prefix sums of bits."""
+"""Generated puzzles: perfect mazes with the path from start to goal, and prefix sums of bits."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from equilibria.lab.data.sets import Dataset, Split, cut, generator
 
 WALL, FREE, START, GOAL, PATH = range(5)
 MAZE_TOKENS = ("#", " ", "S", "G", "o")
-ATTEMPTS = 200  # mazes drawn per maze asked for
+ATTEMPTS = 200  # mazes drawn per requested maze before the request fails
 
 Grid = list[list[int]]
 
 
 def carve(size: int, draws: Random) -> Grid:
-    """A perfect maze, walls around it: between any two free cells there is exactly one path. By depth-first search."""
+    """Return a perfect maze with walls around it, by depth-first search.
+
+    In a perfect maze there is exactly one path between any two free cells.
+    """
     grid = [[WALL] * size for _ in range(size)]
     trail = [(1, 1)]
     grid[1][1] = FREE
@@ -37,7 +40,7 @@ def carve(size: int, draws: Random) -> Grid:
 
 
 def paths_from(grid: Grid, start: tuple[int, int]) -> dict[tuple[int, int], tuple[int, int]]:
-    """The cell before each reachable cell on its path from `start`."""
+    """Return, for each reachable cell, the cell before it on its path from `start`."""
     before, front = {start: start}, [start]
     for r, c in front:
         for cell in ((r, c + 1), (r + 1, c), (r, c - 1), (r - 1, c)):
@@ -48,7 +51,7 @@ def paths_from(grid: Grid, start: tuple[int, int]) -> dict[tuple[int, int], tupl
 
 
 def _path(before: dict[tuple[int, int], tuple[int, int]], goal: tuple[int, int]) -> list[tuple[int, int]]:
-    """The path from the start to `goal`, both included."""
+    """Return the path from the start to `goal`, both included."""
     way = [goal]
     while before[way[-1]] != way[-1]:
         way.append(before[way[-1]])
@@ -56,7 +59,7 @@ def _path(before: dict[tuple[int, int], tuple[int, int]], goal: tuple[int, int])
 
 
 def make_maze(size: int, length: int, draws: Random) -> tuple[Tensor, Tensor] | None:
-    """A maze with S and G `length` steps apart and its solution, (size, size) each; None if the maze has no such cells."""
+    """Return a maze with S and G `length` steps apart and its solution, (size, size) each; None if it has no such cells."""
     grid = carve(size, draws)
     free = [(r, c) for r in range(size) for c in range(size) if grid[r][c] == FREE]
     before = paths_from(grid, start := draws.choice(free))
@@ -73,7 +76,10 @@ def make_maze(size: int, length: int, draws: Random) -> tuple[Tensor, Tensor] | 
 
 
 def least_image(maze: Tensor) -> bytes:
-    """The least of the eight rotations and reflections, with S and G as they are and exchanged, as bytes."""
+    """Return the smallest of all images of a maze, as bytes: two mazes are images of each other if these are equal.
+
+    Images are the eight rotations and reflections, each also with S and G exchanged.
+    """
     swapped = torch.tensor([WALL, FREE, GOAL, START, PATH])[maze]
     images = [turned for m in (maze, swapped) for k in range(4) for turned in (m.rot90(k), m.rot90(k).T)]
     return min(bytes(image.flatten().tolist()) for image in images)
@@ -89,16 +95,16 @@ def mazes(
     lengths: tuple[int, int] | None = None,
     seed: int = 0,
 ) -> Dataset[Split]:
-    """Perfect mazes: x (n, size^2) of `MAZE_TOKENS`, y the same with the one path from S to G marked.
+    """Generate perfect mazes: x (n, size^2) of `MAZE_TOKENS`, and y, the same with the path from S to G marked.
 
     The lengths of paths are uniform in their range. No two mazes are images of each other under rotation, reflection and
     exchange of S and G.
 
-    size     odd, walls included
-    lengths  range of steps from S to G; None: from 4 to 3 size
+    size     side of a maze including its walls, odd
+    lengths  range of the number of steps from S to G; None: from 4 to 3 * size
     """
     if size < 5 or size % 2 == 0:
-        raise ValueError(f"A maze has an odd size of at least 5, got {size}.")
+        raise ValueError(f"size must be odd and at least 5, got {size}.")
     low, high = (4, 3 * size) if lengths is None else lengths
     draws, seen = Random(f"maze {size} {seed}"), set()
     found: list[tuple[Tensor, Tensor]] = []
@@ -108,24 +114,24 @@ def mazes(
             break
         made = make_maze(size, length, draws)
         if made is None or (mark := least_image(made[0])) in seen:
-            continue  # with the same length, or long paths would be rare
+            continue  # try the same length again: a new draw would make long paths, which few mazes have, rare
         seen.add(mark)
         found.append(made)
         length = draws.randint(low, high)
     if len(found) < wanted:
         raise ValueError(
-            f"Only {len(found)} different mazes of size {size} with paths of {low} to {high} steps were found, "
-            f"{wanted} are asked for: ask for fewer, shorter paths or a larger size."
+            f"Only {len(found)} of {wanted} different mazes of size {size} with paths of {low} to {high} steps were found. "
+            "Request fewer mazes, shorter paths or a larger size."
         )
     x, y = (torch.stack([entry[i] for entry in found]).flatten(1) for i in (0, 1))
     return cut(f"maze-{size}", Split(x, y), valid, test, MAZE_TOKENS)
 
 
 def prefix_sums(*, length: int = 16, train: int = 2_000, valid: int = 0, test: int = 500, seed: int = 0) -> Dataset[Split]:
-    """Bits and the parity of each prefix: x (n, length) of 0 and 1, y[i] = x[0] + ... + x[i] modulo 2; no sequence twice."""
+    """Generate bits x, (n, length), and the parity of each prefix, y[i] = x[0] + ... + x[i] modulo 2; no sequence twice."""
     wanted = train + valid + test
     if wanted > 2 ** min(length, 40):
-        raise ValueError(f"There are {2**length} sequences of {length} bits, {wanted} are asked for.")
+        raise ValueError(f"There are only {2**length} sequences of {length} bits, got a request for {wanted}.")
     draws, seen = generator(seed, "prefix sums", length), set()
     rows: list[list[int]] = []
     while len(rows) < wanted:
@@ -139,12 +145,12 @@ def prefix_sums(*, length: int = 16, train: int = 2_000, valid: int = 0, test: i
 
 @dataclass(frozen=True)
 class MazeSymmetry:
-    """An augmentation: a rotation or reflection of every maze, and S and G exchanged in half of them."""
+    """An augmentation that rotates or reflects every maze, and exchanges S and G in half of them."""
 
     size: int = 9
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        """(count, size^2 + 5): the cell that each place takes its token from, then the new names of the tokens."""
+        """Return (count, size^2 + 5): the source cell of every cell, then the new token of every token."""
         cells = torch.arange(self.size**2).view(self.size, self.size)
         images = torch.stack([turned.flatten() for k in range(4) for turned in (cells.rot90(k), cells.rot90(k).T)])
         names = torch.tensor([[WALL, FREE, START, GOAL, PATH], [WALL, FREE, GOAL, START, PATH]])

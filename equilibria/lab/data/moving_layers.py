@@ -1,4 +1,4 @@
-"""Generated scenes of textured layers under affine motions, with their exact optical flow and what is occluded."""
+"""Generated scenes of textured layers under affine motions, with their exact optical flow and occlusions."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ CHUNK = 32  # scenes drawn at once
 class Scenes:
     """n scenes of layers, the later ones in front. Layer 0 is the background and covers all.
 
-    At time t the point u of a layer is at the pixel centre + t velocity + (I + t growth) u. Textures are sums of plane waves
-    in u, so that colours are known between pixels too. Points are (x, y), in pixels from the centre of the first one.
+    At time t the point u of a layer is at centre + t velocity + (I + t growth) u. Textures are sums of plane waves in u, so
+    that colours are known between pixels too. Points are (x, y), in pixels from the centre of the first pixel.
     """
 
     centre: Tensor  # (n, layers, 2)
@@ -35,7 +35,7 @@ class Scenes:
     colours: Tensor  # (n, layers, WAVES + 1, 3), the last one is the mean
 
     def render(self, points: Tensor, time: float) -> tuple[Tensor, Tensor]:
-        """Colours (n, ..., 3) in [0, 1] and the layer in front (n, ...) at points (n, ..., 2)."""
+        """Return the colours (n, ..., 3) in [0, 1] and the layer in front (n, ...) at points (n, ..., 2)."""
         flat = points.flatten(1, -2)
         u = self._inverse(flat, time)
         layer = self._front(u)
@@ -45,7 +45,7 @@ class Scenes:
         return texture.view(*points.shape[:-1], 3), layer.view(points.shape[:-1])
 
     def flow(self, points: Tensor, time: float, later: float) -> tuple[Tensor, Tensor]:
-        """Motion (n, ..., 2) of what is seen at points at `time`, and whether it is still in front at `later`."""
+        """Return the motion (n, ..., 2) of points seen at `time`, and a mask (n, ...) of those still in front at `later`."""
         flat = points.flatten(1, -2)
         u = self._inverse(flat, time)
         layer = self._front(u)
@@ -58,18 +58,18 @@ class Scenes:
         return torch.eye(2, dtype=self.growth.dtype) + time * self.growth
 
     def _inverse(self, points: Tensor, time: float) -> Tensor:
-        """Points (n, p, 2) in the coordinates of every layer, (n, layers, p, 2)."""
+        """Return points (n, p, 2) in the coordinates of every layer, (n, layers, p, 2)."""
         offset = points.unsqueeze(1) - (self.centre + time * self.velocity).unsqueeze(2)
         return offset @ torch.linalg.inv(self._matrix(time)).mT
 
     def _forward(self, u: Tensor, layer: Tensor, time: float) -> Tensor:
-        """Pixels (n, p, 2) at `time` of points u of the given layers, (n, p)."""
+        """Return the pixels (n, p, 2) at `time` of points u, (n, p, 2), of the given layers, (n, p)."""
         rows = torch.arange(len(u)).unsqueeze(1)
         moved = (self._matrix(time)[rows, layer] @ u.unsqueeze(-1)).squeeze(-1)
         return (self.centre + time * self.velocity)[rows, layer] + moved
 
     def _front(self, u: Tensor) -> Tensor:
-        """The last layer that covers each point, (n, p)."""
+        """Return the last layer that covers each point, (n, p)."""
         angle = torch.atan2(u[..., 1], u[..., 0]).unsqueeze(-1) * torch.arange(2, 2 + RIPPLES)
         waves = torch.stack([angle.cos(), angle.sin()], dim=-1) * self.ripples.unsqueeze(2)
         inside = u.norm(dim=-1) <= self.radius.unsqueeze(2) * (1 + waves.sum(dim=(-1, -2)))
@@ -80,7 +80,10 @@ class Scenes:
 def draw_scenes(
     n: int, size: tuple[int, int], layers: int, motion: float, draws: torch.Generator, dtype: torch.dtype = torch.float32
 ) -> Scenes:
-    """Scenes for frames of `size`; centres move by at most `motion` pixels per unit of time, the background half as fast."""
+    """Draw `n` scenes for frames of `size`.
+
+    Centres move by at most `motion` pixels per unit of time, the background by half of that.
+    """
     height, width = size
 
     def uniform(*shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
@@ -105,17 +108,17 @@ def draw_scenes(
 
 
 def pixels(size: tuple[int, int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """(height, width, 2), the point (x, y) of every pixel."""
+    """Return the point (x, y) of every pixel, (height, width, 2)."""
     rows, columns = (torch.arange(length, dtype=dtype) for length in size)
     y, x = torch.meshgrid(rows, columns, indexing="ij")
     return torch.stack([x, y], dim=-1)
 
 
 def filmed(scenes: Scenes, size: tuple[int, int], frames: int) -> Split:
-    """Frames at times 0, 1, ... as bytes (n, frames, 3, height, width).
+    """Render frames at times 0, 1, ... as bytes (n, frames, 3, height, width), with their targets.
 
-    The target is (n, frames - 1, 3, height, width): the flow (x, y) from each frame to the next, and 1 where the point seen
-    is seen in the next frame too, 0 where it is occluded or has left the frame.
+    The target is (n, frames - 1, 3, height, width): the flow (x, y) from each frame to the next, and a mask that is 1 if the
+    point is visible in the next frame too, and 0 if it is occluded or has left the frame.
     """
     points = pixels(size, scenes.centre.dtype).expand(len(scenes.centre), *size, 2)
     images = [scenes.render(points, float(t))[0] for t in range(frames)]
@@ -148,8 +151,8 @@ def moving_layers(
     frame to the next and a mask of the points that are seen in both. Layers move with constant velocity, turn, shear and
     grow, so that flows change slowly along a video.
 
-    layers  the background among them
-    motion  pixels that the centre of a layer moves from frame to frame at most
+    layers  number of layers, including the background
+    motion  largest motion of the centre of a layer from frame to frame, in pixels
     """
     if min(size) < 8 or layers < 1 or frames < 2 or motion < 0:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The citation graphs of Planetoid; their pickles are read without executing code from them."""
+"""The citation graphs of Planetoid. Their pickles are read without executing code from them."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ CLASSES = {
     "citeseer": ("AI", "machine learning", "information retrieval", "databases", "agents", "human-computer interaction"),
     "pubmed": ("diabetes, experimental", "diabetes type 1", "diabetes type 2"),
 }
-VALIDATION = 500  # nodes, those after the training nodes
+VALIDATION = 500  # number of validation nodes, which follow the training nodes
 
 
 def planetoid(name: str, paths: Mapping[str, Path]) -> Dataset[tuple[Graph, ...]]:
-    """One graph, whose `mask` has the nodes of the split: the public one of Yang, Cohen and Salakhutdinov (2016).
+    """Read a citation graph with the public split of Yang, Cohen and Salakhutdinov (2016), given by `mask`.
 
-    Edges stand there in both directions, once, without loops. Nodes that the files leave out (15 of citeseer's) have zero
-    features and the label `IGNORE`.
+    Every edge appears once in both directions; there are no loops. Nodes that the files leave out (15 of citeseer's) have
+    zero features and the label `IGNORE`.
 
     The raw files are pickles. Only the arrays, sparse matrices and lists that they should hold are rebuilt, by stand-ins
-    of this module; whatever else they name is refused.
+    of this module; a file that names anything else is refused.
     """
     parts = {part: paths[f"ind.{name}.{part}"] for part in ("y", "tx", "ty", "allx", "ally", "graph", "test.index")}
     test = read_table(parts["test.index"])[:, 0]
@@ -55,7 +55,7 @@ def planetoid(name: str, paths: Mapping[str, Path]) -> Dataset[tuple[Graph, ...]
 
 
 def _rows(parts: Mapping[str, Path], known: str, tested: str, test: Tensor) -> Tensor:
-    """All nodes: the known ones, then those of the test set, which stand in the order of its index."""
+    """Return the rows of all nodes: those of file `known`, then those of file `tested` at the positions `test`."""
     first, last = _tensor(parts[known]), _tensor(parts[tested])
     if first.shape[1:] != last.shape[1:] or len(last) != len(test) or int(test.min()) < len(first):
         raise DataError(
@@ -68,11 +68,12 @@ def _rows(parts: Mapping[str, Path], known: str, tested: str, test: Tensor) -> T
 
 
 def _edges(path: Path, nodes: int) -> Tensor:
+    """Read the edges, (2, edges), each once in both directions and without loops."""
     neighbours = _unpickle(path)
     try:
         pairs = torch.tensor([(node, other) for node, others in neighbours.items() for other in others])
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"{path} is no table of neighbours: {error}.") from error
+        raise DataError(f"{path} is not a table of neighbours: {error}. Fetch it again.") from error
     if pairs.dtype != torch.int64 or not 0 <= int(pairs.min()) <= int(pairs.max()) < nodes:
         raise DataError(f"{path} names nodes outside of the {nodes:,} that have features.")
     pairs = torch.cat([pairs, pairs.flip(1)])
@@ -80,6 +81,7 @@ def _edges(path: Path, nodes: int) -> Tensor:
 
 
 def _mask(index: Tensor, nodes: int) -> Tensor:
+    """Return a mask (nodes,) that is True at `index`."""
     return torch.zeros(nodes, dtype=torch.bool).index_fill_(0, index, True)
 
 
@@ -144,27 +146,30 @@ STAND_INS: dict[tuple[str, str], Any] = {
 
 
 class _Unpickler(pickle.Unpickler):
+    """Rebuilds the classes in STAND_INS and refuses all others, so that a file cannot run code."""
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in STAND_INS:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no such file needs")
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no Planetoid file needs")
         return STAND_INS[module, name]
 
 
 def _unpickle(path: Path) -> Any:
+    """Return the content of a pickle, built from stand-ins; raises DataError if it is refused or damaged."""
     with open(path, "rb") as file:
         try:
             return _Unpickler(file, encoding="latin-1").load()
-        except Exception as error:  # a damaged pickle raises anything
+        except Exception as error:  # a damaged pickle may raise any type
             raise DataError(f"{path} was refused: {error}. It is damaged or no file of Planetoid.") from error
 
 
 def _tensor(path: Path) -> Tensor:
-    """(rows, columns)"""
+    """Read an array or sparse matrix as a dense tensor, (rows, columns)."""
     content = _unpickle(path)
     try:
         found: Tensor = content.tensor()
-    except Exception as error:  # the state of a stand-in is whatever the file says
+    except Exception as error:  # the file determines the state of a stand-in, which may be anything
         raise DataError(f"{path} holds no array of numbers: {error}.") from error
     if found.dim() != 2:
-        raise DataError(f"{path} holds an array of shape {tuple(found.shape)} where rows and columns were expected.")
+        raise DataError(f"{path} holds an array of shape {tuple(found.shape)}, expected (rows, columns).")
     return found.float()

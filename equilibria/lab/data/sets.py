@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-# The label of what has no class: torch's cross_entropy leaves it out by default.
+# The label of pixels and nodes without a class; torch's cross_entropy ignores it by default.
 IGNORE = -100
 
 S = TypeVar("S", bound=Sized)
@@ -50,9 +50,9 @@ class Split:
 class Dataset(Generic[S]):
     """A dataset in memory.
 
-    train, valid, test  a `Split`, a tensor of tokens, or a tuple of `Graph`; valid is None where there is no official one
-    classes             what the labels stand for: names of classes, or the words of a vocabulary
-    mean, std           of the training images' channels on a scale of 0 to 1
+    train, valid, test  a `Split`, a tensor of tokens, or a tuple of `Graph`; valid is None if there is no official one
+    classes             meaning of the labels: names of classes, or the words of a vocabulary
+    mean, std           statistics of the training images per channel, on a scale of 0 to 1
     """
 
     name: str
@@ -68,7 +68,7 @@ class Dataset(Generic[S]):
         return f"Dataset({self.name!r}, {sizes}, classes={len(self.classes)})"
 
     def normalize(self, x: Tensor) -> Tensor:
-        """(x - mean) / std per channel, of bytes on a scale of 0 to 1 or of floats as they are."""
+        """Return (x - mean) / std per channel; bytes are first scaled to [0, 1], floats are taken as they are."""
         x = x.float().div_(255) if x.dtype == torch.uint8 else x
         if not self.mean:
             return x
@@ -77,7 +77,7 @@ class Dataset(Generic[S]):
 
 
 def hold_out(dataset: Dataset[Split], count: int, seed: int = 0) -> Dataset[Split]:
-    """`count` samples of the training split, drawn at random, as the validation split."""
+    """Return the dataset with `count` random samples of its training split as the validation split."""
     if not 0 < count < len(dataset.train):
         raise ValueError(
             f"hold_out takes 1 to {len(dataset.train) - 1} samples of {dataset.name}'s training split, got {count}."
@@ -87,9 +87,10 @@ def hold_out(dataset: Dataset[Split], count: int, seed: int = 0) -> Dataset[Spli
 
 
 def cut(name: str, samples: Split, valid: int, test: int, classes: tuple[str, ...]) -> Dataset[Split]:
-    """Cut generated samples into splits: the first `test` of them, then `valid`, the rest to train on.
+    """Cut generated samples into splits: the first `test` samples, the next `valid`, and the rest for training.
 
-    So the puzzles of test and validation do not change with the number of those to train on. No validation split for 0.
+    In this order test and validation samples do not change with the number of training samples. With valid=0 there is no
+    validation split.
     """
     held = test + valid
     chosen = samples[test:held] if valid else None
@@ -97,12 +98,12 @@ def cut(name: str, samples: Split, valid: int, test: int, classes: tuple[str, ..
 
 
 def stratified_folds(labels: Tensor, folds: int, seed: int = 0) -> Tensor:
-    """A fold for each sample: equal in size, and with equal shares of every class, to one sample."""
+    """Return a fold for each sample, (n,); sizes of folds and of classes in them differ by at most one sample."""
     shuffled = torch.randperm(len(labels), generator=generator(seed, "folds"))
     by_class = shuffled[labels[shuffled].argsort(stable=True)]
     return torch.empty_like(by_class).index_copy_(0, by_class, torch.arange(len(labels)) % folds)
 
 
 def generator(*parts: int | str) -> torch.Generator:
-    """Random numbers that are a function of these parts alone."""
+    """Return a generator whose numbers depend only on these parts."""
     return torch.Generator().manual_seed(Random(" ".join(map(str, parts))).getrandbits(63))

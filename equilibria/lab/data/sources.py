@@ -55,7 +55,7 @@ _WIKITEXT_MD5 = {"wikitext-2": "542ccefacc6c27f945fb54453812b3cd", "wikitext-103
 WIKITEXT = tuple(_WIKITEXT2_SHA256)
 PTB = tuple(_PTB_MD5)
 
-# What a set of the TU collection has beside edges, graph indicator and graph labels.
+# the parts that a set of the TU collection has in addition to edges, graph indicator and graph labels
 TU_PARTS = {
     "MUTAG": ("node_labels",),
     "PTC_MR": ("node_labels",),

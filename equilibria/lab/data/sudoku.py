@@ -1,4 +1,4 @@
-"""Generated Sudoku boards: 4x4, 6x6 and 9x9, each with one solution, all different under the symmetries of the board."""
+"""Generated Sudoku boards of 4x4, 6x6 and 9x9 with unique solutions, no two of them equal up to the board's symmetries."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from equilibria.lab.data.sets import Dataset, Split, cut
 
 BOXES = {4: (2, 2), 6: (2, 3), 9: (3, 3)}  # rows and columns of a box, by the size of the board
 Board = list[int]  # row by row; 0 is an empty cell
-ATTEMPTS = 60  # boards drawn per board asked for, before there are said to be too few different ones
-REFINEMENTS = 4  # rounds of the signature: more tell no more boards apart
+ATTEMPTS = 60  # boards drawn per requested board before the request fails
+REFINEMENTS = 4  # rounds of the signature; more rounds do not distinguish more boards
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Solved:
 
     solutions: int  # at most the limit it was given
     first: Board | None
-    guesses: int  # cells at which more than one digit had to be tried
+    guesses: int  # number of cells at which several digits were possible
 
 
 @lru_cache
@@ -51,9 +51,9 @@ def units(size: int) -> tuple[tuple[int, ...], ...]:
 
 
 def solve_board(board: Board, limit: int = 2, order: Random | None = None) -> Solved:
-    """Backtracking at the cell with the fewest candidates; stops at `limit` solutions.
+    """Solve a board by backtracking at the cell with the fewest candidates; stops at `limit` solutions.
 
-    order  in which digits are tried at random; None: ascending
+    order  generator that shuffles the digits before they are tried; None: ascending order
     """
     size = int(len(board) ** 0.5)
     whole = (1 << size) - 1
@@ -78,8 +78,11 @@ def _search(
     limit: int,
     order: Random | None,
 ) -> int:
-    """Fill the empty `cells`, collect solutions in `found`; returns the number of guesses made."""
-    # the cell with the fewest choices first, which keeps the search tree small
+    """Fill the empty `cells` and add solutions to `found`; returns the number of guesses.
+
+    allowed  bit mask of the allowed digits of every cell; near: cells of the same row, column or box
+    """
+    # the cell with the fewest candidates first, which keeps the search tree small
     best, fewest = -1, 100
     for cell, digit in enumerate(cells):
         if digit == 0:
@@ -102,7 +105,7 @@ def _search(
             allowed[peer] &= ~(1 << d)
         guesses += _search(cells, allowed, near, found, limit, order)
         cells[best] = 0
-        for peer in changed:  # in place and taken back: copies of the board would take most of the time
+        for peer in changed:  # undone in place: copying the board would take most of the time
             allowed[peer] |= 1 << d
         if len(found) >= limit:
             break
@@ -110,9 +113,9 @@ def _search(
 
 
 def make_board(size: int, givens: int, draws: Random) -> tuple[Board, Board]:
-    """A puzzle with one solution, and the solution: givens are removed in a random order while it stays unique.
+    """Return a puzzle and its unique solution; digits are removed in random order as long as the solution stays unique.
 
-    givens  to stop at; there may remain more, where every further removal would allow a second solution
+    givens  number of givens at which removal stops; more remain if every further removal would allow a second solution
     """
     solution = solve_board([0] * size**2, 1, draws).first
     assert solution is not None
@@ -129,10 +132,10 @@ def make_board(size: int, givens: int, draws: Random) -> tuple[Board, Board]:
 
 
 def signature(board: Board) -> int:
-    """A number that every symmetry of the board leaves as it is: boards of different signatures are no images of each other.
+    """Return a number that is invariant under the symmetries of the board.
 
-    Colours of cells, digits, rows, columns and boxes are refined by the colours of their neighbours (Weisfeiler and Leman).
-    Two boards that are no images may still share it.
+    Boards with different signatures are not images of each other; boards with equal signatures may or may not be. Colours of
+    cells are refined by the colours in their row, column, box and digit (Weisfeiler and Leman).
     """
     size = int(len(board) ** 0.5)
     lines = units(size)
@@ -142,17 +145,17 @@ def signature(board: Board) -> int:
     digits = [[cell for cell, given in enumerate(board) if given == d] for d in range(1, size + 1)]
     colour = [int(given > 0) for given in board]
     for _ in range(REFINEMENTS):
-        heard: list[list[int]] = [[] for _ in board]
+        received: list[list[int]] = [[] for _ in board]
         for kind, line in [*groups, *((3, cells) for cells in digits)]:
-            word = _mixed((kind, *sorted(colour[cell] for cell in line)))
+            message = _hash((kind, *sorted(colour[cell] for cell in line)))  # sorted: the order of cells must not matter
             for cell in line:
-                heard[cell].append(word)
-        colour = [_mixed((own, *sorted(words))) for own, words in zip(colour, heard, strict=True)]
-    return _mixed(tuple(sorted(colour)))
+                received[cell].append(message)
+        colour = [_hash((own, *sorted(messages))) for own, messages in zip(colour, received, strict=True)]
+    return _hash(tuple(sorted(colour)))
 
 
-def _mixed(values: tuple[int, ...]) -> int:
-    """A hash of integers that is the same in every process."""
+def _hash(values: tuple[int, ...]) -> int:
+    """Return a hash of integers that is the same in every process, unlike Python's own."""
     mixed = 0xCBF29CE484222325
     for value in values:
         mixed = ((mixed ^ (value & 0xFFFFFFFFFFFFFFFF)) * 0x100000001B3 + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
@@ -161,7 +164,10 @@ def _mixed(values: tuple[int, ...]) -> int:
 
 
 def different_boards(size: int, givens: tuple[int, int], guesses: tuple[int, int], draws: Random) -> Iterator[Any]:
-    """(puzzle, solution, guesses) without end, no two of one signature; givens and guesses within their ranges."""
+    """Yield (puzzle, solution, guesses) endlessly, or None for a board that was rejected.
+
+    Rejected are boards with a signature that was seen before, and those whose guesses are out of range.
+    """
     seen: set[int] = set()
     while True:
         board, solution = make_board(size, draws.randint(*givens), draws)
@@ -183,16 +189,16 @@ def sudoku(
     guesses: tuple[int, int] = (0, 1_000_000),
     seed: int = 0,
 ) -> Dataset[Split]:
-    """Sudoku: x (n, size^2) has the givens, 0 for an empty cell; y the one solution, digits from 1.
+    """Generate Sudoku boards: x (n, size^2) holds the givens, with 0 for empty cells; y the solution, with digits from 1.
 
-    No two boards, of any split, are images of each other under the symmetries of Sudoku: digits, rows in bands, columns
-    in stacks, bands, stacks, and transposition where boxes are square.
+    No two boards of any split are images of each other under the symmetries of Sudoku: permutations of digits, of rows in
+    bands, of columns in stacks, of bands and of stacks, and transposition if boxes are square.
 
-    givens   range from which the number of givens is drawn that removal stops at; None: half of the cells
-    guesses  range of guesses that a backtracking solver needs: the difficulty
+    givens   range of the number of givens at which removal stops; None: half of the cells
+    guesses  range of the guesses that a backtracking solver needs, a measure of difficulty
     """
     if size not in BOXES:
-        raise ValueError(f"A Sudoku has the size {', '.join(map(str, BOXES))}, got {size}.")
+        raise ValueError(f"size must be one of {', '.join(map(str, BOXES))}, got {size}.")
     givens = (size**2 // 2, size**2 // 2) if givens is None else tuple(givens)  # type: ignore[assignment]
     boards = different_boards(size, givens, tuple(guesses), Random(f"sudoku {size} {seed}"))  # type: ignore[arg-type]
     wanted = train + valid + test
@@ -204,8 +210,8 @@ def sudoku(
             found.append(board)
     if len(found) < wanted:
         raise ValueError(
-            f"Only {len(found)} different boards were found in {ATTEMPTS * wanted} draws, {wanted} are asked for: "
-            f"ask for fewer, or widen givens={givens} and guesses={guesses}."
+            f"Only {len(found)} of {wanted} different boards were found in {ATTEMPTS * wanted} draws. Request fewer boards, "
+            f"or widen givens={givens} and guesses={guesses}."
         )
     x, y = (torch.tensor([entry[i] for entry in found]) for i in (0, 1))
     classes = (".", *map(str, range(1, size + 1)))
@@ -214,12 +220,12 @@ def sudoku(
 
 @dataclass(frozen=True)
 class SudokuSymmetry:
-    """An augmentation: a random symmetry of the board for every sample, applied to puzzle and solution alike."""
+    """An augmentation that applies a random symmetry of the board to puzzle and solution of every sample."""
 
     size: int = 9
 
     def draw(self, count: int, generator: torch.Generator) -> Tensor:
-        """(count, size^2 + size + 1): the cell that each place takes its digit from, then the new names of 0 and digits."""
+        """Return (count, size^2 + size + 1): the source cell of every cell, then the new digit of every digit from 0."""
         n, (height, width) = self.size, BOXES[self.size]
         rows, columns = _lines(count, n, height, generator), _lines(count, n, width, generator)
         source = rows.unsqueeze(2) * n + columns.unsqueeze(1)  # (count, n, n)
@@ -235,7 +241,7 @@ class SudokuSymmetry:
 
 
 def _lines(count: int, size: int, thick: int, generator: torch.Generator) -> Tensor:
-    """(count, size) permutations of lines that keep bands of `thick` lines together."""
+    """Return random permutations of lines, (count, size), that keep bands of `thick` lines together."""
     bands = torch.rand(count, size // thick, generator=generator).argsort(dim=1)
     inside = torch.rand(count, size // thick, thick, generator=generator).argsort(dim=2)
     return (bands.unsqueeze(2) * thick + inside).flatten(1)

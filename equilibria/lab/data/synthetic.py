@@ -16,11 +16,11 @@ COPIED = 10  # symbols to remember
 
 
 def polynomial(*, train: int = 512, test: int = 128, noise: float = 0.005, seed: int = 0) -> Dataset[Split]:
-    """Regression on h(x) = 3/2 x^3 + x^2 - 5x + 2 sin x - 3, x uniform in (-1, 1) (Pal, Edelman and Rackauckas 2022).
+    """Generate points of h(x) = 3/2 x^3 + x^2 - 5x + 2 sin x - 3, x uniform in (-1, 1) (Pal, Edelman and Rackauckas 2022).
 
-    The paper prints - x^2; its code, and the paper on Jacobian regularization, which has the same function, add it.
+    The paper prints - x^2; its code adds x^2, as does the paper on Jacobian regularization with the same function.
 
-    noise  standard deviation of what is added to the training targets; the test targets are exact
+    noise  standard deviation of the noise on the training targets; test targets are exact
     """
     draws = generator(seed, "polynomial")
     x = torch.rand(train + test, 1, generator=draws) * 2 - 1
@@ -40,12 +40,12 @@ def chains(
     test: int = 200,
     seed: int = 42,
 ) -> Dataset[tuple[Graph, ...]]:
-    """Classify the nodes of chains; only the first node shows the class, as a one-hot feature (Gu and others 2020).
+    """Generate chains whose nodes are to be classified; only the first node shows the class, one-hot (Gu and others 2020).
 
-    One graph of classes * chains directed paths, each edge leading away from the first node. The nodes of the splits are
-    drawn at random; `mask` has them.
+    One graph holds classes * chains directed paths whose edges lead away from the first node. The nodes of the splits are
+    drawn at random and given by `mask`.
 
-    chains  per class
+    chains  number of chains per class
     """
     nodes = classes * chains * length
     if length < 1 or train + valid + test > nodes or classes > features:
@@ -66,7 +66,7 @@ def chains(
 
 
 def copy_memory(*, delay: int = 400, train: int = 20_000, test: int = 2_000, seed: int = 0) -> Dataset[Split]:
-    """Ten symbols of 1 to 8, a delay, the signal 9, then the ten symbols must be repeated (Bai, Kolter and Koltun 2019).
+    """Generate the copy memory task: ten symbols of 1 to 8 must be repeated after a delay (Bai, Kolter and Koltun 2019).
 
     Sequences of delay + 20 numbers: x = (s_1 .. s_10, 0 .., 9 at place delay + 10, 0 ..), y = (0 .., s_1 .. s_10).
     """
@@ -91,11 +91,12 @@ def shapes(
     noise: float = 0.1,
     seed: int = 0,
 ) -> Dataset[Split]:
-    """Segmentation of circles, squares and triangles in any colour, the later ones in front, on a noisy background.
+    """Generate images of circles, squares and triangles in any colour on a noisy background, with a label per pixel.
 
-    Images are uint8 (n, 3, size, size), labels (n, size, size). Colours say nothing about the class, the outline does.
+    Images are uint8 (n, 3, size, size), labels (n, size, size). Later shapes cover earlier ones. The class depends on the
+    outline, not on the colour.
 
-    most   shapes in an image, at least one
+    most   largest number of shapes in an image; there is at least one
     noise  standard deviation of the pixels, on a scale of 0 to 1
     """
     if size < 8 or most < 1:
@@ -116,7 +117,7 @@ def shapes(
 
 
 def _outline(n: int, size: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
-    """A kind for each image, (n, 1, 1), and the pixels inside of a shape of that kind, (n, size, size)."""
+    """Draw one shape per image; returns its kind, (n, 1, 1), and a mask of its pixels, (n, size, size)."""
     kind = torch.randint(1, len(SHAPES), (n, 1, 1), generator=draws)
     radius = size * (0.12 + 0.13 * torch.rand(n, 1, 1, generator=draws))
     centre = radius.unsqueeze(0) + (size - 1 - 2 * radius) * torch.rand(2, n, 1, 1, generator=draws)

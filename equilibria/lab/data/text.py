@@ -22,16 +22,16 @@ Level = Literal["word", "character"]
 
 
 def corpus(name: str, files: Sequence[str], paths: Mapping[str, Path], *, level: Level = "word") -> Dataset[Tensor]:
-    """Tokens of the three splits, int32 (n,), with an <eos> for every line; `classes` is the vocabulary.
+    """Read a corpus as tokens of three splits, int32 (n,), with an <eos> after every line; `classes` is the vocabulary.
 
-    Vocabulary: the units of the training text, most frequent first, as adaptive softmaxes want them; it is kept beside the
-    text as JSON. Units of validation and test text that the training text lacks are <unk>.
+    The vocabulary holds the units (words or characters) of the training text, the most frequent first, as adaptive softmaxes
+    need them. It is cached as JSON next to the text. Units that occur only in validation or test text become <unk>.
 
     files  base names of train, validation and test text
-    level  "word", or "character": words are then joined by single spaces
+    level  "word", or "character"; characters include single spaces between words
     """
     if level not in ("word", "character"):
-        raise ValueError(f"The level of a text is 'word' or 'character', got {level!r}.")
+        raise ValueError(f"level must be 'word' or 'character', got {level!r}.")
     places = [paths[file] for file in files]
     units = _vocabulary(places, level)
     index = _Index(units)
@@ -40,7 +40,7 @@ def corpus(name: str, files: Sequence[str], paths: Mapping[str, Path], *, level:
 
 
 class _Index(dict[str, int]):
-    """Unit -> its number, or that of <unk>."""
+    """Maps a unit to its number; unknown units have the number of <unk>."""
 
     def __init__(self, units: Sequence[str]) -> None:
         super().__init__((unit, i) for i, unit in enumerate(units))
@@ -50,17 +50,19 @@ class _Index(dict[str, int]):
 
 
 def _lines(path: Path, level: Level) -> Iterator[list[str]]:
+    """Yield the units of every line, ending with <eos>."""
     try:
         with open(path, encoding="utf-8-sig", newline="\n") as text:
             for line in text:
                 words = line.split()
                 yield [*(words if level == "word" else " ".join(words)), END]
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is no text in UTF-8: {error}. Delete it and fetch it again.") from error
+        raise DataError(f"{path} is not UTF-8 text: {error}. Delete it and fetch it again.") from error
 
 
 def _encode(path: Path, level: Level, index: _Index) -> Tensor:
-    numbers = array("i")
+    """Return the tokens of a text, int32 (n,)."""
+    numbers = array("i")  # 4 bytes per token; a list of Python integers takes several times as much
     for line in _lines(path, level):
         numbers.extend(map(index.__getitem__, line))
     if not numbers:
@@ -69,18 +71,19 @@ def _encode(path: Path, level: Level, index: _Index) -> Tensor:
 
 
 def _vocabulary(places: Sequence[Path], level: Level) -> tuple[str, ...]:
-    """Read the vocabulary from the cache if it was made for the same text."""
+    """Return the vocabulary, from the cache if it was made for the same texts."""
     cache = places[0].with_name(f"vocabulary-{level}.json")
     sums = [digest(place) for place in places]
     units = _cached(cache, sums)
     if units is None:
         units = _count(places, level)
-        with suppress(OSError), atomic(cache) as out:  # a folder that cannot be written to: count again next time
+        with suppress(OSError), atomic(cache) as out:  # without write access the units are counted again next time
             out.write(json.dumps({"sha256": sums, "units": units}, ensure_ascii=False).encode())
     return tuple(units)
 
 
 def _cached(cache: Path, sums: Sequence[str]) -> list[str] | None:
+    """Return the cached vocabulary if its checksums are `sums`; None if there is none or it is damaged."""
     try:
         content = json.loads(cache.read_bytes())
         return content["units"] if content["sha256"] == sums and isinstance(content["units"], list) else None
@@ -89,6 +92,7 @@ def _cached(cache: Path, sums: Sequence[str]) -> list[str] | None:
 
 
 def _count(places: Sequence[Path], level: Level) -> list[str]:
+    """Return the units of the training text by frequency, and <unk> if another text has units that it lacks."""
     counts: Counter[str] = Counter()
     for line in _lines(places[0], level):
         counts.update(line)

@@ -74,7 +74,7 @@ def test_diagnose_a_model_of_ones_own(script: Path, tmp_path: Path) -> None:
         (["build"], "FILE.py:NAME"),
         (["{script}:missing"], "has no 'missing'"),
         (["{script}:wrong"], "must return a pair"),
-        ([], "name the folder of a run or a function"),
+        ([], "Pass the folder of a run, a function"),
         (["--example", "plague"], "not-contractive"),
     ],
 )

@@ -487,7 +487,7 @@ def test_colder_text_is_more_probable() -> None:
 
 def test_wrong_input_is_named() -> None:
     model = small()
-    with pytest.raises(ValueError, match=r"\(batch, time\), at least one of each, got shape \(7,\)"):
+    with pytest.raises(ValueError, match=r"\(batch, time\), with at least one of each, got \(7,\)"):
         model(text()[0])
     _, memory = model(text())
     with pytest.raises(ValueError, match=r"The memory has 2 rows and the tokens have 3"):
@@ -519,7 +519,7 @@ def test_wrong_settings_are_named() -> None:
         DEQTransformer(SMALL, checkpoint="sqrt")
     with pytest.raises(ValueError, match="layers must be at least 1"):
         TransformerXL(SMALL, layers=0)
-    with pytest.raises(ValueError, match="there is none in this Linear"):
+    with pytest.raises(ValueError, match="but this Linear contains none"):
         unrolled_pretraining(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="this DEQTransformer is an explicit network"):
         unrolled_pretraining(small(depth=2))

@@ -367,7 +367,7 @@ def test_text_is_drawn_the_same_under_one_generator(name: str) -> None:
 
 
 def test_wrong_settings_and_inputs_are_named() -> None:
-    with pytest.raises(ValueError, match=r"of dilation 1, and these are \(1, 2\)"):
+    with pytest.raises(ValueError, match=r"of dilation 1, got dilations=\(1, 2\)"):
         TrellisNet(replace(SMALL, dilations=(1, 2)))
     with pytest.raises(ValueError, match=r"at least 1 each, got \(0,\)"):
         replace(SMALL, dilations=(0,))
