@@ -30,9 +30,9 @@ TASKS = {"accuracy": "image-classification", "perplexity": "text-generation", "m
 
 
 def publish(run: Run, folder: Path, *, which: str = "best", root: Path | None = None) -> dict[str, Any]:
-    """Write a finished run into `folder`; returns its provenance. `root` is where the datasets lie, for their checksums."""
+    """Write a finished run to `folder`, and return its provenance. `root` is the folder of the datasets, for checksums."""
     if run.summary is None:
-        raise ValueError(f"{run.folder} is not finished: train it to its end before it is published.")
+        raise ValueError(f"The run in {run.folder} is not finished. Train it to its end before you publish it.")
     experiment = experiment_of(run)
     folder.mkdir(parents=True, exist_ok=True)
     weights = save(run.model(experiment.task(), which), folder / WEIGHTS)
@@ -46,7 +46,7 @@ def publish(run: Run, folder: Path, *, which: str = "best", root: Path | None = 
 
 
 def provenance(run: Run, experiment: Experiment[Any], weights: Path, which: str, root: Path | None) -> dict[str, Any]:
-    """The origin of the weights: experiment, settings and their hash, data, commit, machine, and what was measured."""
+    """Return the origin of the weights: experiment, hash of its settings, data, commit, machine and measurements."""
     assert run.summary is not None
     chosen = run.summary["best"] if which == "best" else run.summary["final"]
     return {
@@ -69,13 +69,13 @@ def provenance(run: Run, experiment: Experiment[Any], weights: Path, which: str,
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """The hash of the experiment and its settings, without versions."""
+    """Return the hash of the experiment and its settings, without versions."""
     meant = {key: value for key, value in config.items() if key != "versions"}
     return hashlib.sha256(json.dumps(meant, sort_keys=True).encode()).hexdigest()
 
 
 def data_checksums(experiment: Experiment[Any], root: Path | None) -> dict[str, dict[str, str]]:
-    """The checksums by dataset and file: "sha256:..." of the file at hand, else the official one."""
+    """Return checksums by dataset and file: "sha256:..." of the present file, or the official one if it is missing."""
     place = data_root(root)
     found: dict[str, dict[str, str]] = {}
     for name in sorted(set(_strings(to_plain(experiment.settings))) & set(data_names())):
@@ -83,13 +83,13 @@ def data_checksums(experiment: Experiment[Any], root: Path | None) -> dict[str, 
         for file in data_info(name).files:
             path = file.locate(place)
             digest = None if path is None else f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
-            files[file.path] = digest or file.checksum or "not known"
+            files[file.path] = digest or file.checksum or "unknown"
         found[name] = files
     return found
 
 
 def model_card(experiment: Experiment[Any], found: Mapping[str, Any]) -> str:
-    """README.md: metadata for the hub, then what a reader must know."""
+    """Return the text of README.md: metadata for the hub, then a description with measurements and provenance."""
     head = [
         "---",
         "library_name: equilibria",
@@ -119,7 +119,7 @@ def model_card(experiment: Experiment[Any], found: Mapping[str, Any]) -> str:
 
 
 def evaluation_results(experiment: Experiment[Any], found: Mapping[str, Any]) -> str:
-    """The hub's list of results, in YAML; JSON strings are YAML strings."""
+    """Return the results in the hub's YAML format; strings are written as JSON, which is valid YAML."""
     lines = []
     notes = f"{experiment.name}, {experiment.scale} scale, seed {found['seed']}"
     for split, name, number in _numbers(found["metrics"]):
@@ -136,6 +136,7 @@ def evaluation_results(experiment: Experiment[Any], found: Mapping[str, Any]) ->
 
 
 def _numbers(metrics: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, float]]:
+    """Yield (split, name, value) of every metric that is a number."""
     for split, values in metrics.items():
         for name, number in values.items():
             if isinstance(number, (int, float)):
@@ -143,7 +144,7 @@ def _numbers(metrics: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, st
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """All strings in nested settings."""
+    """Yield all strings in nested settings."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -14,7 +14,7 @@ _BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "
 
 
 def fields(config: Any, prefix: str = "") -> dict[str, Any]:
-    """Every setting of a dataclass, and of those inside it, by its dotted name."""
+    """Return every setting of a dataclass, and of dataclasses inside it, by its dotted name."""
     found: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -39,6 +39,7 @@ def assign(groups: Mapping[str, Any], assignments: Iterable[str]) -> dict[str, A
 
 
 def _unknown(name: str, known: Iterable[str]) -> str:
+    """Return the error text for an unknown setting, with the settings of a group or the nearest name."""
     inside = [other for other in known if other.startswith(f"{name}.")]
     if inside:
         return f"{name} is a group of settings: {', '.join(inside)}. Set one of them."
@@ -46,8 +47,10 @@ def _unknown(name: str, known: Iterable[str]) -> str:
 
 
 class _Change(NamedTuple):
-    path: tuple[str, ...]  # from the dataclass at hand
-    name: str
+    """A setting and its new value."""
+
+    path: tuple[str, ...]  # names of the fields that lead to it, from the current dataclass
+    name: str  # full dotted name, for errors
     text: str
 
 
@@ -97,6 +100,7 @@ def convert(text: str, kind: Any, name: str) -> Any:
 
 
 def _optional(text: str, parts: tuple[Any, ...], name: str) -> Any:
+    """Parse text as the first type of a union that accepts it; "none" and "null" are None."""
     if type(None) in parts and text.lower() in ("none", "null"):
         return None
     kinds = [part for part in parts if part is not type(None)]
@@ -109,8 +113,9 @@ def _optional(text: str, parts: tuple[Any, ...], name: str) -> Any:
 
 
 def _tuple(text: str, parts: tuple[Any, ...], name: str) -> tuple[Any, ...]:
+    """Parse values separated by commas."""
     items = [item.strip() for item in text.strip("()[]").split(",") if item.strip()]
     kinds = [parts[0]] * len(items) if parts[1:] == (...,) else list(parts)
     if len(kinds) != len(items):
-        raise SettingError(f"{name} takes {len(kinds)} values with commas between them, got {text!r}.")
+        raise SettingError(f"{name} takes {len(kinds)} values separated by commas, got {text!r}.")
     return tuple(convert(item, kind, name) for item, kind in zip(items, kinds, strict=True))

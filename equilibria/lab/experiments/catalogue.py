@@ -38,7 +38,7 @@ from equilibria.lab.experiments.skip_deq.table import tables as skip_tables
 
 @cache
 def tables() -> dict[str, Table]:
-    """All tables."""
+    """Return all tables by name."""
     found = (
         *digits_tables(),
         *skip_tables(),
@@ -69,7 +69,7 @@ def tables() -> dict[str, Table]:
 
 
 def table(name: str) -> Table:
-    """A published table by its name."""
+    """Return a table by its present or former name; raises UnknownName."""
     name = current_name(name)
     if name not in tables():
         raise UnknownName(f"There is no table {name!r}. {nearest(name, tables())}")
@@ -77,7 +77,7 @@ def table(name: str) -> Table:
 
 
 def current_name(name: str) -> str:
-    """The present name of a table or experiment that may be given by its former name."""
+    """Return the present name of a table or experiment for its present or former name."""
     for table in tables().values():
         if table.former is not None and (name == table.former or name.startswith(f"{table.former}-")):
             return table.name + name.removeprefix(table.former)
@@ -85,29 +85,29 @@ def current_name(name: str) -> str:
 
 
 def experiments() -> dict[str, Callable[[Scale], Experiment[Any]]]:
-    """All experiments: the rows of all tables."""
+    """Return all experiments by name: the rows of all tables, as functions of the scale."""
     return {f"{table.name}-{row.name}": row.experiment for table in tables().values() for row in table.rows}
 
 
 def experiment(name: str, scale: Scale = "full") -> Experiment[Any]:
-    """A row of a table by its name, TABLE-ROW, an experiment of an installed package, or of a file, FILE.py:NAME."""
+    """Return an experiment: TABLE-ROW, a name from an installed package, or FILE.py:NAME; raises UnknownName."""
     if ":" in name:
         return load_experiment(name, scale)
     known, name = experiments(), current_name(name)
     if name in (installed := installed_experiments()):
         return load_experiment(installed[name], scale, name)
     if name in tables():
-        raise UnknownName(f"{name} is a table, of several experiments: `equilibria reproduce {name}` runs them all.")
+        raise UnknownName(f"{name} is a table of several experiments: `equilibria reproduce {name}` runs them all.")
     if name not in known:
         raise UnknownName(
-            f"There is no experiment {name!r}. {nearest(name, [*known, *installed])} An experiment of your own is given as "
+            f"There is no experiment {name!r}. {nearest(name, [*known, *installed])} Pass an experiment of your own as "
             "FILE.py:NAME."
         )
     return known[name](scale)
 
 
 def row(table: Table, name: str) -> TableRow:
-    """A row of a table by name."""
+    """Return a row of a table by its name; raises UnknownName."""
     names = [row.name for row in table.rows]
     if name not in names:
         raise UnknownName(f"{table.name} has no row {name!r}. {nearest(name, names)}")

@@ -10,9 +10,9 @@ from typing import Literal
 class Claim:
     """A statement of a paper as a comparison of means: at_least <= left / right (or left - right) <= at_most.
 
-    right    another row; None compares the value of `left` itself
-    against  another column, of `right`, or of `left` where there is no `right`
-    id       number under which the claims of several tables are collected
+    right    row to compare with; None: the value of `left` itself is bounded
+    against  column to compare with, in the row `right`, or in the row `left` if there is no `right`
+    id       number that equal claims of several tables share
     """
 
     text: str
@@ -27,60 +27,60 @@ class Claim:
 
 
 def at_most(column: str, left: str, right: str, bound: float, text: str, *, id: str = "") -> Claim:
-    """left / right <= bound."""
+    """Return the claim left / right <= bound."""
     return Claim(id=id, text=text, column=column, left=left, right=right, at_most=bound)
 
 
 def at_least(column: str, left: str, right: str, bound: float, text: str, *, id: str = "") -> Claim:
-    """left / right >= bound."""
+    """Return the claim left / right >= bound."""
     return Claim(id=id, text=text, column=column, left=left, right=right, at_least=bound)
 
 
 def within(column: str, left: str, right: str, low: float, high: float, text: str, *, id: str = "") -> Claim:
-    """low <= left / right <= high."""
+    """Return the claim low <= left / right <= high."""
     return Claim(id=id, text=text, column=column, left=left, right=right, at_least=low, at_most=high)
 
 
 def alike(column: str, left: str, right: str, margin: float, text: str, *, id: str = "") -> Claim:
-    """|left - right| <= margin."""
+    """Return the claim |left - right| <= margin."""
     return Claim(id=id, text=text, column=column, left=left, right=right, by="difference", at_least=-margin, at_most=margin)
 
 
 def higher(column: str, left: str, right: str, text: str, *, by: float = 0.0, id: str = "") -> Claim:
-    """left - right >= by; with a negative `by`, left may be that much lower."""
+    """Return the claim left - right >= by; with a negative `by`, left may be that much lower."""
     return Claim(id=id, text=text, column=column, left=left, right=right, by="difference", at_least=by)
 
 
 def lower(column: str, left: str, right: str, text: str, *, by: float = 0.0, id: str = "") -> Claim:
-    """right - left >= by; with a negative `by`, left may be that much higher."""
+    """Return the claim right - left >= by; with a negative `by`, left may be that much higher."""
     return Claim(id=id, text=text, column=column, left=left, right=right, by="difference", at_most=0.0 - by)
 
 
 def value_at_most(column: str, row: str, bound: float, text: str, *, id: str = "") -> Claim:
-    """The row's own value <= bound."""
+    """Return the claim that the value of a row is <= bound."""
     return Claim(id=id, text=text, column=column, left=row, at_most=bound)
 
 
 def value_at_least(column: str, row: str, bound: float, text: str, *, id: str = "") -> Claim:
-    """The row's own value >= bound."""
+    """Return the claim that the value of a row is >= bound."""
     return Claim(id=id, text=text, column=column, left=row, at_least=bound)
 
 
 def column_higher(column: str, other: str, row: str, text: str, *, by: float = 0.0, id: str = "") -> Claim:
-    """Within a row: column - other >= by."""
+    """Return the claim column - other >= by within a row."""
     return Claim(id=id, text=text, column=column, left=row, against=other, by="difference", at_least=by)
 
 
 def column_lower(column: str, other: str, row: str, text: str, *, by: float = 0.0, id: str = "") -> Claim:
-    """Within a row: other - column >= by."""
+    """Return the claim other - column >= by within a row."""
     return Claim(id=id, text=text, column=column, left=row, against=other, by="difference", at_most=0.0 - by)
 
 
 def column_at_most(column: str, other: str, row: str, bound: float, text: str, *, id: str = "") -> Claim:
-    """Within a row: column / other <= bound."""
+    """Return the claim column / other <= bound within a row."""
     return Claim(id=id, text=text, column=column, left=row, against=other, at_most=bound)
 
 
 def column_at_least(column: str, other: str, row: str, bound: float, text: str, *, id: str = "") -> Claim:
-    """Within a row: column / other >= bound."""
+    """Return the claim column / other >= bound within a row."""
     return Claim(id=id, text=text, column=column, left=row, against=other, at_least=bound)

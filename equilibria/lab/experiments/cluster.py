@@ -1,4 +1,4 @@
-"""Runs as jobs of a cluster, by submitit: Slurm, or processes of this machine."""
+"""Run jobs on a cluster with submitit: by Slurm, or as processes of this machine."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from equilibria._core.files import optional
 from equilibria.lab.choices import Cluster
 from equilibria.lab.experiments.runner import Failure, Job, Resources, command
 
-POLL = 2.0  # seconds between two looks at the jobs
+POLL = 2.0  # seconds between two polls of the jobs
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command line as a submitit job. A job that is preempted is submitted again: runs go on from their checkpoints."""
+    """A command line as a submitit job. A preempted job is submitted again and its run resumes from its checkpoint."""
 
     words: tuple[str, ...]
 
@@ -27,6 +27,7 @@ class Command:
         return 0
 
     def checkpoint(self) -> Any:
+        """Return the job to submit after a preemption; submitit calls this."""
         return optional("submitit.helpers", "cluster").DelayedSubmission(self)
 
 
@@ -38,10 +39,10 @@ def run_on_cluster(
     place: Resources,
     watch: Callable[[Job, str], None] = lambda job, event: None,
 ) -> list[Failure]:
-    """Submit jobs, as one array where the cluster has arrays, and wait for them.
+    """Submit jobs, as one array if the cluster has arrays, wait for them, and return the failures.
 
-    options  of `submitit.AutoExecutor.update_parameters`, such as {"timeout_min": 60, "slurm_partition": "gpu"}
-    logs     folder of submitit's files, which all nodes must see, as they must the folders of the runs
+    options  parameters of `submitit.AutoExecutor.update_parameters`, such as {"timeout_min": 60, "slurm_partition": "gpu"}
+    logs     folder of submitit's files; all nodes must have access to it and to the folders of the runs
     """
     executor = _executor(cluster, options, logs)
     absolute = [Job(job.row, job.experiment, job.folder.resolve(), job.assignments) for job in jobs]
@@ -58,7 +59,7 @@ def run_on_cluster(
             error = handle.exception()
             watch(job, "finished" if error is None else "failed")
             if error is not None:
-                # the last line of an error is the one that names it
+                # the last line of a traceback names the error
                 last = (str(error).strip().splitlines() or [type(error).__name__])[-1]
                 failures.append(Failure(job, f"{last}; its log is {handle.paths.stderr}"))
         if waiting:
@@ -71,9 +72,10 @@ def _run(words: Command) -> int:
 
 
 def _executor(cluster: Cluster, options: Mapping[str, Any], logs: Path) -> Any:
+    """Return submitit's executor; raises ValueError for options that it does not accept."""
     executor = optional("submitit", "cluster").AutoExecutor(folder=logs.resolve(), cluster=cluster)
     try:
         executor.update_parameters(**options)
     except (NameError, TypeError) as error:
-        raise ValueError(f"submitit refuses these options of --cluster: {error}") from error
+        raise ValueError(f"submitit does not accept these parameters of --cluster-set: {error}") from error
     return executor

@@ -1,4 +1,4 @@
-"""Experiments, and tables of experiments next to published figures."""
+"""Experiments, and tables that compare experiments with published figures."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ MACHINE = "machine.json"  # in a run folder: the hardware it ran on
 class Experiment(Generic[S]):
     """A training run: task settings, training settings and seeds.
 
-    settings  of model, data and loss, a frozen dataclass
-    training  of optimiser, epochs, seed
-    make      settings -> the task to train
-    seeds     that the paper, or we, repeat it with
-    origin    what the command line finds an experiment of the user's by, FILE.py:NAME; None: its name
+    settings  settings of model, data and loss, a frozen dataclass
+    training  settings of optimiser, epochs and seed
+    make      function from the settings to the task to train
+    seeds     seeds of the repetitions: those of the paper, or ours
+    origin    FILE.py:NAME of an experiment of the user, by which the command line finds it; None: it is found by its name
     """
 
     name: str
@@ -45,26 +45,28 @@ class Experiment(Generic[S]):
 
     @property
     def reference(self) -> str:
-        """The arguments with which `equilibria train` runs it."""
+        """The argument with which `equilibria train` runs it."""
         return self.origin or self.name
 
     def task(self) -> Task[Any]:
+        """Return a new task with these settings."""
         return self.make(self.settings)
 
     def config(self) -> dict[str, Any]:
-        """The experiment's part of config.json."""
+        """Return the experiment's part of config.json."""
         return {"experiment": self.reference, "scale": self.scale, "settings": to_plain(self.settings)}
 
     def changed(self, assignments: Iterable[str]) -> Experiment[S]:
-        """A copy with settings changed by name, such as `variant=skip` or `training.epochs=1`."""
+        """Return a copy with settings changed by name, such as `variant=skip` or `training.epochs=1`."""
         groups = assign({"": self.settings, "training.": self.training}, assignments)
         return dataclasses.replace(self, settings=groups[""], training=groups["training."])
 
     def seeded(self, seed: int) -> Experiment[S]:
+        """Return a copy with this seed."""
         return dataclasses.replace(self, training=dataclasses.replace(self.training, seed=seed))
 
     def restored(self, config: Mapping[str, Any]) -> Experiment[S]:
-        """A copy with the settings in the config of a run."""
+        """Return a copy with the settings in the config of a run; raises SettingError if they do not fit."""
         try:
             settings: S = from_plain(type(self.settings), config["settings"])
             training = from_plain(Training, config["training"])
@@ -77,13 +79,14 @@ class Experiment(Generic[S]):
 
 @dataclass(frozen=True)
 class Column:
-    """One number of a run.
+    """A column of a table: one number of a run.
 
-    key       where it stands: "test.accuracy" in the last epoch's splits, "seconds_train" in the summary
-    factor    that makes it the unit of the title
-    over      the value of this row is divided by ours: a reduction; the column is then a number of times
-    epochs    what is taken of its values over the epochs; "selected": that of the epoch which was best on the validation
-              split, and nothing where there was no such split
+    key       name of the number in the run's files: "test.accuracy" is in the splits of an epoch, "summary.parameters" in
+              the summary
+    factor    factor from the stored unit to the unit of the title
+    over      a reference row: the column shows the reference's value divided by the row's own, as a speed-up
+    epochs    how the values of all epochs become one; "selected": the value of the epoch that was best on the validation
+              split, or none without such a split
     """
 
     name: str
@@ -104,8 +107,8 @@ class Column:
 class Figure:
     """A mean over runs.
 
-    std    deviation over seeds, where it is known
-    runs   how many runs it is the mean of; None for published figures
+    std    standard deviation over seeds, if known
+    runs   number of runs; None for published figures
     error  standard error of the mean; None: std / sqrt(runs)
     """
 
@@ -116,7 +119,7 @@ class Figure:
 
     @property
     def standard_error(self) -> float | None:
-        """The standard error of the mean; None where it is not known."""
+        """The standard error of the mean; None if unknown."""
         if self.error is not None or self.std is None or not self.runs:
             return self.error
         return self.std / math.sqrt(self.runs)
@@ -124,9 +127,9 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """A picture with a line for every row, through columns that differ in a number.
+    """A plot with a line for every row, through columns that differ in a number.
 
-    points  (the number, name of the column), from left to right
+    points  (number, name of the column) from left to right
     """
 
     name: str
@@ -141,9 +144,9 @@ class Profile:
 class TableRow:
     """A row of a table: an experiment, and its published figures by column.
 
-    title    of the published row
-    run_as   what is run in its place, for scales at which that is something else
-    limited  its solves end at a limit of steps by design: failed solves do not show that training failed
+    title    title of the published row
+    run_as   title of what is run instead, for scales that run something else
+    limited  True if solves end at a step limit by design, so that failed solves do not mean that training failed
     """
 
     name: str
@@ -154,11 +157,11 @@ class TableRow:
     limited: bool = False
 
     def title_at(self, scale: Scale) -> str:
-        """The title of what runs at a scale."""
+        """Return the title of what runs at a scale."""
         return self.run_as.get(scale, self.title)
 
     def label(self, scale: Scale) -> str:
-        """The same, with the name of the published row where that is another."""
+        """Return the title of what runs at a scale, followed by the title of the published row if that differs."""
         own = self.title_at(scale)
         return own if own == self.title or not self.published else f"{own} (published: {self.title})"
 
@@ -167,10 +170,10 @@ class TableRow:
 class Table:
     """Experiments that are reported together.
 
-    protocol  what a reader must know, for each scale
+    protocol  notes for the reader, for each scale
     hidden    columns that only claims and profiles use
-    guess     by column of accuracy: what the best constant answer scores, in the unit of the column
-    former    the name this table had before; runs in folders of that name are found
+    guess     score of the best constant answer by column of accuracy, in the unit of the column
+    former    former name of the table; runs in folders of that name are found
     """
 
     name: str
@@ -187,13 +190,15 @@ class Table:
     seeds: Mapping[Scale, int] = field(default_factory=lambda: {"debug": 1, "reduced": 3, "full": 3})
 
     def row(self, name: str) -> TableRow:
+        """Return a row by its name."""
         return next(row for row in self.rows if row.name == name)
 
     def column(self, name: str) -> Column:
+        """Return a column, shown or hidden, by its name."""
         return next(column for column in (*self.columns, *self.hidden) if column.name == name)
 
     def folder(self, out: Path, scale: Scale) -> Path:
-        """The folder of the runs of a scale below `out`; a folder with the former name is used if only that one exists."""
+        """Return the folder for runs of a scale; one with the former name of the table is used if only that exists."""
         own = out / self.name / scale
         if self.former is not None and not own.is_dir() and (out / self.former / scale).is_dir():
             return out / self.former / scale
@@ -201,5 +206,5 @@ class Table:
 
 
 def run_folder(base: Path, row: str, seed: int) -> Path:
-    """The folder of a run below the table's folder."""
+    """Return the folder of a run below the folder of its table."""
     return base / row / f"seed-{seed}"

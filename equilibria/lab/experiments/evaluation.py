@@ -16,7 +16,7 @@ from equilibria.lab.training.task import Loader
 
 
 def experiment_of(run: Run) -> Experiment[Any]:
-    """The experiment of a run with the settings of its config.json."""
+    """Return the experiment of a run with the settings of its config.json."""
     name = run.config.get("experiment")
     file, scale = run.folder / CONFIG, run.config.get("scale", "full")
     if not isinstance(name, str):
@@ -30,7 +30,7 @@ def experiment_of(run: Run) -> Experiment[Any]:
 
 
 def evaluate(run: Run, *, which: str = "last", root: Path | None = None) -> dict[str, float]:
-    """Metrics on the test split, or where there is none on the validation split."""
+    """Return the metrics on the test split; without one on the validation split, or else on the training split."""
     e = experiment_of(run)
     task, training = e.task(), e.training
     fabric = make_fabric(1, "auto", "auto", training.precision)
@@ -41,12 +41,13 @@ def evaluate(run: Run, *, which: str = "last", root: Path | None = None) -> dict
 
 
 def model_and_batch(run: Run, *, which: str = "last", root: Path | None = None) -> tuple[nn.Module, Any]:
-    """The model of a run and the inputs of one batch, for diagnosis."""
+    """Return the model of a run and the inputs of one batch, for diagnosis."""
     e = experiment_of(run)
     first = next(iter(_held_out(e, root)))
     return run.model(e.task(), which), first[0] if isinstance(first, (tuple, list)) else first
 
 
 def _held_out(e: Experiment[Any], root: Path | None) -> Loader[Any]:
+    """Return the first of test, validation and training batches that the task has."""
     loaders = e.task().batches(root, e.training, 0, 1)
     return loaders.test or loaders.valid or loaders.train

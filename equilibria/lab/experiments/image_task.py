@@ -45,12 +45,12 @@ GUESS: dict[ImageSet, float] = {  # share of the largest class in the test set, 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageData:
-    """The choice of images, and their preprocessing; channels are always normalised to mean 0 and deviation 1.
+    """Settings that choose images and their preprocessing; channels are always normalised to mean 0 and deviation 1.
 
-    train, test  how many, drawn at random under `seed`; None: all
-    size         the side to which they are scaled: down by means over squares, up by interpolation; None: as they are
-    crop         training images are padded by so many pixels and cut out at random
-    flip         half of the training images are mirrored
+    train, test  number of images, drawn at random under `seed`; None: all
+    size         side to which images are scaled: down by means over squares, up by interpolation; None: unchanged
+    crop         pixels by which training images are padded before a random cut
+    flip         mirror half of the training images
     erase        share of the training images in which a rectangle of 10 to 25 % is made black
     """
 
@@ -65,17 +65,19 @@ class ImageData:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(channels, height, width)."""
+        """Shape of an image, (channels, height, width)."""
         channels, side = SHAPES[self.name]
         side = self.size or side
         return channels, side, side
 
     def load(self, root: Path | None) -> Dataset[Split]:
+        """Load the dataset, draw the requested number of images and scale them."""
         whole: Dataset[Split] = load(self.name, root)
         train, test = self._cut(whole.train, self.train, "train"), self._cut(whole.test, self.test, "test")
         return dataclasses.replace(whole, train=self._scaled(train), test=self._scaled(test))
 
     def augmentations(self) -> list[Augmentation]:
+        """Return the augmentations of the training images, in the order of application."""
         found: list[Augmentation] = []
         found += [Crop(self.crop)] if self.crop else []
         found += [Flip()] if self.flip else []
@@ -83,14 +85,15 @@ class ImageData:
         return found
 
     def _cut(self, split: Split, count: int | None, name: str) -> Split:
+        """Return `count` images of a split, drawn under `seed`; None: all."""
         if count is None:
             return split
         if not 0 < count <= len(split):
-            raise ValueError(f"data.{name}={count}: there are 1 to {len(split)} images to take of {self.name}.")
+            raise ValueError(f"data.{name} must lie between 1 and the {len(split)} images of {self.name}, got {count}.")
         return split[torch.randperm(len(split), generator=generator(self.seed, name))[:count]]
 
     def _scaled(self, split: Split) -> Split:
-        """Scale the images once, as floats from 0 to 1."""
+        """Scale the images to `size`, as floats from 0 to 1; done once, not per batch."""
         if self.size is None or self.size == split.x.shape[-1]:
             return split
         x = split.x.float().div_(255) if split.x.dtype == torch.uint8 else split.x
@@ -140,33 +143,33 @@ class ImageTask(Task[Batch]):
         return Outcome(loss, metrics | {"predict_seconds": seconds} | self.seen(model, batch), len(y))
 
     def run(self, model: nn.Module, x: Tensor) -> tuple[Tensor, list[Solution]]:
-        """Scores, and the solutions of the equilibrium layers."""
+        """Return the scores and the solutions of the equilibrium layers."""
         with record(model) as solutions:
             scores = model(x)
         return scores, solutions
 
     def penalties(self, solutions: Sequence[Solution], step: int) -> dict[str, tuple[float, Tensor]]:
-        """(weight, value) by name."""
+        """Return the penalties of a training step as (weight, value) by name."""
         return {}
 
     def seen(self, model: nn.Module, batch: Batch) -> dict[str, Tensor | float]:
-        """Additional metrics on a batch of the test set."""
+        """Return additional metrics on a batch of the test set."""
         return {}
 
 
 def judged(scores: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor | float]]:
-    """Loss and metrics of the scores of images."""
+    """Return the cross entropy, accuracy and error of scores, (batch, classes), with labels y, (batch,)."""
     right = (scores.detach().argmax(dim=1) == y).float().mean()
     return F.cross_entropy(scores, y), {"accuracy": right, "error": 1 - right}
 
 
 def inside(model: nn.Module, kind: type[M]) -> M:
-    """The module of type `kind` inside the wrapper of distributed training."""
+    """Return the module of type `kind` inside the wrapper of distributed training."""
     return next(module for module in model.modules() if isinstance(module, kind))
 
 
 def now(x: Tensor) -> float:
-    """Seconds by the clock of training steps, when all work on the device of x is done."""
+    """Return seconds by the clock of training steps, after all work on the device of x is done."""
     if x.is_cuda:
         torch.cuda.synchronize(x.device)
     return step_clock(x.device)()

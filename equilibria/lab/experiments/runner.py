@@ -1,4 +1,4 @@
-"""Run experiments in this process, or several at once as separate processes; finished runs are skipped."""
+"""Run experiments in this process, or several at a time in separate processes; finished runs are skipped."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Job:
             check_settings(self.folder, whole_config(self.config(), self.experiment.training))
 
     def config(self) -> dict[str, Any]:
-        """The config of the run; a folder that has the experiment's former name keeps it."""
+        """Return the config of the run; a folder that was started under the experiment's former name keeps that name."""
         config = self.experiment.config()
         before = Run.open(self.folder).config.get("experiment") if (self.folder / CONFIG).is_file() else None
         return config | {"experiment": before} if before and current_name(before) == config["experiment"] else config
@@ -82,7 +82,7 @@ def plan(
     rows: Sequence[str] = (),
     assignments: Sequence[str] = (),
 ) -> list[Job]:
-    """The runs of a table, seed by seed: the first seed of every row comes before the second of any."""
+    """Return the runs of a table, ordered by seed: all rows run their first seed before any runs its second."""
     chosen = [find_row(table, name) for name in rows] or list(table.rows)
     count = table.seeds[scale] if seeds is None else seeds
     base = table.folder(out, scale)
@@ -96,7 +96,7 @@ def plan(
 
 
 def seed_number(experiment: Experiment[Any], place: int) -> int:
-    """The experiment's own seeds in order, then the smallest numbers that are not among them."""
+    """Return the seed at an index: first the experiment's own seeds, then the smallest numbers that are not among them."""
     if place < len(experiment.seeds):
         return experiment.seeds[place]
     others = (n for n in range(place + 1 + len(experiment.seeds)) if n not in experiment.seeds)
@@ -124,7 +124,6 @@ def run_here(job: Job, place: Resources = THIS_PROCESS, listener: Listener | Non
     trainer = Trainer(e.task(), e.training, job.folder, config=job.config(), listener=listener, **options)
     summary = trainer.fit()
     if trainer.fabric.is_global_zero:
-        # store the pictures that the task draws of its trained model
         task = job.experiment.task()
         drawn = task.gallery(Run.open(job.folder).model(task, "last"), place.root, job.experiment.training)
         if drawn:
@@ -139,7 +138,10 @@ def run_apart(
     place: Resources = THIS_PROCESS,
     watch: Callable[[Job, str], None] = lambda job, event: None,
 ) -> list[Failure]:
-    """Run jobs as processes, `at_once` at a time; `watch(job, event)` gets "started", "epoch N", "finished" or "failed"."""
+    """Run jobs in separate processes, `at_once` at a time, and return the failures.
+
+    watch  called with a job and an event: "started", "epoch N", "finished" or "failed"
+    """
     waiting, failures = list(jobs), []
     running: dict[Job, subprocess.Popen[bytes]] = {}
     seen: dict[Job, int] = {}
@@ -151,7 +153,7 @@ def run_apart(
                 watch(job, "started")
             time.sleep(POLL)
             for job, process in list(running.items()):
-                _tell_epochs(job, seen, watch)
+                _report_epochs(job, seen, watch)
                 if process.poll() is None:
                     continue
                 del running[job]
@@ -165,7 +167,7 @@ def run_apart(
 
 
 def command(job: Job, place: Resources) -> list[str]:
-    """The command line that runs a job."""
+    """Return the command line that runs a job."""
     e = job.experiment
     words = [sys.executable, "-m", "equilibria", "train", e.reference, "--scale", e.scale, "--seed", str(job.seed)]
     words += ["--folder", str(job.folder), "--devices", str(place.devices), "--strategy", place.strategy]
@@ -174,7 +176,7 @@ def command(job: Job, place: Resources) -> list[str]:
 
 
 def machine() -> dict[str, Any]:
-    """The hardware that the times of a run depend on, and the commit of the code."""
+    """Return the hardware on which the times of a run depend, and the commit of the code."""
     found = {
         "processor": _processor(),
         "cores": f"{os.cpu_count()} cores",
@@ -188,11 +190,12 @@ def machine() -> dict[str, Any]:
 
 
 def _start(job: Job, at_once: int, place: Resources) -> subprocess.Popen[bytes]:
+    """Start the process of a job; its output goes to the log in its folder, and processes share the cores."""
     job.folder.mkdir(parents=True, exist_ok=True)
     threads = max(1, (os.cpu_count() or 1) // at_once)
     environment = {"OMP_NUM_THREADS": str(threads)} | os.environ
     with open(job.folder / LOG, "ab") as log:
-        # a session of its own: Ctrl-C reaches this process alone, which passes it on once
+        # a new session, so that Ctrl-C reaches only this process, which passes it on exactly once
         return subprocess.Popen(
             command(job, place), stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
@@ -220,7 +223,8 @@ def _interruptible(running: dict[Job, subprocess.Popen[bytes]]) -> Iterator[None
             signal.signal(signal.SIGTERM, before)
 
 
-def _tell_epochs(job: Job, seen: dict[Job, int], watch: Callable[[Job, str], None]) -> None:
+def _report_epochs(job: Job, seen: dict[Job, int], watch: Callable[[Job, str], None]) -> None:
+    """Report epochs of a running job that were finished since the last call."""
     if not (job.folder / "config.json").is_file():
         return
     records = Run.open(job.folder).metrics
@@ -230,6 +234,7 @@ def _tell_epochs(job: Job, seen: dict[Job, int], watch: Callable[[Job, str], Non
 
 
 def _processor() -> str:
+    """Return the name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -1,4 +1,4 @@
-"""Settings from a YAML, TOML or JSON file, as the assignments that `--set` takes."""
+"""Read settings from a YAML, TOML or JSON file as the assignments that `--set` takes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ READERS = {".yaml": "YAML", ".yml": "YAML", ".toml": "TOML", ".json": "JSON"}
 
 
 def read_settings(path: Path) -> list[str]:
-    """The settings of a file as `name=value`: nested tables become dotted names, such as training.optimizer.lr."""
+    """Return the settings of a file as `name=value`; nested tables become dotted names, such as training.optimizer.lr."""
     if path.suffix not in READERS:
         raise SettingError(f"{path} must end with {', '.join(READERS)}.")
     try:
@@ -28,6 +28,7 @@ def read_settings(path: Path) -> list[str]:
 
 
 def _parsed(path: Path) -> Any:
+    """Return the content of a file; raises ValueError if it is malformed."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".toml":
         return tomllib.loads(text)
@@ -41,6 +42,7 @@ def _parsed(path: Path) -> Any:
 
 
 def _assignments(values: Mapping[str, Any], path: Path, prefix: str = "") -> list[str]:
+    """Return nested settings as a list of `name=value`."""
     found = []
     for key, value in values.items():
         name = f"{prefix}{key}"
@@ -51,7 +53,7 @@ def _assignments(values: Mapping[str, Any], path: Path, prefix: str = "") -> lis
 
 
 def _text(value: Any, name: str, path: Path) -> str:
-    """A value as text that `--set` understands."""
+    """Return a value as text that `--set` accepts."""
     if isinstance(value, (list, tuple)):
         return ",".join(_text(each, name, path) for each in value)
     if isinstance(value, bool) or value is None:

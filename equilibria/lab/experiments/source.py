@@ -1,4 +1,4 @@
-"""The commit of this library's source, where it runs from a git checkout."""
+"""The commit of this library's source, if it runs from a git checkout."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ LENGTH = 12  # digits of a commit that reports show
 
 @cache
 def source_commit() -> str | None:
-    """The first digits of the commit, "+" appended where tracked files were changed; None outside a checkout."""
+    """Return the first digits of the commit, with "+" if tracked files were changed; None outside a checkout."""
     package = Path(equilibria.__file__).parent
-    # a package installed below somebody else's repository is not tracked there
+    # a package that is installed inside another repository is not tracked there, and that commit is not ours
     if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
     commit = _git(package, "rev-parse", f"--short={LENGTH}", "HEAD")
@@ -24,7 +24,7 @@ def source_commit() -> str | None:
 
 
 def _git(folder: Path, *words: str) -> str | None:
-    """Output of a git command; None where it fails or git is not installed."""
+    """Return the output of a git command; None if it fails or git is not installed."""
     try:
         done = subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -1,4 +1,4 @@
-"""A grid of settings: the runs of its points, and a table of what they gave."""
+"""Sweeps over a grid of settings: the runs of every point, and their results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from equilibria.lab.experiments.runner import Job, seed_number
 from equilibria.lab.training.folder import Run
 
 NUMBERS = "sweep.json"
-MOST = 1000  # runs of one sweep; more are taken for a mistake
+MOST = 1000  # largest number of runs of a sweep; more are probably a mistake
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Point:
 class PointResult:
     """The result of a point.
 
-    mean, deviation    of `metric` in the last epoch, over the finished runs; None without a run, or with one only
-    failed             share of failed solves in the last epoch, the mean over runs
-    seconds            of training, the mean over runs
-    runs               how many are finished
+    mean, deviation    of `metric` in the last epoch over the finished runs; None with no run, or for the deviation with one
+    failed             share of failed solves in the last epoch, mean over runs
+    seconds            training time, mean over runs
+    runs               number of finished runs
     """
 
     values: dict[str, str]
@@ -48,7 +48,7 @@ class PointResult:
 
 
 def parse_grid(texts: Sequence[str]) -> dict[str, list[str]]:
-    """`name=a,b,c` by name. Values that contain commas themselves are separated by "|"."""
+    """Parse texts `name=a,b,c` to lists of values by name; values that contain commas are separated by "|"."""
     grid: dict[str, list[str]] = {}
     for text in texts:
         name, separator, values = (part.strip() for part in text.partition("="))
@@ -56,7 +56,7 @@ def parse_grid(texts: Sequence[str]) -> dict[str, list[str]]:
         if not separator or not name or not found:
             raise SettingError(f"Expected --grid key=value,value,..., got {text!r}.")
         if name in grid:
-            raise SettingError(f"--grid {name} is given twice; name all its values at once.")
+            raise SettingError(f"--grid {name} is given twice: give all its values in one --grid.")
         if len(set(found)) < len(found):
             raise SettingError(f"--grid {name} has a value twice: {', '.join(found)}.")
         grid[name] = found
@@ -68,7 +68,7 @@ def parse_grid(texts: Sequence[str]) -> dict[str, list[str]]:
 def points(
     experiment: Experiment[Any], grid: dict[str, list[str]], folder: Path, assignments: Sequence[str] = (), seeds: int = 1
 ) -> list[Point]:
-    """The points of the grid with their runs; every combination of values is checked before anything runs."""
+    """Return the points of the grid with their runs; all combinations of values are checked before anything runs."""
     found = []
     for values in itertools.product(*grid.values()):
         own = dict(zip(grid, values, strict=True))
@@ -83,19 +83,19 @@ def points(
             jobs.append(Job(label, changed.seeded(number), place_of_point / f"seed-{number}", tuple(changes)))
         found.append(Point(own, tuple(jobs)))
     if (count := len(found) * seeds) > MOST:
-        raise SettingError(f"This grid has {count} runs, at most {MOST} are allowed. Name fewer values or seeds.")
+        raise SettingError(f"This grid has {count} runs, at most {MOST} are allowed. Use fewer values or seeds.")
     if "training.seed" in grid and seeds > 1:
-        raise SettingError("--grid training.seed=... names the seeds; leave --seeds out.")
+        raise SettingError("--grid training.seed=... already sets the seeds: leave --seeds out.")
     return found
 
 
 def results(found: Sequence[Point], metric: str) -> list[PointResult]:
-    """The results of the points, in the order of the grid. `metric` is SPLIT.NAME, such as test.accuracy."""
+    """Return the results of the points in the order of the grid. `metric` is SPLIT.NAME, such as test.accuracy."""
     return [_result(point, metric) for point in found]
 
 
 def default_metric(job: Job) -> tuple[str, str]:
-    """The metric that selects the best epoch of a run, as SPLIT.NAME, and which way is better."""
+    """Return the metric that selects the best epoch of a run, as SPLIT.NAME, and "max" or "min"."""
     name, way = job.experiment.task().better
     summary = Run.open(job.folder).summary
     assert summary is not None
@@ -113,13 +113,14 @@ def write_results(folder: Path, metric: str, found: Sequence[PointResult]) -> Pa
 
 
 def _result(point: Point, metric: str) -> PointResult:
+    """Return the means over the finished runs of a point; raises SettingError for an unknown metric."""
     split, _, name = metric.partition(".")
     summaries = [Run.open(job.folder).summary for job in point.jobs if job.finished]
     finals = [summary["final"] for summary in summaries if summary is not None]
     for final in finals:
         if name not in final["split"].get(split, {}):
             known = [f"{part}.{key}" for part, values in final["split"].items() for key in values]
-            raise SettingError(f"There is no metric {metric!r} in these runs: {', '.join(known)}.")
+            raise SettingError(f"These runs have no metric {metric!r}. They have {', '.join(known)}.")
     values = [final["split"][split][name] for final in finals]
     return PointResult(
         point.values,

@@ -1,1 +1,1 @@
-"""Reports: what was published beside what we measured, and whether the claims held."""
+"""Reports that compare our measurements with published figures, and verdicts on the papers' claims."""

@@ -22,14 +22,19 @@ STYLES = ("-", "--", ":")  # tell rows apart that share a colour
 
 @dataclass(frozen=True)
 class Curve:
+    """A plot of one quantity over the epochs of all rows.
+
+    key  name of the number in a run's files, as in `Column`
+    """
+
     name: str
     title: str
     key: str
     label: str
     log: bool = False
     factor: float = 1.0
-    seconds: bool = False  # over the time of training in place of epochs
-    complete: bool = False  # drawn only if every run has it
+    seconds: bool = False  # the x axis is the time of training instead of epochs
+    complete: bool = False  # draw it only if every run has the quantity
 
 
 CURVES = (
@@ -48,7 +53,7 @@ CURVES = (
 
 
 def pictures(results: TableResults, *, with_data: bool = True) -> dict[str, tuple[str, bytes]]:
-    """(title, PNG) by name; curves without data are not drawn. Without `with_data`, pictures of samples are left out."""
+    """Return (title, PNG) by name; curves without data are not drawn. with_data=False leaves out pictures of samples."""
     found = {}
     for profile in results.table.profiles:
         axes = new_axes()
@@ -62,7 +67,7 @@ def pictures(results: TableResults, *, with_data: bool = True) -> dict[str, tupl
 
 
 def _galleries(results: TableResults, hidden: Sequence[str]) -> dict[str, tuple[str, bytes]]:
-    """The pictures of the first run of every row."""
+    """Return the pictures of the first run of every row, without those named in `hidden`."""
     found = {}
     for row in results.table.rows:
         for run in results.runs.get(row.name, ())[:1]:
@@ -73,7 +78,7 @@ def _galleries(results: TableResults, hidden: Sequence[str]) -> dict[str, tuple[
 
 
 def _draw_profile(axes: Axes, results: TableResults, profile: Profile) -> bool:
-    """A line per row, through its figures with their deviations."""
+    """Draw a line per row through its figures with their deviations; returns False if there are none."""
     drawn = False
     looks = _looks([row.name for row in results.table.rows])
     for row in results.table.rows:
@@ -100,6 +105,7 @@ def _draw_profile(axes: Axes, results: TableResults, profile: Profile) -> bool:
 
 
 def _draw(axes: Axes, results: TableResults, curve: Curve) -> bool:
+    """Draw a line per row with a band over its runs; returns False if there is nothing to draw."""
     drawn = False
     if curve.complete and not all(_points(run, curve) for runs in results.runs.values() for run in runs):
         return False
@@ -126,7 +132,7 @@ def _draw(axes: Axes, results: TableResults, curve: Curve) -> bool:
 
 
 def _looks(names: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """Colour and line of every row: "v2-jr" has the colour of "v2", where there is one, and another line."""
+    """Return colour and line style of every row; "v2-jr" has the colour of "v2", if there is one, and another style."""
     found: dict[str, tuple[str, str]] = {}
     for name in names:
         base = next((other for other in found if name.startswith(f"{other}-")), None)
@@ -137,6 +143,7 @@ def _looks(names: Sequence[str]) -> dict[str, tuple[str, str]]:
 
 
 def _points(run: Run, curve: Curve) -> list[tuple[float, float]]:
+    """Return the points (x, y) of a curve; values that a logarithmic axis cannot show are left out."""
     times = accumulate(look(record, "seconds_train") or 0.0 for record in run.metrics)
     pairs = zip(run.metrics, times, strict=True)
     found = [(seconds if curve.seconds else float(record["epoch"]), look(record, curve.key)) for record, seconds in pairs]
@@ -144,7 +151,7 @@ def _points(run: Run, curve: Curve) -> list[tuple[float, float]]:
 
 
 def _band(lines: Sequence[list[tuple[float, float]]]) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Mean x, and lowest, mean and highest y over the runs, up to the length of the shortest."""
+    """Return mean x, and lowest, mean and highest y over the runs, up to the length of the shortest run."""
     length = min(map(len, lines))
     rows = [[line[i] for line in lines] for i in range(length)]
     x = [sum(p[0] for p in row) / len(row) for row in rows]

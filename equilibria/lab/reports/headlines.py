@@ -1,4 +1,4 @@
-"""Averages over the Skip DEQ tables: how much faster the best Skip model is than the plain DEQ."""
+"""Averages over the Skip DEQ tables: the speed-up of the best Skip model over the plain DEQ."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# published for the best Skip model, on average over its tables: training, prediction, depth
+# published averages of the best Skip model over all tables
 PUBLISHED = {"training": 2.55, "prediction": 3.349, "depth": 3.74}
-# the column of a table for each measure, the first that it has
+# columns for each measure; the first one that a table has is used
 COLUMNS = {"training": ("hours", "minutes"), "prediction": ("predict",), "depth": ("depth",)}
-SKIPS = ("skip", "v2")  # the rows whose evaluations are compared with those of the plain DEQ
+SKIPS = ("skip", "v2")  # rows that are compared with the plain DEQ
 
 
 @dataclass(frozen=True)
 class SpeedUp:
-    """The plain DEQ's figure over that of the best Skip model, in one table and system; `runs` is the smaller number."""
+    """The ratio of the plain DEQ's figure to that of the best Skip model, in one table and system.
+
+    runs  the smaller number of runs of both rows
+    """
 
     table: str
     system: str
@@ -27,7 +30,7 @@ class SpeedUp:
 
 
 def speed_ups(tables: Mapping[str, Mapping[str, Any]]) -> list[SpeedUp]:
-    """`tables` are what `reports.table.plain` gives, by name; only those of Skip DEQs on images count."""
+    """Return the speed-ups in tables by name, each a result of `reports.table.plain`; only Skip DEQs on images count."""
     found = []
     for name, table in tables.items():
         rows = table["rows"]
@@ -40,7 +43,7 @@ def speed_ups(tables: Mapping[str, Mapping[str, Any]]) -> list[SpeedUp]:
 
 
 def _best(table: str, rows: Mapping[str, Any], deq: str, skips: list[str], measure: str) -> SpeedUp | None:
-    """The least figure of the Skip rows that were measured on the machine of the DEQ."""
+    """Return the speed-up of the best Skip row among those measured on the machine of the DEQ; None if there are none."""
     column = next((name for name in COLUMNS[measure] if rows[deq]["ours"].get(name)), None)
     if column is None:
         return None
@@ -54,12 +57,12 @@ def _best(table: str, rows: Mapping[str, Any], deq: str, skips: list[str], measu
 
 
 def _machine(row: Mapping[str, Any]) -> str | None:
-    """The machine of the measurement that a row shows."""
+    """Return the machine of the measurement that a row shows."""
     return next((found["machine"] for found in row.get("measured", ()) if found["runs"] == row["runs"]), None)
 
 
 def lines(tables: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The speed-ups as a table in Markdown, their averages last."""
+    """Return the speed-ups as lines of a Markdown table, their averages last; empty if there are none."""
     found = speed_ups(tables)
     if not found:
         return []

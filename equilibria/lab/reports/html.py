@@ -13,7 +13,7 @@ CLASSES = {"held": "well", "did not hold": "ill", "undecided": "hint"}
 
 
 def page(results: TableResults, pictures: Pictures) -> str:
-    """The report as one document."""
+    """Return the report as one HTML document with the pictures inlined."""
     table = results.table
     claims = "".join(map(_claim, results.verdicts())) or "<li>None.</li>"
     notes = "".join(f"<li>{escape(line)}</li>" for line in protocol(results))
@@ -27,6 +27,7 @@ def page(results: TableResults, pictures: Pictures) -> str:
 
 
 def _claim(verdict: Verdict) -> str:
+    """Return a claim with its verdict as a list item."""
     return (
         f'<li class="{CLASSES[verdict.word]}"><b>{verdict.word.capitalize()}:</b> {escape(verdict.claim.text)}. '
         f"<i>Seen:</i> {escape(verdict.text)}.</li>"
@@ -34,6 +35,7 @@ def _claim(verdict: Verdict) -> str:
 
 
 def _table(results: TableResults) -> str:
+    """Return the table with published figures and ours side by side."""
     known = published_columns(results)
     columns = results.table.columns
     top = "".join(f'<th colspan="{2 if c.name in known else 1}">{escape(c.title)}</th>' for c in columns)

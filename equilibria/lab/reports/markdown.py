@@ -12,7 +12,7 @@ MARKS = {"held": "held", "did not hold": "**did not hold**", "undecided": "undec
 
 
 def page(results: TableResults, pictures: Mapping[str, str]) -> str:
-    """`pictures` are titles by file name."""
+    """Return the report as Markdown; `pictures` are titles by file name."""
     table = results.table
     parts = [
         f"# {table.title}",
@@ -29,11 +29,12 @@ def page(results: TableResults, pictures: Mapping[str, str]) -> str:
 
 
 def published_columns(results: TableResults) -> set[str]:
-    """Names of the columns with a published figure in any row."""
+    """Return the names of columns with a published figure in any row."""
     return {name for row in results.table.rows for name in row.published}
 
 
 def heads(results: TableResults) -> list[str]:
+    """Return the titles of the columns; columns with published figures appear twice."""
     known = published_columns(results)
 
     def titles(column: Column) -> list[str]:
@@ -43,7 +44,7 @@ def heads(results: TableResults) -> list[str]:
 
 
 def body(results: TableResults) -> list[list[str]]:
-    """A line for each row and machine, the published figure before ours; a row that was not run has one line."""
+    """Return a line for each row and machine, published figures before ours; a row that was not run has one line."""
     return [
         _line(results, row, measured)
         for row in results.table.rows
@@ -52,6 +53,7 @@ def body(results: TableResults) -> list[list[str]]:
 
 
 def _line(results: TableResults, row: TableRow, measured: Measured | None) -> list[str]:
+    """Return the texts of one line of the table."""
     known, machines = published_columns(results), results.machines()
     runs = "0" if measured is None else str(len(measured.runs))
     if measured is not None and len(machines) > 1:
@@ -65,4 +67,5 @@ def _line(results: TableResults, row: TableRow, measured: Measured | None) -> li
 
 
 def _rows(head: list[str], lines: list[list[str]]) -> list[str]:
+    """Return the lines of a Markdown table."""
     return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *lines)]

@@ -1,4 +1,4 @@
-"""The runs of one row on one machine: what they measured, from their folders or from a stored report."""
+"""Measurements of one row on one machine, read from the folders of its runs or from a stored report."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from equilibria.lab.experiments.definitions import MACHINE, Column, Figure, Tabl
 from equilibria.lab.training.durable import read_object
 from equilibria.lab.training.folder import Run
 
-UNKNOWN = "not known"
+UNKNOWN = "not known"  # stored reports have this text, too
 AGAIN = "Remove it, and write the report again with `equilibria reproduce`."
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The runs of one row on one machine.
+    """The measurements of one row on one machine.
 
     machine  processor, cores, threads and versions
-    runs     their names, ROW/seed-S
-    commits  of the source they ran, those that are known
-    epochs   they were trained for
-    values   by column, then by run; empty in reports that kept means alone
+    runs     names of the runs, ROW/seed-S
+    commits  known commits of the source
+    epochs   numbers of epochs of the runs
+    values   values by column and run; empty for reports that store only means
     stored   figures of such reports by column
-    changes  settings that are not those of the table
+    changes  settings that differ from those of the table
     """
 
     machine: str
@@ -38,14 +38,14 @@ class Measured:
     changes: tuple[str, ...] = ()
 
     def figure(self, column: Column) -> Figure | None:
-        """Mean and deviation of a column that is no ratio to another row."""
+        """Return mean and deviation of a column that is not a ratio to another row; None without values."""
         found = list(self.values.get(column.name, {}).values())
         if not found:
             return self.stored.get(column.name)
         return Figure(statistics.fmean(found), statistics.stdev(found) if len(found) > 1 else None, len(found))
 
     def ratio(self, column: Column, reference: Measured | None) -> Figure | None:
-        """The reference's figure over this one's, with the standard error of the quotient."""
+        """Return the reference's figure divided by this one's, with the standard error of the quotient."""
         own, other = self.values.get(column.name), {} if reference is None else reference.values.get(column.name, {})
         if not own or not other:
             return self.stored.get(column.name)
@@ -57,7 +57,7 @@ class Measured:
         return Figure(quotient, None, runs, quotient_error(other, own))
 
     def plain(self, figures: Mapping[str, Figure | None]) -> dict[str, Any]:
-        """The measurement as JSON values, for table.json."""
+        """Return the measurement as values for table.json."""
         return {
             "machine": self.machine,
             "commits": list(self.commits),
@@ -70,7 +70,7 @@ class Measured:
 
 
 def from_runs(row: str, runs: Sequence[Run], columns: Iterable[Column], changes: Iterable[str]) -> Measured:
-    """The measurements of runs on one machine."""
+    """Return the measurements of runs on one machine."""
     named = {f"{row}/{run.folder.name}": run for run in runs}
     values = {
         column.name: {
@@ -90,7 +90,7 @@ def from_runs(row: str, runs: Sequence[Run], columns: Iterable[Column], changes:
 
 
 def from_plain(found: Mapping[str, Any]) -> Measured:
-    """The measurement in an entry that `Measured.plain` wrote."""
+    """Return the measurement from an entry that `Measured.plain` wrote."""
     figures = {name: read_figure(figure) for name, figure in found["ours"].items() if figure is not None}
     values = found.get("values", {})
     return Measured(
@@ -105,7 +105,7 @@ def from_plain(found: Mapping[str, Any]) -> Measured:
 
 
 def read_rows(file: Path, table: Table) -> dict[str, tuple[Measured, ...]]:
-    """The measurements in a table.json by row; rows that the table no longer has are left out."""
+    """Return the measurements in a table.json by row; rows that the table no longer has are left out."""
     rows = read_object(file, AGAIN).get("rows", {})
     try:
         return {row.name: tuple(map(from_plain, rows[row.name]["measured"])) for row in table.rows if row.name in rows}
@@ -114,16 +114,21 @@ def read_rows(file: Path, table: Table) -> dict[str, tuple[Measured, ...]]:
 
 
 def plain_figure(figure: Figure) -> dict[str, float | None]:
+    """Return a figure as values for JSON."""
     found: dict[str, float | None] = {"mean": figure.mean, "std": figure.std}
     return found | {name: number for name in ("runs", "error") if (number := getattr(figure, name)) is not None}
 
 
 def read_figure(found: Mapping[str, Any]) -> Figure:
+    """Return the figure that `plain_figure` wrote."""
     return Figure(found["mean"], found.get("std"), found.get("runs"), found.get("error"))
 
 
 def quotient_error(left: Mapping[str, float], right: Mapping[str, float]) -> float | None:
-    """Standard error of mean(left) / mean(right); of pairs where both have the same seeds. None with too few runs."""
+    """Return the standard error of mean(left) / mean(right), by pairs if the seeds are equal; None with too few runs.
+
+    To first order the error of a quotient q is that of left - q right, divided by mean(right).
+    """
     bottom = statistics.fmean(right.values())
     quotient = statistics.fmean(left.values()) / bottom
     scaled = {name: quotient * number for name, number in right.items()}
@@ -132,7 +137,7 @@ def quotient_error(left: Mapping[str, float], right: Mapping[str, float]) -> flo
 
 
 def difference_error(left: Mapping[str, float], right: Mapping[str, float]) -> float | None:
-    """Standard error of mean(left) - mean(right); of pairs where both have the same seeds. None with too few runs."""
+    """Return the standard error of mean(left) - mean(right), by pairs if the seeds are equal; None with too few runs."""
     one, other = by_seed(left), by_seed(right)
     if one.keys() == other.keys():
         return mean_error([one[seed] - other[seed] for seed in one])
@@ -141,22 +146,21 @@ def difference_error(left: Mapping[str, float], right: Mapping[str, float]) -> f
 
 
 def mean_error(values: Sequence[float]) -> float | None:
-    """Standard error of a mean; None for a single value."""
+    """Return the standard error of a mean; None for a single value."""
     return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
 
 
 def by_seed(values: Mapping[str, float]) -> dict[str, float]:
-    """Values by the last part of the run's name, its seed."""
+    """Return values by seed, which is the last part of a run's name."""
     return {name.rpartition("/")[2]: number for name, number in values.items()}
 
 
 def value(run: Run, column: Column) -> float | None:
-    """A column's figure of one run, in the unit of its files."""
+    """Return the value of a column for one run, in the unit of its files; None if it has none."""
     place, _, key = column.key.partition(".")
     if place == "summary":
         return (run.summary or {}).get(key)
     if column.epochs == "selected":
-        # a number of the epoch that the validation split chose
         best: Mapping[str, Any] = (run.summary or {}).get("best") or {}
         return look(best, column.key) if best.get("by", {}).get("split") == "valid" else None
     found = [number for record in run.metrics if (number := look(record, column.key)) is not None]
@@ -167,19 +171,20 @@ def value(run: Run, column: Column) -> float | None:
 
 
 def look(record: Mapping[str, Any], key: str) -> float | None:
-    """A number of an epoch's record: "test.loss" of a split, "seconds_step" of the epoch."""
+    """Return a number from an epoch's record: "test.loss" is of a split, "seconds_step" of the epoch; None if absent."""
     split, _, name = key.partition(".")
     found = record.get("split", {}).get(split, {}).get(name) if name else record.get(key)
     return float(found) if isinstance(found, (int, float)) else None
 
 
 def read_machine(folder: Path) -> dict[str, Any]:
+    """Return the content of a run's machine.json; empty if there is none."""
     path = folder / MACHINE
     return read_object(path, "Remove it: a report does without it.") if path.is_file() else {}
 
 
 def machine_of(run: Run) -> str:
-    """Hardware and versions of a run, as text."""
+    """Return hardware and versions of a run as text."""
     machine, versions = read_machine(run.folder), run.config.get("versions")
     versions = versions if isinstance(versions, dict) else {}
     parts = [str(machine[key]) for key in ("processor", "cores", "threads", "devices") if key in machine]

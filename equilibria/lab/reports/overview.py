@@ -1,4 +1,4 @@
-"""One page over the reports of many tables: what was run, and every claim with its verdict."""
+"""The overview of all reports: what was run, and every claim with its verdict."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from equilibria.lab.reports.write import NUMBERS, TEXT
 from equilibria.lab.training.durable import read_object
 
 PAGE = "README.md"
-NOTES = "NOTES.md"  # written by hand, shown at the end
+NOTES = "NOTES.md"  # hand-written notes, shown at the end
 NUMBERED = {
     "C1": "Skip DEQ and V2 need fewer evaluations at equal accuracy",
     "C2": "a continuous Skip DEQ converges where the plain one meets its limit of evaluations",
@@ -32,7 +32,7 @@ NUMBERED = {
     "C13": "implicit graph networks are as accurate with phantom gradients as with exact ones",
     "C14": "implicit training loses accuracy without unrolled pre-training, training with phantom gradients does not",
 }
-REASONS = {  # part of a verdict's reason: what the overview counts it as
+REASONS = {  # part of a verdict's reason: category under which the overview counts it
     "no finished run": "with a row that was not run",
     "a verdict needs": "with fewer than three runs of a row",
     "it has not trained": "with a row that has not trained",
@@ -44,7 +44,7 @@ WORDS = {True: "held", False: "did not hold", None: "undecided"}
 
 
 def write_overview(folder: Path, tables: Mapping[str, Table]) -> Path:
-    """Read folder/TABLE/table.json, tables in this order, and write folder/README.md."""
+    """Read folder/TABLE/table.json of all tables, in this order, and write folder/README.md; returns its path."""
     files = {name: folder / name / NUMBERS for name in tables}
     found = {name: _read_table(file) for name, file in files.items() if file.is_file()}
     others = [table for name, table in tables.items() if name not in found]
@@ -54,7 +54,11 @@ def write_overview(folder: Path, tables: Mapping[str, Table]) -> Path:
 
 
 def page(tables: Mapping[str, Mapping[str, Any]], others: Sequence[Table], notes: str = "") -> str:
-    """`tables` are what `reports.table.plain` gives, by name; `others` have not been run."""
+    """Return the overview as Markdown.
+
+    tables  results of `reports.table.plain` by name
+    others  tables that have not been run
+    """
     lines = ["| table | source | scale | runs | claims |", "|---|---|---|---:|---|"]
     for name, table in tables.items():
         runs = sum(len(row["runs"]) for row in table["rows"].values())
@@ -80,7 +84,7 @@ def page(tables: Mapping[str, Mapping[str, Any]], others: Sequence[Table], notes
 
 
 def _speed_ups(tables: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The section on the averages of Skip DEQs, where there are runs of them."""
+    """Return the section on the averages of Skip DEQs; empty if there are no runs of them."""
     lines = headlines(tables)
     text = (
         "How many times faster the best of Skip DEQ and V2 trains and predicts than the plain DEQ, and how many times fewer "
@@ -90,7 +94,7 @@ def _speed_ups(tables: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _counts(tables: Mapping[str, Mapping[str, Any]]) -> str:
-    """The number of claims that held, and the reasons why others are undecided."""
+    """Return a sentence with the number of claims by verdict, and the reasons why claims are undecided."""
     claims = [claim for table in tables.values() for claim in table["claims"]]
     words = [WORDS[claim["held"]] for claim in claims]
     reasons = [_kind(claim) for claim in claims if claim["held"] is None]
@@ -100,11 +104,13 @@ def _counts(tables: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _kind(claim: Mapping[str, Any]) -> str:
+    """Return the category of the reason why a claim is undecided."""
     reason = claim.get("reason") or "no finished run"
     return next((kind for part, kind in REASONS.items() if part in reason), REASONS["no finished run"])
 
 
 def _read_table(file: Path) -> dict[str, Any]:
+    """Return the content of a table.json; raises ValueError if it is incomplete."""
     found = read_object(file, AGAIN)
     if missing := [key for key in ("source", "scale", "rows", "claims") if key not in found]:
         raise ValueError(f"{file} has no {', '.join(map(repr, missing))}. {AGAIN}")
@@ -112,10 +118,12 @@ def _read_table(file: Path) -> dict[str, Any]:
 
 
 def _unreported(table: Table) -> str:
+    """Return the line of a table that has not been run."""
     return f"| `equilibria reproduce {table.name}` | {table.source} | | not run | {len(table.claims)} to judge |"
 
 
 def _claims(tables: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return the lines of the table of all claims, numbered claims first."""
     lines = ["| | claim | published | ours | verdict | command |", "|---|---|---|---|---|---|"]
     rows = [(claim.get("id", ""), claim, name) for name, table in tables.items() for claim in table["claims"]]
     for identity, claim, name in sorted(rows, key=lambda row: _place(row[0])):
@@ -128,6 +136,6 @@ def _claims(tables: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _place(identity: str) -> int:
-    """Sort key: C1, C2, ..., then claims without a number."""
+    """Return the sort key of a claim: C1, C2, ..., then claims without a number."""
     number = identity.removeprefix("C")
     return int(number) if number.isdigit() else 1000

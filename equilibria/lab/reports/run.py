@@ -1,4 +1,4 @@
-"""The report of a single run, in its own folder: every metric over the epochs, and the settings."""
+"""The report of a single run, in the folder of the run: every metric over the epochs, and the settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE = "report.html"
 SHARE = ("%", 100.0)
 MILLISECONDS = ("ms", 1e3)
 PLAIN = ("", 1.0)
-# metric: its words, its unit and how many of these the stored unit has
+# metric: (label, (unit, factor from the stored unit to this one))
 WORDS = {
     "loss": ("loss", PLAIN),
     "accuracy": ("accuracy", SHARE),
@@ -61,6 +61,7 @@ def write_run_report(folder: Path) -> Path:
 
 
 def _page(run: Run, drawn: Mapping[str, tuple[str, bytes]]) -> str:
+    """Return the report as one HTML document."""
     name = str(run.config.get("experiment", run.folder.name))
     epochs, wanted = len(run.metrics), run.training.epochs
     state = f"{epochs} epochs" if run.summary is not None else f"{epochs} of {wanted} epochs, not finished"
@@ -72,6 +73,7 @@ def _page(run: Run, drawn: Mapping[str, tuple[str, bytes]]) -> str:
 
 
 def _table(record: Mapping[str, Any]) -> str:
+    """Return the metrics of an epoch as an HTML table with a column per split."""
     splits = record["split"]
     names = list(dict.fromkeys(name for metrics in splits.values() for name in metrics))
     head = "".join(f"<th>{escape(split)}</th>" for split in splits)
@@ -87,18 +89,18 @@ def _table(record: Mapping[str, Any]) -> str:
 
 
 def _scalars(record: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """The numbers of an epoch that belong to no split."""
+    """Return the numbers of an epoch that belong to no split, as (name, value)."""
     skipped = ("epoch", "step", "split")
     return [(name, value) for name, value in record.items() if name not in skipped and isinstance(value, (int, float))]
 
 
 def _number(name: str, value: Any) -> str:
-    """A value in the unit of its metric."""
+    """Return a value as text in the unit of its metric."""
     return "–" if not isinstance(value, (int, float)) else f"{_meaning(name)[2] * value:.4g}"
 
 
 def _pictures(run: Run) -> dict[str, bytes]:
-    """A plot per metric, with a line per split; none of a single epoch, whose numbers the table has."""
+    """Return a PNG per metric, with a line per split; none for a run of one epoch, whose numbers are in the table."""
     if len(run.metrics) < 2:
         return {}
     lines: dict[str, dict[str, list[tuple[float, float]]]] = {}
@@ -117,18 +119,19 @@ def _pictures(run: Run) -> dict[str, bytes]:
 
 
 def words(name: str) -> str:
-    """A metric in words, with its unit."""
+    """Return the label of a metric with its unit."""
     own, unit, _ = _meaning(name)
     return f"{own}, {unit}" if unit else own
 
 
 def _meaning(name: str) -> tuple[str, str, float]:
-    """The words of a metric, its unit, and the factor from the stored unit to this one."""
+    """Return the label of a metric, its unit, and the factor from the stored unit to this one."""
     own, (unit, factor) = WORDS.get(name, (name.replace("_", " "), PLAIN))
     return own, unit, factor
 
 
 def _drawn(name: str, splits: Mapping[str, list[tuple[float, float]]]) -> bytes:
+    """Return the plot of a metric over the epochs as a PNG file."""
     axes = new_axes()
     for i, (split, points) in enumerate(splits.items()):
         x, y = zip(*points, strict=True)

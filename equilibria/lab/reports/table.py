@@ -1,4 +1,4 @@
-"""The results of a table: figures with their deviation over seeds, machine by machine, and the protocol as it was run."""
+"""The results of a table: figures with their deviation over seeds for every machine, and the protocol of the runs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from equilibria.lab.reports.measured import Measured, from_runs, machine_of, pla
 from equilibria.lab.reports.verdicts import Verdict, as_published, judge
 from equilibria.lab.training.folder import Run
 
-_FREE = {"training.seed", "training.checkpoint_minutes"}  # may differ between runs of one protocol
+_FREE = {"training.seed", "training.checkpoint_minutes"}  # settings that may differ between runs of one protocol
 
 
 @dataclass(frozen=True)
 class TableResults:
     """The results of a table.
 
-    measured    by row, a measurement for each machine
-    runs        by row, the finished runs at hand; measurements of a stored report have none
+    measured    measurements by row, one for each machine
+    runs        finished runs by row; measurements of a stored report have none
     unfinished  folders of runs that are not finished
     """
 
@@ -32,27 +32,27 @@ class TableResults:
     unfinished: tuple[str, ...] = ()
 
     def main(self, row: str) -> Measured | None:
-        """The measurement of a row that its line shows: that with the most runs, the first of equal ones."""
+        """Return the measurement that the line of a row shows: the one with the most runs, or the first of them."""
         return max(self.measured.get(row, ()), key=lambda found: len(found.runs), default=None)
 
     def figure(self, row: str, column: Column, measured: Measured | None = None) -> Figure | None:
-        """Mean and deviation over the seeds of a measurement, by default the main one; None without the value."""
+        """Return mean and deviation over the seeds of a measurement, by default the main one; None without values."""
         own = measured or self.main(row)
         if own is None:
             return None
         return own.figure(column) if column.over is None else own.ratio(column, self.on(column.over, own.machine))
 
     def on(self, row: str, machine: str) -> Measured | None:
-        """The measurement of a row on a machine."""
+        """Return the measurement of a row on a machine; None if there is none."""
         return next((found for found in self.measured.get(row, ()) if found.machine == machine), None)
 
     def machines(self) -> list[str]:
-        """All machines, those of the first rows first."""
+        """Return all machines, those of the first rows first."""
         found = (measured.machine for row in self.table.rows for measured in self.measured.get(row.name, ()))
         return list(dict.fromkeys(found))
 
     def verdicts(self) -> list[Verdict]:
-        """The claims judged by these runs; none at debug scale, whose data and models are toys."""
+        """Return the verdicts of these runs on all claims; none at debug scale, whose data and models are toys."""
         return [] if self.scale == "debug" else [judge(claim, self) for claim in self.table.claims]
 
 
@@ -70,7 +70,7 @@ def collect(table: Table, scale: Scale, folder: Path) -> TableResults:
 
 
 def with_stored(results: TableResults, stored: Mapping[str, tuple[Measured, ...]]) -> TableResults:
-    """Add measurements of an earlier report that no run at hand replaces: of other rows, or of other machines."""
+    """Return results with measurements of an earlier report added, for rows and machines that have no run here."""
     measured = {
         row.name: (*(own := results.measured.get(row.name, ())), *_others(stored.get(row.name, ()), own))
         for row in results.table.rows
@@ -79,11 +79,13 @@ def with_stored(results: TableResults, stored: Mapping[str, tuple[Measured, ...]
 
 
 def _others(stored: Iterable[Measured], own: Iterable[Measured]) -> tuple[Measured, ...]:
+    """Return the stored measurements of machines that `own` does not have."""
     known = {found.machine for found in own}
     return tuple(found for found in stored if found.machine not in known)
 
 
 def _by_machine(table: Table, row: TableRow, scale: Scale, runs: Iterable[Run]) -> tuple[Measured, ...]:
+    """Return the measurements of a row's runs, one for each machine."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(machine_of(run), []).append(run)
@@ -95,7 +97,7 @@ def _by_machine(table: Table, row: TableRow, scale: Scale, runs: Iterable[Run]) 
 
 
 def protocol(results: TableResults) -> list[str]:
-    """The settings that the runs recorded: machines, seeds, epochs, commits, and settings that are not the table's."""
+    """Return the lines of the protocol: the table's notes, machines, seeds, epochs, commits, and settings that differ."""
     lines = list(results.table.protocol.get(results.scale, ()))
     lines.append(f"Command: equilibria reproduce {results.table.name} --scale {results.scale}.")
     for place, machine in enumerate(results.machines()):
@@ -111,7 +113,7 @@ def protocol(results: TableResults) -> list[str]:
 
 
 def _ran(results: TableResults, machine: str) -> str:
-    """Runs, epochs, seeds and commits on a machine."""
+    """Return a sentence with runs, epochs, seeds and commits on a machine."""
     found = [measured for row in results.table.rows if (measured := results.on(row.name, machine)) is not None]
     runs = [name for measured in found for name in measured.runs]
     epochs = sorted({number for measured in found for number in measured.epochs})
@@ -124,12 +126,12 @@ def _ran(results: TableResults, machine: str) -> str:
 
 
 def letter(place: int) -> str:
-    """A, B, C, ...: what a report calls its machines."""
+    """Return the letter by which a report names a machine: A, B, C, ..."""
     return chr(ord("A") + place)
 
 
 def deviations(row: TableRow, scale: Scale, run: Run) -> list[str]:
-    """Settings of a run that are not those of its row."""
+    """Return the settings of a run that differ from those of its row, as texts."""
     experiment = row.experiment(scale)
     meant = {"settings": to_plain(experiment.settings), "training": to_plain(experiment.training)}
     flat, found = dict(_flat(meant)), dict(_flat({key: run.config.get(key, {}) for key in meant}))
@@ -138,7 +140,7 @@ def deviations(row: TableRow, scale: Scale, run: Run) -> list[str]:
 
 
 def plain(results: TableResults) -> dict[str, Any]:
-    """The report as JSON values, for table.json."""
+    """Return the report as values for table.json."""
     columns = (*results.table.columns, *results.table.hidden)
     return {
         "table": results.table.name,
@@ -162,6 +164,7 @@ def plain(results: TableResults) -> dict[str, Any]:
 
 
 def _plain_row(results: TableResults, row: TableRow, columns: Iterable[Column]) -> dict[str, Any]:
+    """Return a row as values for table.json."""
     main = results.main(row.name)
     return {
         "title": row.title_at(results.scale),
@@ -177,6 +180,7 @@ def _plain_row(results: TableResults, row: TableRow, columns: Iterable[Column]) 
 
 
 def figure_text(figure: Figure | None, column: Column) -> str:
+    """Return a figure as text, with its deviation if known; a dash for None."""
     if figure is None:
         return "–"
     mean = number_text(figure.mean, column.digits)
@@ -192,6 +196,7 @@ def _listed(numbers: Iterable[int]) -> str:
 
 
 def _flat(value: Any, prefix: str = "") -> list[tuple[str, Any]]:
+    """Return nested settings as pairs of dotted name and value."""
     if not isinstance(value, Mapping):
         return [(prefix, value)]
     return [pair for key, part in value.items() for pair in _flat(part, f"{prefix}.{key}" if prefix else str(key))]

@@ -1,4 +1,4 @@
-"""Verdicts on claims: comparisons of means that count only if they are larger than the noise of the seeds."""
+"""Verdicts on claims: comparisons of means, decided only if the difference exceeds the noise over seeds."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from equilibria.lab.experiments.claims import Claim
 from equilibria.lab.experiments.definitions import Column, Figure, Table
 from equilibria.lab.reports.measured import Measured, difference_error, quotient_error
 
-LEAST_RUNS = 3  # fewer tell nothing of the noise
-ERRORS = 2.0  # standard errors that a bound must be away for a verdict
-MOST_FAILED = 50.0  # % of failed solves above which a row has not trained
-NEAR_GUESS = 0.1  # share of the way from the best constant answer to 100 % below which a row has learnt nothing
+LEAST_RUNS = 3  # runs per row that a verdict needs, since fewer give no estimate of the noise
+ERRORS = 2.0  # distance from the bound in standard errors that a verdict needs
+MOST_FAILED = 50.0  # % of failed solves above which a row counts as not trained
+NEAR_GUESS = 0.1  # a row counts as not trained below this share of the way from the best constant answer to 100 %
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        """The numbers, and the reason where it is undecided."""
+        """The numbers, and the reason if the claim is undecided."""
         return self.seen if self.reason is None else f"{self.seen}. Undecided: {self.reason}"
 
 
@@ -51,7 +51,7 @@ class Results(Protocol):
 
 
 def judge(claim: Claim, results: Results) -> Verdict:
-    """Compare the means of the runs as the claim says; undecided where the runs cannot tell."""
+    """Compare the means of the runs as the claim says; the verdict is undecided if the runs do not suffice."""
     column = results.table.column(claim.column)
     other, compared = _opposite(claim, results.table)
     measured = _chosen(results, claim.left, compared)
@@ -78,7 +78,7 @@ def judge(claim: Claim, results: Results) -> Verdict:
 
 
 def _chosen(results: Results, left: str, right: str | None) -> dict[str | None, Measured | None]:
-    """The measurements to compare: of one machine, unless only those of several have runs enough."""
+    """Return the measurements to compare by row: those of one machine, unless only several machines have enough runs."""
     rows = [left] if right is None else [left, right]
     choices = [[results.on(row, machine) for row in rows] for machine in results.machines()]
     choices.append([results.main(row) for row in rows])
@@ -93,7 +93,7 @@ def _chosen(results: Results, left: str, right: str | None) -> dict[str | None, 
 def _reasons(
     claim: Claim, results: Results, measured: dict[str | None, Measured | None], figures: tuple[Figure, Figure | None]
 ) -> Iterator[str]:
-    """The reasons why the runs cannot decide a claim, the most important first."""
+    """Yield the reasons why the runs cannot decide a claim, the most important first."""
     column = results.table.column(claim.column)
     for row, found in measured.items():
         if row is not None and found is not None and claim.column != "failed":
@@ -110,7 +110,7 @@ def _reasons(
 
 
 def _untrained(row: str, measured: Measured, results: Results) -> Iterator[str]:
-    """Signs that a row has not trained."""
+    """Yield signs that a row has not trained: many failed solves, or an accuracy near that of a constant answer."""
     table = results.table
     failed = next((column for column in (*table.columns, *table.hidden) if column.name == "failed"), None)
     share = None if failed is None else results.figure(row, failed, measured)
@@ -123,7 +123,7 @@ def _untrained(row: str, measured: Measured, results: Results) -> Iterator[str]:
 
 
 def _decided(claim: Claim, number: float, noise: float) -> bool | None:
-    """True or False where the number is farther from the bounds than the noise."""
+    """Return True or False if the number is farther from the bounds than the noise, else None."""
     low, high = claim.at_least, claim.at_most
     if (low is not None and number + noise < low) or (high is not None and number - noise > high):
         return False
@@ -135,7 +135,7 @@ Term = tuple[Measured | None, Column, Figure]
 
 
 def _error(claim: Claim, left: Term, right: Term | None) -> float | None:
-    """Standard error of the number that a claim bounds; by pairs of equal seeds where the values are known."""
+    """Return the standard error of the number that a claim bounds, by pairs of equal seeds if values are known."""
     if right is None:
         return left[2].standard_error
     pairs = [_values(left), _values(right)]
@@ -151,13 +151,13 @@ def _error(claim: Claim, left: Term, right: Term | None) -> float | None:
 
 
 def _values(term: Term) -> dict[str, float]:
-    """Values by run; none of a ratio to another row, whose values are not those of the ratio."""
+    """Return values by run; empty for a column that is a ratio to another row, for which runs have no values."""
     measured, column, _ = term
     return {} if measured is None or column.over is not None else dict(measured.values.get(column.name, {}))
 
 
 def as_published(claim: Claim, table: Table) -> str:
-    """The comparison with the published figures; "–" where there are none."""
+    """Return the comparison of a claim with the published figures as text; "–" if there are none."""
     other, compared = _opposite(claim, table)
     left = table.row(claim.left).published.get(claim.column)
     right = None if compared is None else table.row(compared).published.get(other.name)
@@ -167,15 +167,15 @@ def as_published(claim: Claim, table: Table) -> str:
 
 
 def _opposite(claim: Claim, table: Table) -> tuple[Column, str | None]:
-    """The column and the row that `left` is compared with; the row is None for a claim about one value."""
+    """Return the column and the row that `left` is compared with; the row is None for a claim about one value."""
     column = table.column(claim.against or claim.column)
     return column, claim.right or (None if claim.against is None else claim.left)
 
 
 def _comparison(claim: Claim, left: Figure, right: Figure | None, digits: int) -> tuple[float, str]:
-    """The number that a claim bounds, and its computation as text.
+    """Return the number that a claim bounds, and its computation as text.
 
-    Values and differences are rounded three digits beyond those shown: means of the same counts differ in their last bits.
+    Values and differences are rounded three digits beyond those shown, since means of equal counts differ in the last bits.
     """
     if right is None:
         return round(left.mean, digits + 3), f"{left.mean:,.{digits}f}"
@@ -187,6 +187,7 @@ def _comparison(claim: Claim, left: Figure, right: Figure | None, digits: int) -
 
 
 def _bounds(claim: Claim) -> str:
+    """Return the bounds of a claim as text."""
     low, high = claim.at_least, claim.at_most
     if low is not None and high is not None:
         return f"{low:g} to {high:g}"

@@ -1,4 +1,4 @@
-"""Writing a table's report: HTML, Markdown, numbers and pictures."""
+"""Write the report of a table: HTML, Markdown, numbers and pictures."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ PAGE, TEXT, NUMBERS = "report.html", "report.md", "table.json"
 
 
 def write_report(table: Table, scale: Scale, runs: Path, folder: Path | None = None) -> TableResults:
-    """Read the runs below `runs` and write their report there, or to `folder`, then without pictures of samples.
+    """Read the runs below `runs` and write their report there, or to `folder` without pictures of samples.
 
-    A report in `folder` keeps what it has of other machines, and of rows that have no run here, if it is of the same scale.
+    If `folder` has a report of the same scale, its measurements on other machines, and of rows without a run here, are kept.
     """
     results = collect(table, scale, runs)
     if folder is None:
@@ -35,7 +35,7 @@ def write_report(table: Table, scale: Scale, runs: Path, folder: Path | None = N
 
 
 def rewrite_report(table: Table, folder: Path) -> TableResults | None:
-    """Judge a stored report anew by the table's present claims and texts; None where there is none."""
+    """Write a stored report again with the table's present claims and texts; None if there is no report."""
     scale = reported_scale(folder)
     if scale is None:
         return None
@@ -45,11 +45,12 @@ def rewrite_report(table: Table, folder: Path) -> TableResults | None:
 
 
 def stored_rows(table: Table, scale: Scale, folder: Path) -> dict[str, tuple[Measured, ...]]:
-    """The measurements of the report in a folder, by row; none where there is no report of this scale."""
+    """Return the measurements of the report in a folder by row; empty if there is no report of this scale."""
     return read_rows(folder / NUMBERS, table) if reported_scale(folder) == scale else {}
 
 
 def _write(results: TableResults, drawn: Mapping[str, tuple[str, bytes]], folder: Path) -> None:
+    """Write all files of a report; pictures of an earlier report that are not drawn again are kept."""
     folder.mkdir(parents=True, exist_ok=True)
     kept = _kept_pictures(folder, {f"{name}.png" for name in drawn})
     for name, (_, content) in drawn.items():
@@ -62,14 +63,14 @@ def _write(results: TableResults, drawn: Mapping[str, tuple[str, bytes]], folder
 
 
 def _kept_pictures(folder: Path, drawn: Collection[str]) -> dict[str, str]:
-    """Titles of the pictures that the report in a folder shows, that are there, and that are not drawn anew."""
+    """Return titles by file name of existing pictures in a folder's report that are not drawn again."""
     file = folder / TEXT
     found = PICTURE.findall(file.read_text()) if file.is_file() else []
     return {name: title for title, name in found if name not in drawn and (folder / name).is_file()}
 
 
 def reported_scale(folder: Path) -> Scale | None:
-    """The scale of the report in a folder; None without a report."""
+    """Return the scale of the report in a folder; None without a report."""
     file = folder / NUMBERS
     scale = read_object(file, AGAIN).get("scale") if file.exists() else None
     return next((known for known in SCALES if known == scale), None)

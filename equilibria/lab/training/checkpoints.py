@@ -1,4 +1,4 @@
-"""Checkpoints: trees of tensors and plain values as safetensors and JSON, written whole or not at all, checked when read."""
+"""Checkpoints: trees of tensors and plain values as safetensors and JSON, written atomically and verified when read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Tree = Any  # tensors, numbers, strings, None, in dicts, lists and tuples
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint that was read and is sound."""
+    """A checkpoint that was read and verified."""
 
     path: Path
     step: int
@@ -39,16 +39,16 @@ class Found:
 class Checkpoints:
     """Folders `step-00001875`, the newest `keep` of them.
 
-    Each has a safetensors file for every part of the tree, its structure in state.json, and manifest.json with the sha256 of
-    all these. It is written under a temporary name and renamed when the disk has it, so that it is there whole or not at
-    all, and the ones before are removed only then. Nothing that is read can run code.
+    Each has a safetensors file for every part of the tree, the structure in state.json, and manifest.json with the sha256 of
+    all these files. It is written under a temporary name, synced to disk and renamed, so that it is either complete or
+    absent. Older checkpoints are removed only after that. Reading a checkpoint cannot run code.
     """
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
         self.folder, self.keep = folder, keep
 
     def write(self, step: int, parts: Mapping[str, Tree]) -> Path:
-        """Write the parts, each a tree."""
+        """Write a checkpoint of these parts, each a tree, and remove old ones; returns its path."""
         path = self.folder / f"step-{step:08d}"
         temporary = self.folder / f".{path.name}.tmp-{os.getpid()}"
         try:
@@ -58,25 +58,25 @@ class Checkpoints:
                 write_new(temporary / name, data)
             sums = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
             write_new(temporary / MANIFEST, (json.dumps({"step": step, "sha256": sums}, indent=1) + "\n").encode())
-            sync_folder(temporary)  # a crash after the rename must not find files that are not on the disk yet
+            sync_folder(temporary)  # before the rename: after a crash the named folder must not lack files
             self._put(temporary, path)
         except OSError as error:
             shutil.rmtree(temporary, ignore_errors=True)
             kept = self.paths()
             last = (
-                f"{kept[-1].name} is kept: make room and start the run again to go on from it"
+                f"{kept[-1].name} is kept: free disk space and start the run again to continue from it"
                 if kept
-                else "there is none yet"
+                else "there is no earlier one"
             )
             raise OSError(
                 error.errno, f"cannot write the checkpoint {path.name} in {self.folder}: {error.strerror or error}; {last}"
             ) from error
-        for old in self.paths()[: -self.keep]:  # only now: until the new one has its name, the old ones are needed
+        for old in self.paths()[: -self.keep]:  # only now, since they are needed until the new one has its name
             shutil.rmtree(old)
         return path
 
     def _put(self, temporary: Path, path: Path) -> None:
-        """Give it its name; one of the same step, from before the evaluation of its epoch, is set aside until then."""
+        """Rename a finished checkpoint; one of the same step, written before the evaluation, is kept aside until then."""
         aside = path.with_name(f".{path.name}.old")
         if path.exists():
             os.rename(path, aside)
@@ -85,31 +85,31 @@ class Checkpoints:
         shutil.rmtree(aside, ignore_errors=True)
 
     def paths(self) -> list[Path]:
-        """The checkpoints from old to new, sound or not; one that was set aside counts until its successor has its name."""
+        """Return the checkpoints from old to new, intact or not; one that was set aside counts until it is replaced."""
         found = {path.name: path for path in self.folder.glob("step-*") if path.is_dir() and path.name[5:].isdigit()}
         asides = {_named(aside).name: aside for aside in self.folder.glob(".step-*.old") if aside.is_dir()}
         return [path for _, path in sorted((asides | found).items())]
 
     def newest(self, tell: Callable[[str], None]) -> Found | None:
-        """Return the newest checkpoint that is sound; None if there never was one.
+        """Return the newest checkpoint that is intact; None if there never was one.
 
-        Corrupt ones that are newer are told of and renamed to `step-N.corrupt`. If no checkpoint is sound, an error is
-        raised and nothing is renamed.
+        Newer ones that are corrupt are reported by `tell` and renamed to `step-N.corrupt`. If no checkpoint is intact, an
+        error is raised and nothing is renamed.
         """
         found, problems = self.read_newest()
         if found is None:
             return None
         for path, error in problems.items():
-            tell(f"{error} Going on from the one before.")
+            tell(f"{error} Continuing from the one before.")
             aside = path.with_name(f"{path.name}.corrupt")
             shutil.rmtree(aside, ignore_errors=True)
             path.rename(aside)
         return found
 
     def read_newest(self, parts: Collection[str] | None = None) -> tuple[Found | None, dict[Path, CorruptCheckpointError]]:
-        """Return the newest sound checkpoint, or these parts of it, and the errors of corrupt ones that are newer.
+        """Return the newest intact checkpoint, or these parts of it, and the errors of newer ones that are corrupt.
 
-        Nothing in the folder is changed. (None, {}) if there never was a checkpoint; an error if none is sound.
+        Nothing in the folder is changed. Returns (None, {}) if there never was a checkpoint; raises if none is intact.
         """
         problems: dict[Path, CorruptCheckpointError] = {}
         paths = self.paths()
@@ -118,14 +118,14 @@ class Checkpoints:
                 return read(path, parts), problems
             except CorruptCheckpointError as error:
                 problems[path] = error
-        if self.paths() != paths:  # the process that trains has written another one meanwhile
+        if self.paths() != paths:  # the training process has written or removed one in the meantime
             return self.read_newest(parts)
         names = sorted(path.name for path in (*paths, *self.folder.glob("step-*.corrupt")))
         if names:
             raise CorruptCheckpointError(
-                f"None of the checkpoints in {self.folder} is sound: {', '.join(names)}. "
+                f"All checkpoints in {self.folder} are corrupt: {', '.join(names)}. "
                 + "".join(f"{error} " for error in problems.values())
-                + "Restore one of them from a copy, or start the run anew in another folder."
+                + "Restore one of them from a copy, or start a new run in another folder."
             )
         return None, problems
 
@@ -135,7 +135,7 @@ class Checkpoints:
         return not self.paths() and not any(self.folder.glob("step-*"))
 
     def sweep(self) -> None:
-        """Finish or undo the writes of a killed process."""
+        """Complete or undo the writes of a process that was killed."""
         for aside in self.folder.glob(".step-*.old"):
             path = _named(aside)
             shutil.rmtree(aside) if path.exists() else aside.rename(path)
@@ -144,7 +144,7 @@ class Checkpoints:
 
 
 def read(path: Path, parts: Collection[str] | None = None) -> Found:
-    """A checkpoint, or these parts of it, checked against its manifest."""
+    """Read a checkpoint, or these parts of it, and verify it; raises CorruptCheckpointError."""
     sums, step = _manifest(path)
     structure = _object(path, STRUCTURE, _checked(path, STRUCTURE, sums))
     names = [name for name in structure if parts is None or name in parts]
@@ -152,10 +152,10 @@ def read(path: Path, parts: Collection[str] | None = None) -> Found:
 
 
 def encode(value: Tree, tensors: dict[str, Tensor], path: str = "") -> Any:
-    """The tree as JSON that tells lists from tuples and ints from strings; its tensors go to `tensors`, named by path."""
+    """Return a tree as JSON data that keeps the types of containers and keys; tensors are added to `tensors` by path."""
     if isinstance(value, Tensor):
         if path in tensors:
-            raise ValueError(f"Two tensors of a checkpoint have the name {path!r}.")
+            raise ValueError(f"Two tensors of a checkpoint have the same path {path!r}: rename a key of the state.")
         tensors[path] = value
         return {"tensor": path}
     if isinstance(value, float) and not math.isfinite(value):
@@ -175,7 +175,7 @@ def encode(value: Tree, tensors: dict[str, Tensor], path: str = "") -> Any:
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Tree:
-    """Invert `encode`."""
+    """Return the tree that `encode` was given."""
     if isinstance(value, list):
         return [decode(each, tensors) for each in value]
     if not isinstance(value, dict):
@@ -192,11 +192,12 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Tree:
 
 
 def _named(aside: Path) -> Path:
-    """The name of a checkpoint that was set aside as `.step-N.old`."""
+    """Return the original path of a checkpoint that was set aside as `.step-N.old`."""
     return aside.with_name(aside.name[1 : -len(".old")])
 
 
 def _part(path: Path, name: str, structure: Any, sums: Mapping[str, str]) -> Tree:
+    """Read and verify one part of a checkpoint."""
     tensors = _tensors(path, name, sums)
     try:
         return decode(structure, tensors)
@@ -213,6 +214,7 @@ def _join(path: str, key: Any) -> str:
 
 
 def _files(parts: Mapping[str, Tree]) -> dict[str, bytes]:
+    """Return the content of all files of a checkpoint but the manifest, by name."""
     files, structure = {}, {}
     for name, tree in parts.items():
         tensors: dict[str, Tensor] = {}
@@ -224,7 +226,7 @@ def _files(parts: Mapping[str, Tree]) -> dict[str, bytes]:
 
 
 def _stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors on the host, none a view of another: safetensors refuses tied weights."""
+    """Return the tensors on the host, none sharing memory with another, since safetensors refuses tied weights."""
     stored: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
@@ -236,6 +238,7 @@ def _stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _manifest(path: Path) -> tuple[dict[str, str], int]:
+    """Return the checksums by file and the step of a checkpoint."""
     manifest = _object(path, MANIFEST, _bytes(path, MANIFEST))
     sums, step = manifest.get("sha256"), manifest.get("step")
     if not isinstance(sums, dict) or not isinstance(step, int):
@@ -244,7 +247,7 @@ def _manifest(path: Path) -> tuple[dict[str, str], int]:
 
 
 def _object(path: Path, name: str, data: bytes) -> dict[str, Any]:
-    """A JSON object."""
+    """Parse a JSON object; raises CorruptCheckpointError if `data` is something else."""
     try:
         found = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -255,7 +258,7 @@ def _object(path: Path, name: str, data: bytes) -> dict[str, Any]:
 
 
 def _bytes(path: Path, name: str) -> bytes:
-    """Read a file; a missing one makes the checkpoint corrupt, a denied or failing read does not and is passed on."""
+    """Read a file. A missing file makes the checkpoint corrupt; other errors, such as denied access, are passed on."""
     try:
         return (path / name).read_bytes()
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError) as error:
@@ -263,13 +266,15 @@ def _bytes(path: Path, name: str) -> bytes:
 
 
 def _checked(path: Path, name: str, sums: Mapping[str, str]) -> bytes:
+    """Read a file and compare its checksum with the manifest."""
     data = _bytes(path, name)
     if hashlib.sha256(data).hexdigest() != sums.get(name):
-        raise _corrupt(path, f"{name} is not what was written, its sha256 differs")
+        raise _corrupt(path, f"the sha256 of {name} differs from the manifest")
     return data
 
 
 def _tensors(path: Path, name: str, sums: Mapping[str, str]) -> dict[str, Tensor]:
+    """Read the tensors of a part; empty if it has none."""
     file = f"{name}.safetensors"
     if file not in sums:
         return {}
@@ -277,5 +282,5 @@ def _tensors(path: Path, name: str, sums: Mapping[str, str]) -> dict[str, Tensor
         found = safetensors.torch.load(_checked(path, file, sums))
     except safetensors.SafetensorError as error:
         raise _corrupt(path, f"{file} is no safetensors file ({error})") from error
-    # a copy has torch's own alignment, and with it the vectorised loops that the tensor had before
+    # a copy has torch's alignment; kernels may round differently on tensors with another one
     return {key: torch.clone(tensor) for key, tensor in found.items()}

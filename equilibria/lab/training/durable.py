@@ -12,7 +12,7 @@ from equilibria._core.plain import to_plain
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Write a file and wait until the disk has it."""
+    """Write a file and wait until it is on the disk."""
     with open(path, "wb") as file:
         file.write(data)
         file.flush()
@@ -20,7 +20,7 @@ def write_new(path: Path, data: bytes) -> None:
 
 
 def append_to(path: Path, data: bytes) -> None:
-    """Add to the end of a file and wait until the disk has it; cut short, it leaves an incomplete last line."""
+    """Append to a file and wait until it is on the disk; an interruption may leave an incomplete last line."""
     with open(path, "ab") as file:
         file.write(data)
         file.flush()
@@ -28,7 +28,7 @@ def append_to(path: Path, data: bytes) -> None:
 
 
 def read_object(path: Path, advice: str) -> dict[str, Any]:
-    """Read a file that holds a JSON object; an error names the file and ends with the advice."""
+    """Read a file that holds a JSON object; raises ValueError with the path and `advice`."""
     try:
         found = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
@@ -39,12 +39,12 @@ def read_object(path: Path, advice: str) -> dict[str, Any]:
 
 
 def as_json(value: Any) -> bytes:
-    """A JSON file; nan and inf, which JSON does not have, become null."""
+    """Return the content of a JSON file; nan and inf, which JSON does not have, become null."""
     return (json.dumps(to_plain(value, _finite), indent=1, allow_nan=False) + "\n").encode()
 
 
 def as_line(record: Any) -> bytes:
-    """A line of a file of JSON lines; nan and inf become null."""
+    """Return a line of a JSON Lines file; nan and inf become null."""
     return (json.dumps(to_plain(record, _finite), allow_nan=False) + "\n").encode()
 
 

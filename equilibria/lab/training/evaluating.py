@@ -19,16 +19,16 @@ from equilibria.solution import Solution, record
 
 
 class Evaluator:
-    """Means over the validation and test splits; `pause` is called after every batch and may raise.
+    """Computes means over the validation and test splits; `pause` is called after every batch and may raise.
 
-    Training goes on afterwards as if there had been no evaluation: weights, modes and random numbers are as before.
+    Evaluation does not affect training: weights, modes and random numbers are restored.
     """
 
     def __init__(self, state: State, training: Training, pause: Callable[[], None]) -> None:
         self.state, self.training, self.pause = state, training, pause
 
     def splits(self) -> dict[str, dict[str, float]]:
-        """Means by split name; the first split also has the spectral radius on its first batch."""
+        """Return the means by split name; the first split also has the spectral radius on its first batch."""
         loaders, rank = self.state.loaders, self.state.fabric.global_rank
         given = [(name, loader) for name, loader in (("valid", loaders.valid), ("test", loaders.test)) if loader is not None]
         known = verdicts(self.state.module)
@@ -41,7 +41,7 @@ class Evaluator:
 
     @contextmanager
     def weights(self) -> Iterator[None]:
-        """Inside the block the model is in eval mode and has its averaged weights, if there are any."""
+        """Put the model in eval mode inside the block, with its averaged weights if there are any."""
         average, model = self.state.average, self.state.model
         model.eval()
         try:
@@ -51,13 +51,15 @@ class Evaluator:
             model.train()
 
     def means(self, meter: Meter) -> dict[str, float]:
-        """Means over all processes, passed through the task's `summarise`."""
+        """Return the means over all processes, passed through the task's `summarise`; a collective call."""
         return self.state.task.summarise(Meter.merged(gather(self.state.fabric, meter.state())).means())
 
     def _split(self, loader: Loader[Any], look: bool) -> dict[str, float]:
+        """Return the means over one split; `look` adds the spectral radius on its first batch."""
+
         def after(meter: Meter, position: int, solutions: Sequence[Solution]) -> None:
             if look and position == 0:
-                # how many products it takes differs between processes, and with sharded weights each is a collective
+                # processes take different numbers of products, and with sharded weights each product is a collective
                 found = None if self.state.sharded else radius(solutions, self.training.seed)
                 if found is not None:
                     meter.add("spectral_radius", found, 1)
@@ -75,8 +77,8 @@ def evaluate_split(
 ) -> Meter:
     """Evaluate a model in eval mode on all batches of a loader; `after` is called after every batch.
 
-    Verdicts on the cells from earlier solves are cleared first, since finding one costs an evaluation: a run and `evaluate`
-    on its weights count the same.
+    What earlier solves found out about the cells is cleared first, since finding it out costs an evaluation. Counts of a run
+    and of `evaluate` on its weights are then equal.
     """
     meter = Meter()
     set_verdicts(model, {})

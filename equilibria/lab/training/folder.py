@@ -27,8 +27,8 @@ from equilibria.lab.training.task import Task
 from equilibria.models.states import take_dtypes
 
 CONFIG, METRICS, SUMMARY, LOCK = "config.json", "metrics.jsonl", "summary.json", ".lock"
-RESTORE = "Restore the file from a copy, or start the run anew in another folder."
-FREE = {"training.checkpoint_minutes", "extended"}  # may differ when a run is resumed: the results do not depend on it
+RESTORE = "Restore the file from a copy, or start a new run in another folder."
+FREE = {"training.checkpoint_minutes", "extended"}  # may differ when a run is resumed, since results do not depend on them
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class RunSummary:
 
 
 class Folder:
-    """A run's files, for the process that writes them."""
+    """Writes the files of a run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -57,13 +57,13 @@ class Folder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Lock the folder inside the block; the lock of a killed process is released."""
+        """Lock the folder inside the block; the lock of a killed process does not count."""
         self.path.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self.path / LOCK, timeout=0)
         try:
             lock.acquire()
         except Timeout:
-            message = f"another process is training in {self.path}. Wait for it, stop it, or take another folder"
+            message = f"another process is training in {self.path}. Wait for it, stop it, or use another folder"
             raise BlockingIOError(errno.EAGAIN, message) from None
         try:
             yield
@@ -71,58 +71,61 @@ class Folder:
             lock.release()
 
     def begin(self, config: Mapping[str, Any]) -> list[str]:
-        """Write the config, or compare it with that of the run to go on with; returns versions that have changed since.
+        """Write the config of a new run, or compare it with that of the run to resume; returns versions that have changed.
 
-        A run that was cut off before its first checkpoint begins anew.
+        A run that was killed before its first checkpoint begins again.
         """
-        self.checkpoints.sweep()  # first: the only checkpoint may be one whose renaming was cut off
+        self.checkpoints.sweep()  # first, since the only checkpoint may be one that was killed during its renaming
         self.best.sweep()
         file = self.path / CONFIG
         if self.checkpoints.empty and not (self.path / SUMMARY).exists():
-            # refuse to begin anew where epochs were finished: only those of the first may be ahead of a checkpoint
+            # metrics may be ahead of the checkpoints by one epoch; more mean that checkpoints were lost
             epochs = len(read_metrics(self.path))
             if epochs > 1:
                 raise CorruptCheckpointError(
                     f"{self.path / METRICS} has {epochs} epochs, but there is no checkpoint in {self.checkpoints.folder}. "
-                    "Restore the checkpoints, or start the run anew in another folder."
+                    "Restore the checkpoints, or start a new run in another folder."
                 )
             replace_file(file, as_json(config))
             return []
         if not file.exists():
-            raise ValueError(f"{file} is missing beside the checkpoints of a run. Restore it, or take another folder.")
+            raise ValueError(f"{file} is missing, but there are checkpoints of a run. Restore it, or use another folder.")
         return check_settings(self.path, config)
 
     def cut_metrics(self, epochs: int) -> list[dict[str, Any]]:
-        """Keep the lines of these first epochs: those of a run that was killed may be ahead of its checkpoint."""
+        """Keep only the first `epochs` lines of the metrics, which may be ahead of the checkpoint, and return them."""
         kept = read_metrics(self.path)[:epochs]
         if len(kept) < epochs:
             raise ValueError(
                 f"{self.path / METRICS} has {len(kept)} epochs, but the checkpoint was written after {epochs}. Restore the "
-                "file, or start the run anew in another folder."
+                "file, or start a new run in another folder."
             )
         replace_file(self.path / METRICS, b"".join(map(as_line, kept)))
         return kept
 
     def add_metrics(self, record: Mapping[str, Any]) -> None:
+        """Append the record of an epoch to metrics.jsonl."""
         try:
             append_to(self.path / METRICS, as_line(record))
         except OSError as error:
             raise OSError(error.errno, f"cannot write {self.path / METRICS}: {error.strerror or error}") from error
 
     def finish(self, summary: RunSummary) -> None:
+        """Write summary.json, which marks the run as finished."""
         replace_file(self.path / SUMMARY, as_json(summary))
 
     def summary(self) -> RunSummary | None:
+        """Return the summary of a finished run; None if it is not finished."""
         found = read_summary(self.path)
         return None if found is None else RunSummary(**found)
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run's folder, finished or not; reading changes nothing in it.
+    """The content of a run's folder, finished or not; reading changes nothing in it.
 
-    metrics  a dict per epoch, the lines of metrics.jsonl
-    summary  None while the run is not finished
+    metrics  a dict per epoch, from the lines of metrics.jsonl
+    summary  None if the run is not finished
     """
 
     folder: Path
@@ -132,15 +135,15 @@ class Run:
 
     @staticmethod
     def open(folder: Path) -> Run:
-        """Open a run folder; raises if it is not one."""
+        """Read a run folder; raises FileNotFoundError if it is not one, and ValueError if its files are damaged."""
         folder = Path(folder)
         if not (folder / CONFIG).is_file():
             what = "has no config.json" if folder.is_dir() else "does not exist"
-            raise FileNotFoundError(f"{folder} is not the folder of a run: it {what}.")
+            raise FileNotFoundError(f"{folder} is not the folder of a run: it {what}. Pass a folder of `equilibria train`.")
         config = read_object(folder / CONFIG, RESTORE)
         if not isinstance(config.get("training"), dict):
             raise ValueError(f"{folder / CONFIG} has no object 'training'. {RESTORE}")
-        summary = read_summary(folder)  # before the metrics, which are complete when it is there
+        summary = read_summary(folder)  # before the metrics: once it exists, they are complete
         metrics = read_metrics(folder)
         if summary is not None and len(metrics) != summary["epochs"]:
             raise ValueError(f"{folder / METRICS} has {len(metrics)} epochs, {SUMMARY} {summary['epochs']}. {RESTORE}")
@@ -148,16 +151,17 @@ class Run:
 
     @property
     def training(self) -> Training:
+        """The training settings of the run."""
         try:
             return from_plain(Training, self.config["training"], "training.")
         except (KeyError, TypeError, ValueError) as error:
             raise _not_as_written(self.folder / CONFIG, error) from error
 
     def model(self, task: Task[Any], which: str = "last") -> nn.Module:
-        """The task's model with the weights of this run, in eval mode.
+        """Return the task's model with the weights of this run, in eval mode.
 
-        which  "last": those that evaluation uses, averaged if the run averages; "raw": never averaged; "best": those of
-               the epoch that was best by `Task.better`
+        which  "last": weights that evaluation uses, averaged if the run averages; "raw": the last weights, not averaged;
+               "best": weights of the epoch that was best by `Task.better`
         """
         one_of("choice of weights", which, ("last", "raw", "best"))
         found = self.checkpoint("best" if which == "best" else "checkpoints", ("model", "average"))
@@ -173,9 +177,9 @@ class Run:
         return model.eval()
 
     def checkpoint(self, kind: str, parts: Collection[str]) -> Found:
-        """These parts of the newest sound checkpoint; a warning names newer ones that are corrupt.
+        """Return these parts of the newest intact checkpoint; warns about newer ones that are corrupt.
 
-        kind  "checkpoints" or "best", the name of their folder
+        kind  name of the folder of checkpoints, "checkpoints" or "best"
         """
         checkpoints = Checkpoints(self.folder / kind)
         found, problems = checkpoints.read_newest(parts)
@@ -183,46 +187,52 @@ class Run:
             raise FileNotFoundError(f"There is no checkpoint in {checkpoints.folder} yet: train the run first.")
         if problems:
             told = " ".join(map(str, problems.values()))
-            warnings.warn(f"{told} The weights are those of {found.path}, before it.", stacklevel=3)
+            warnings.warn(f"{told} Weights of the earlier {found.path} are used.", stacklevel=3)
         return found
 
 
 def check_settings(folder: Path, config: Mapping[str, Any]) -> list[str]:
-    """Refuse a config that is not that of the run in `folder`; returns versions that have changed since."""
+    """Compare a config with that of the run in `folder`; returns versions that have changed.
+
+    Raises ValueError if settings differ on which results depend.
+    """
     changed = _differences(read_object(folder / CONFIG, RESTORE), json.loads(as_json(config)))
     refused = [line for key, line in changed.items() if not key.startswith("versions.") and key not in FREE]
     if refused:
         raise ValueError(
-            f"The run in {folder} was started with other settings, see its {CONFIG}: {'; '.join(refused)}. Go on with the "
-            "settings it has, or take another folder."
+            f"The run in {folder} was started with other settings, see its {CONFIG}: {'; '.join(refused)}. Use the settings "
+            "of the run, or another folder."
         )
     return [line for key, line in changed.items() if key.startswith("versions.")]
 
 
 def extend_run(folder: Path, epochs: int) -> None:
-    """Make a finished run one that is to train up to `epochs` epochs; its config says after how many it was extended."""
+    """Set the number of epochs of a finished run to `epochs`, so that it can be resumed.
+
+    Its config lists the epochs after which the run was extended.
+    """
     run = Run.open(folder)
     if run.summary is None:
-        raise ValueError(f"The run in {folder} is not finished: `equilibria train` goes on with it.")
+        raise ValueError(f"The run in {folder} is not finished. Continue it with `equilibria train`.")
     if epochs <= run.summary["epochs"]:
-        raise ValueError(f"The run in {folder} has {run.summary['epochs']} epochs already, got {epochs}.")
-    run.checkpoint("checkpoints", ())  # raises where there is none to go on from
+        raise ValueError(f"epochs must exceed the {run.summary['epochs']} epochs of the run in {folder}, got {epochs}.")
+    run.checkpoint("checkpoints", ())  # raises if there is no checkpoint to continue from
     before = [*run.config.get("extended", []), run.summary["epochs"]]
     config = run.config | {"training": run.config["training"] | {"epochs": epochs}, "extended": before}
     with Folder(folder).held():
-        (folder / SUMMARY).unlink()  # first: a run without it is one that is finished anew, in no time
+        (folder / SUMMARY).unlink()  # first: if this is interrupted, resuming the run only writes the summary again
         replace_file(folder / CONFIG, as_json(config))
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl; a last one that was cut short is left out."""
+    """Return the records in metrics.jsonl; an incomplete last line is left out."""
     file = folder / METRICS
     lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
     return [_metrics_line(file, number, line) for number, line in enumerate(lines, start=1)]
 
 
 def _metrics_line(file: Path, number: int, line: bytes) -> dict[str, Any]:
-    """One line, which is that of epoch `number`."""
+    """Parse the line of epoch `number`; raises ValueError if it is not valid."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -235,12 +245,12 @@ def _metrics_line(file: Path, number: int, line: bytes) -> dict[str, Any]:
     if record["epoch"] != number:
         raise ValueError(f"{file}: line {number} is of epoch {record['epoch']!r}, expected {number}. {RESTORE}")
     if not _is_record(record):
-        raise ValueError(f"{file}: line {number} has values of other types, got {record!s:.120}. {RESTORE}")
+        raise ValueError(f"{file}: line {number} has values of wrong types, got {record!s:.120}. {RESTORE}")
     return record
 
 
 def _is_record(record: Any) -> bool:
-    """True if it has what every epoch has."""
+    """Return True if a record has splits of metrics and numbers for epoch, step and time."""
     if not isinstance(record, dict) or not isinstance(record.get("split"), dict):
         return False
     numbers = (record.get("epoch"), record.get("step"), record.get("seconds_train"))
@@ -250,7 +260,7 @@ def _is_record(record: Any) -> bool:
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """The content of summary.json of a finished run; None if there is none."""
+    """Return the content of summary.json; None if the run is not finished."""
     file = folder / SUMMARY
     if not file.exists():
         return None
@@ -267,26 +277,26 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def does_not_fit(path: Path, error: Exception) -> CorruptCheckpointError:
-    """The error for a checkpoint that is sound, but not one of this run."""
+    """Return the error for a checkpoint that is intact but does not belong to this run."""
     return CorruptCheckpointError(
         f"The checkpoint {path} does not fit the run ({type(error).__name__}: {error}). It was changed, or written by "
-        "another version or by other code. Restore it, go back to that code, or start the run anew in another folder."
+        "another version or by other code. Restore it, go back to that code, or start a new run in another folder."
     )
 
 
 def whole_config(config: Mapping[str, Any] | None, training: Training) -> dict[str, Any]:
-    """The content of config.json: the experiment, the settings of training, and versions."""
+    """Return the content of config.json: the experiment, the training settings, and versions."""
     return {**(config or {}), "training": to_plain(training), "versions": versions()}
 
 
 def versions() -> dict[str, str]:
-    """Versions of python, torch and this library, on which the numbers depend."""
+    """Return the versions of python, torch and this library, on which the numbers depend."""
     names = ("equilibria", "torch", "lightning-fabric")
     return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in names}
 
 
 def _differences(before: Any, now: Any, key: str = "") -> dict[str, str]:
-    """Every key whose values differ, with both."""
+    """Return a text for every key whose values differ, with both values."""
     if isinstance(before, dict) and isinstance(now, dict):
         found: dict[str, str] = {}
         for name in sorted(before.keys() | now.keys()):
@@ -296,5 +306,6 @@ def _differences(before: Any, now: Any, key: str = "") -> dict[str, str]:
 
 
 def _not_as_written(path: Path, error: Exception) -> ValueError:
+    """Return the error for a file of valid JSON with unexpected content."""
     reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
     return ValueError(f"{path} was changed or written by another version: {reason} {RESTORE}")

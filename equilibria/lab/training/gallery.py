@@ -1,4 +1,4 @@
-"""Pictures that a task drew of its trained model, kept in the folder of the run."""
+"""Pictures that a task draws of its trained model, stored in the folder of the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from equilibria._core.files import replace_file
 from equilibria.lab.training.durable import read_object
 
 FOLDER, TITLES = "gallery", "titles.json"
-# These show samples of a dataset. Reports in other folders, which may be published, leave them out.
+# pictures that show samples of a dataset; reports in other folders leave them out, since these may be published
 SHOW_DATA = ("segmentation",)
 
 
@@ -21,7 +21,7 @@ def write_gallery(run: Path, pictures: Mapping[str, tuple[str, bytes]]) -> None:
     for name, (_, content) in pictures.items():
         replace_file(folder / f"{name}.png", content)
     titles = {name: title for name, (title, _) in pictures.items()}
-    replace_file(folder / TITLES, json.dumps(titles).encode())  # last: it means that all are there
+    replace_file(folder / TITLES, json.dumps(titles).encode())  # last: its presence means that all pictures are stored
 
 
 def read_gallery(run: Path) -> dict[str, tuple[str, bytes]]:

@@ -11,16 +11,16 @@ class Listener(Protocol):
     """Receives the events of a run on rank 0; an exception raised here ends the run."""
 
     def epoch_started(self, epoch: int, epochs: int, steps: int, done: int) -> None:
-        """Epoch `epoch` of `epochs` (from 1) has `steps` steps, `done` of which a resumed run has behind it."""
+        """An epoch begins: number `epoch` (from 1) of `epochs`, with `steps` steps, `done` of them before a resume."""
 
     def step_done(self, step: int, loss: float, seconds: float) -> None:
-        """`step` steps of the whole run are done; `loss` (may be nan) and `seconds` are those of the last one."""
+        """A step ended: `step` steps of the run are done; `loss` (may be nan) and `seconds` are those of this one."""
 
     def epoch_done(self, record: Mapping[str, Any]) -> None:
-        """The line of metrics.jsonl."""
+        """An epoch ended; `record` is its line of metrics.jsonl."""
 
     def message(self, text: str) -> None:
-        """A message for the user: resumed, skipped, corrupt, stopped."""
+        """A message for the user, such as a resumed run or a skipped step."""
 
 
 class Silent:
@@ -36,7 +36,7 @@ class Silent:
 
 
 class PlainLog(Silent):
-    """A line per epoch and per message."""
+    """Prints a line per epoch and per message, by default to stderr."""
 
     def __init__(self, out: TextIO | None = None) -> None:
         self.out = out

@@ -1,4 +1,4 @@
-"""Optimisers, learning rates and averaged weights."""
+"""Optimisers, learning rate schedules and averaged weights."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from equilibria.lab.training.settings import Optimizer, Schedule
 
-# of torch's OneCycleLR: share of the steps that rise, first factor, last factor below the first, limits of the momentum
+# as in torch's OneCycleLR: share of the steps with a rising rate, ratios of the peak to the first rate and of the first to
+# the last rate, and limits of the momentum
 CYCLE_TOP, CYCLE_RISE, CYCLE_FALL, CYCLE_MOMENTUM = 0.3, 25.0, 1e4, (0.85, 0.95)
 
 
 def make_optimizer(settings: Optimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimiser of `torch.optim` that the settings name."""
+    """Return the optimiser of `torch.optim` that the settings name."""
     lr, decay, momentum = settings.lr, settings.weight_decay, settings.momentum
     match settings.name:
         case "adam":
@@ -30,7 +31,7 @@ def make_optimizer(settings: Optimizer, parameters: Iterable[nn.Parameter]) -> t
 
 
 def lr_factor(schedule: Schedule, step: int, steps: int) -> float:
-    """The factor on the learning rate at `step` (from 0) of `steps`."""
+    """Return the factor on the learning rate at `step` (from 0) of `steps`."""
     warmup = schedule.warmup_steps
     if step < warmup:
         return (step + 1) / warmup
@@ -51,7 +52,7 @@ def lr_factor(schedule: Schedule, step: int, steps: int) -> float:
 
 
 def momentum_at(schedule: Schedule, step: int, steps: int) -> float | None:
-    """The momentum that a schedule sets at `step`; None where it leaves that of the optimiser."""
+    """Return the momentum that a schedule sets at `step`; None if it does not change the momentum."""
     if schedule.name != "one-cycle":
         return None
     low, high = CYCLE_MOMENTUM
@@ -59,7 +60,7 @@ def momentum_at(schedule: Schedule, step: int, steps: int) -> float | None:
 
 
 def _cycle(done: float, steps: int, *, low: float, high: float, end: float) -> float:
-    """Rise from `low` to `high`, then change to `end`, by half a cosine each; `done` is the share of steps, in [0, 1)."""
+    """Return the value of a cycle from `low` to `high` to `end`, by half a cosine each; `done` in [0, 1) is the progress."""
     step, top = done * steps, CYCLE_TOP * steps - 1
     if step <= top:
         return _between(low, high, step / top)
@@ -67,10 +68,12 @@ def _cycle(done: float, steps: int, *, low: float, high: float, end: float) -> f
 
 
 def _between(start: float, stop: float, share: float) -> float:
+    """Return the value at `share` in [0, 1] of half a cosine from `start` to `stop`."""
     return stop + (start - stop) * (1 + math.cos(math.pi * share)) / 2
 
 
 def set_momentum(optimizer: torch.optim.Optimizer, momentum: float) -> None:
+    """Set the momentum, or the first beta of Adam, in all groups."""
     for group in optimizer.param_groups:
         if "betas" in group:
             group["betas"] = (momentum, *group["betas"][1:])
@@ -79,12 +82,13 @@ def set_momentum(optimizer: torch.optim.Optimizer, momentum: float) -> None:
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of all groups."""
     for group in optimizer.param_groups:
         group["lr"] = lr
 
 
 class Average:
-    """mean <- d mean + (1 - d) weights after every step, d = min(decay, (1 + n) / (10 + n)) after n steps."""
+    """Averaged weights: mean <- d mean + (1 - d) weights, with d = min(decay, (1 + n) / (10 + n)) after n steps."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
@@ -93,6 +97,7 @@ class Average:
 
     @torch.no_grad()
     def update(self, model: nn.Module) -> None:
+        """Include the model's present weights in the means."""
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         self.updates += 1
         for name, weight in model.named_parameters():
@@ -100,7 +105,7 @@ class Average:
 
     @contextmanager
     def in_place(self, model: nn.Module) -> Iterator[None]:
-        """Inside the block the model has the averaged weights."""
+        """Give the model the averaged weights inside the block, and restore its own after it."""
         own = {name: weight.detach().clone() for name, weight in model.named_parameters()}
         _set(model, self.means)
         try:

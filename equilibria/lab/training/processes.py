@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before a process group exists, or defaults of its functions hold the group until exit
+import torch.distributed.nn  # must precede any process group: defaults of its functions would hold the group until exit
 from lightning_fabric import Fabric
 from lightning_fabric.strategies.model_parallel import ModelParallelStrategy
 from torch import nn
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 def make_fabric(devices: int, strategy: Strategy, accelerator: str, precision: Any) -> Fabric:
-    """Create the Fabric object; under torchrun the number of processes is that of torchrun."""
+    """Return the Fabric object; torchrun, if used, determines the number of processes."""
     nodes = 1
     if dist.is_available() and dist.is_torchelastic_launched():
         devices = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -46,8 +46,9 @@ def make_fabric(devices: int, strategy: Strategy, accelerator: str, precision: A
 def _shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Shard the cell of every equilibrium layer separately, then the rest of the model.
 
-    A run of a sharded cell is a collective, so its layer must take as many on every rank: all agree when to stop.
-    The outermost module would stay gathered after a forward pass without a backward one, and evaluation is such a pass.
+    A run of a sharded cell is a collective, so every rank must make equally many: the layers' stops get a process group.
+    The outermost module reshards after forward too; otherwise it would stay gathered after an evaluation, which has no
+    backward pass.
     """
     options: dict[str, Any] = {"mesh": mesh["data_parallel"], "reshard_after_forward": True}
     for module in list(model.modules()):
@@ -63,7 +64,7 @@ def _shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Inside the block every process has all weights of a sharded model, so that parts of it may be called on their own."""
+    """Gather all weights of a sharded model on every process inside the block, so that parts of it can be called."""
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
         module.set_reshard_after_forward(False, recurse=False)
@@ -77,11 +78,12 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 
 def _together(stop: Stop) -> Stop:
+    """Return a stop with which all processes end a solve together."""
     return stop if stop.process_group is not None else dataclasses.replace(stop, process_group="world")
 
 
 def agree(fabric: Fabric, flags: Sequence[bool]) -> list[bool]:
-    """True for every flag that is set on any process."""
+    """Return for every flag whether it is set on any process; a collective call."""
     if fabric.world_size == 1:
         return list(flags)
     votes = torch.tensor(flags, dtype=torch.int64, device=fabric.device)
@@ -90,7 +92,7 @@ def agree(fabric: Fabric, flags: Sequence[bool]) -> list[bool]:
 
 
 def gather(fabric: Fabric, value: T) -> list[T]:
-    """The value of every process, on every process."""
+    """Return the values of all processes, on every process; a collective call."""
     if fabric.world_size == 1:
         return [value]
     values: list[Any] = [None] * fabric.world_size
@@ -106,7 +108,7 @@ def seed_all(*parts: int) -> None:
 
 
 def rng_state() -> dict[str, Any]:
-    """State of the generators of torch (every device) and of `random`; numpy's is not used here."""
+    """Return the state of the generators of torch (all devices) and of `random`; numpy's is not used."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state_all()
@@ -114,6 +116,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
+    """Restore a state of `rng_state`."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     if "cuda" in state and torch.cuda.is_available():
@@ -122,7 +125,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def other_rng(*parts: int) -> Iterator[None]:
-    """Inside the block random numbers are a function of the parts; afterwards they go on as if there had been no block."""
+    """Seed all generators with the parts inside the block, and restore their state after it."""
     state = rng_state()
     seed_all(*parts)
     try:
@@ -133,14 +136,14 @@ def other_rng(*parts: int) -> Iterator[None]:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Inside the block torch takes algorithms that give the same bits each time; where it has none, it warns."""
+    """Make torch use deterministic algorithms inside the block; it warns if an operation has none."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
     filled, benchmark = memory.fill_uninitialized_memory, torch.backends.cudnn.benchmark
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
     torch.use_deterministic_algorithms(True, warn_only=True)
-    memory.fill_uninitialized_memory = False  # it makes every torch.empty cost a pass
-    torch.backends.cudnn.benchmark = False
+    memory.fill_uninitialized_memory = False  # otherwise every torch.empty fills its memory
+    torch.backends.cudnn.benchmark = False  # it would choose algorithms by time
     try:
         yield
     finally:
@@ -150,7 +153,7 @@ def deterministic() -> Iterator[None]:
 
 
 class Interrupts:
-    """Inside the block the first Ctrl-C (or SIGTERM) only sets `asked`; a second one interrupts at once."""
+    """A context in which the first Ctrl-C or SIGTERM only sets `asked`; the second raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -167,21 +170,23 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
         if self.asked:
             raise KeyboardInterrupt("interrupted twice")
         self.asked = True
 
 
 def step_clock(device: torch.device) -> Callable[[], float]:
-    """The clock of training steps: CPU time of the thread on a CPU, independent of other programs; else wall time."""
+    """Return the clock of training steps: processor time on a CPU with one thread, which other programs do not affect;
+    else wall-clock time.
+    """
     return time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
 
 def peak_bytes(device: torch.device, *, alone: bool) -> int | None:
-    """The most memory in use so far: on a GPU by torch, elsewhere by the whole process since it began.
+    """Return the peak memory so far: on a GPU that of torch, elsewhere that of the process since it began; None if unknown.
 
-    alone  whether the run is the first of its process; on a CPU the peak of a later run is that of all runs before it too,
-           and None is returned
+    alone  True if the run is the first of its process; on a CPU the peak of a later run would include the runs before it
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -189,7 +194,7 @@ def peak_bytes(device: torch.device, *, alone: bool) -> int | None:
         return None
     try:
         import resource
-    except ModuleNotFoundError:  # no Unix
+    except ModuleNotFoundError:  # Windows
         return None
-    unit = 1 if sys.platform == "darwin" else 1024
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux kilobytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

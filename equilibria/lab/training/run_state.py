@@ -24,16 +24,16 @@ from equilibria.lab.training.task import Loaders, Task
 class Progress:
     """Epoch, step and best record of a run."""
 
-    epoch: int = 1  # the current one
-    trained: bool = False  # its steps are done, its evaluation is not
-    step: int = 0  # batches so far, in all epochs
-    bad_steps: int = 0  # skipped in this epoch
+    epoch: int = 1  # the current epoch
+    trained: bool = False  # True if the steps of this epoch are done, but not its evaluation
+    step: int = 0  # number of batches so far, in all epochs
+    bad_steps: int = 0  # number of skipped steps in this epoch
     bad_in_a_row: int = 0
     seconds_epoch: float = 0.0
     seconds_train: float = 0.0
-    last: dict[str, Any] | None = None  # the entry in metrics.jsonl of the last epoch
-    best: dict[str, Any] | None = None  # and that of the best one, and its value
-    best_value: float = math.nan
+    last: dict[str, Any] | None = None  # entry of the last epoch in metrics.jsonl
+    best: dict[str, Any] | None = None  # entry of the best epoch
+    best_value: float = math.nan  # its value of the metric `Task.better`
 
 
 @dataclass
@@ -47,12 +47,12 @@ class State:
     optimizer: torch.optim.Optimizer
     average: Average | None
     loaders: Loaders[Any]
-    sharded: bool = False  # every use of a weight is a collective
+    sharded: bool = False  # True with FSDP, where every use of a weight is a collective
     progress: Progress = field(default_factory=Progress)
     meter: Meter = field(default_factory=Meter)
 
     def snapshot(self) -> dict[str, Any]:
-        """The state as a tree, equal on all processes; a collective call."""
+        """Return the state as a tree that is equal on all processes; a collective call."""
         own = {
             "rng": rng_state(),
             "meter": self.meter.state(),
@@ -74,7 +74,7 @@ class State:
     def restore(self, parts: Mapping[str, Any]) -> None:
         """Restore a snapshot. Generators are restored only if the number of processes is the same."""
         self.module.load_state_dict(_shared_like(self.module.state_dict(), parts["model"]))
-        # the optimiser's state, sharded like the weights it belongs to
+        # torch numbers the entries of an optimiser by parameter; each is sharded like its parameter
         saved = parts["optimizer"]
         weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
         state = {
@@ -101,16 +101,17 @@ class State:
 
 
 def whole(tree: Any) -> Any:
-    """The tree with sharded tensors gathered."""
+    """Return the tree with sharded tensors gathered; a collective call."""
     return pytree.tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, tree)
 
 
 def _shared_like(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of `saved` on the devices of those in `own`, sharded like them."""
     return {name: _like(own.get(name), value) for name, value in saved.items()}
 
 
 def _like(own: Any, saved: Any) -> Any:
-    """`saved` on the device of `own`, sharded like it."""
+    """Return `saved` on the device of `own` and sharded like it; unchanged if they are not tensors of one shape."""
     if not isinstance(saved, Tensor) or not isinstance(own, Tensor) or saved.shape != own.shape:
         return saved
     if isinstance(own, DTensor):

@@ -1,4 +1,4 @@
-"""Settings of training, which check themselves and convert to JSON and back."""
+"""Settings of training: dataclasses that check their values, and their conversion from JSON."""
 
 from __future__ import annotations
 
@@ -19,42 +19,45 @@ FAILED_SOLVES = ("count", "skip", "stop")  # what the trainer does about solves 
 
 
 def one_of(what: str, name: str, choices: Sequence[str]) -> None:
-    """Refuse a name that is none of the choices, and say which one may have been meant."""
+    """Raise ValueError with the nearest choice if `name` is none of the choices."""
     if name not in choices:
         raise ValueError(f"There is no {what} {name!r}. {nearest(name, choices)}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """A rule of `torch.optim`: adam, adamw, sgd or rmsprop. `betas` are Adam's; momentum that of the other two."""
+    """An optimiser of `torch.optim`: adam, adamw, sgd or rmsprop.
+
+    `betas` are those of adam and adamw, `momentum` that of sgd and rmsprop.
+    """
 
     name: str = "adam"
     lr: float = 1e-3
     weight_decay: float = 0.0
     momentum: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
-    nesterov: bool = False  # of sgd
+    nesterov: bool = False  # for sgd with momentum
 
     def __post_init__(self) -> None:
         one_of("optimizer", self.name, OPTIMIZERS)
         if self.lr < 0 or self.weight_decay < 0 or self.momentum < 0:
             raise ValueError(f"lr, weight_decay and momentum must not be negative, got {self}.")
         if self.momentum and self.name.startswith("adam"):
-            raise ValueError(f"{self.name} has no momentum, got {self.momentum}: its first beta is what you look for.")
+            raise ValueError(f"{self.name} has no momentum, got {self.momentum}. Set the first of its betas instead.")
         if self.nesterov and (self.name != "sgd" or not self.momentum):
             raise ValueError(f"nesterov is for sgd with momentum, got {self}.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The learning rate as a factor on `Optimizer.lr`, a function of the step.
+    """The factor on `Optimizer.lr` as a function of the step.
 
-    Over the first `warmup_steps` it grows linearly to 1. Then, with t the share of the remaining steps that are done:
+    Over the first `warmup_steps` it grows linearly to 1. After that, with t the share of the remaining steps done, it is:
 
     constant      1
     cosine        final + (1 - final) (1 + cos πt) / 2
     linear        1 - (1 - final) t
-    step          `factor` to the power of the `milestones` (shares of all steps) that are passed
+    step          `factor` to the power of the number of `milestones` (shares of all steps) passed
     inverse-sqrt  (warmup_steps / (step + 1))^(1/2)
     one-cycle     from 1 / 25 to 1 over the first 30 %, then to 4e-6, both by half a cosine; momentum (beta_1 of Adam) goes
                   from 0.95 to 0.85 and back, as in `torch.optim.lr_scheduler.OneCycleLR`
@@ -80,17 +83,17 @@ class Schedule:
 class Training:
     """Settings of the training of a task.
 
-    batch_size          samples of all processes together
-    clip_norm           gradients longer than that are shortened to it
-    precision           lightning-fabric's names: "32-true", "64-true", "bf16-mixed", "16-mixed" ...
+    batch_size          number of samples of all processes together
+    clip_norm           largest norm of the gradient, which is scaled down to it; None: no clipping
+    precision           a name of lightning-fabric: "32-true", "64-true", "bf16-mixed", "16-mixed" ...
     ema                 decay of an average of the weights, which evaluation uses; after n steps at most (1 + n) / (10 + n),
-                        so that a short run is not spoiled by its first weights
-    pretrain_steps      steps on the unrolled model (`Task.pretrain`) before implicit training; evaluated is the implicit one
-    max_bad_steps       a step whose loss or gradient is not finite is skipped and counted; after so many in a row: an error
-    failed_solves       a step with a sample whose solve, forward or adjoint, failed: "count" it and go on, "skip" it like
-                        one that is not finite, or "stop" with an error
+                        so that the initial weights do not dominate a short run
+    pretrain_steps      steps on the unrolled model (`Task.pretrain`) before implicit training; evaluation is always implicit
+    max_bad_steps       a step whose loss or gradient is not finite is skipped; this many in a row raise TrainingError
+    failed_solves       what to do with a step in which a forward or adjoint solve failed: "count" it, "skip" it like one
+                        that is not finite, or "stop" with an error
     checkpoint_minutes  time between checkpoints; there is also one at the end of every epoch
-    seed                of weights, order, masks: the same seed gives the same bits on the same machine
+    seed                seed of weights, order and masks; the same seed gives the same bits on the same machine
     """
 
     epochs: int = 1
@@ -116,15 +119,15 @@ class Training:
         if self.clip_norm is not None and self.clip_norm <= 0:
             raise ValueError(f"clip_norm must be positive, or None for no clipping, got {self.clip_norm}.")
         if self.ema is not None and not 0 < self.ema < 1:
-            raise ValueError(f"ema is a decay between 0 and 1, or None for no average, got {self.ema}.")
+            raise ValueError(f"ema must lie in (0, 1), or be None for no average, got {self.ema}.")
         if self.pretrain_steps < 0 or self.checkpoint_minutes < 0:
             raise ValueError(f"pretrain_steps and checkpoint_minutes must not be negative, got {self}.")
 
 
 def from_plain(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
-    """The dataclass `kind` from what `to_plain` gave; keys that are left out keep their defaults.
+    """Return the dataclass `kind` from the result of `to_plain`; missing keys keep their defaults.
 
-    A key it does not have or a value of another type is refused with its full name.
+    Raises ValueError for an unknown key and TypeError for a value of another type, with the full name.
     """
     hints = get_type_hints(kind)
     names = [field.name for field in dataclasses.fields(kind) if field.init]  # type: ignore[arg-type]
@@ -135,7 +138,7 @@ def from_plain(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
-    """Convert `value` to the type of the annotation."""
+    """Return `value` converted to the type of an annotation; raises TypeError if it does not fit."""
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
         if not isinstance(value, Mapping):
             raise TypeError(f"{where} must be an object with the settings of {hint.__name__}, got {value!r}.")
@@ -159,7 +162,10 @@ def _value(hint: Any, value: Any, where: str) -> Any:
 
 
 def _either(hint: Any, inner: tuple[Any, ...], value: Any, where: str) -> Any:
-    """Convert to the first type of a union that takes the value; with one type beside None, that one's own error."""
+    """Return the value converted to the first type of a union that accepts it.
+
+    In a union of one type and None, the error of that type is raised, which is more precise.
+    """
     if value is None and type(None) in inner:
         return None
     kinds = [kind for kind in inner if kind is not type(None)]
@@ -174,6 +180,7 @@ def _either(hint: Any, inner: tuple[Any, ...], value: Any, where: str) -> Any:
 
 
 def _fits(hint: Any, origin: Any, inner: tuple[Any, ...], value: Any) -> bool:
+    """Return True if `value` is an instance of the annotated type; a bool does not count as an int."""
     if hint is Any:
         return True
     if origin is Literal:
@@ -183,4 +190,5 @@ def _fits(hint: Any, origin: Any, inner: tuple[Any, ...], value: Any) -> bool:
 
 
 def _spelled(hint: Any) -> str:
+    """Return an annotation as text."""
     return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint).replace("typing.", "")

@@ -14,19 +14,19 @@ from equilibria.analysis.spectrum import spectral_radius
 from equilibria.lab.training.task import Outcome
 from equilibria.solution import Solution, Stats
 
-RADIUS_STEPS = 30  # enough for a curve over epochs; the growth over the later half is returned where it did not converge
+RADIUS_STEPS = 30  # enough for a curve over epochs; without convergence the estimate is the growth over the later half
 
 
 @dataclass(frozen=True)
 class BatchSolves:
-    """All solves of one batch; sums run over samples and solves."""
+    """Statistics of all solves of one batch."""
 
-    evaluations: int  # of the cell, in all solves
-    adjoint_evaluations: int | None  # of the adjoint map, a product each; None: no adjoint equation was solved
+    evaluations: int  # evaluations of the cell in all solves
+    adjoint_evaluations: int | None  # products with the transposed Jacobian; None: no adjoint equation was solved
     samples: int
-    depth: float  # sum
-    finite: int  # samples whose residual is a number
-    residual: float  # sum over these
+    depth: float  # sum over samples
+    finite: int  # number of samples with a finite residual
+    residual: float  # sum over these samples
     residual_max: float
     failed: int
     adjoint_failed: int
@@ -34,7 +34,7 @@ class BatchSolves:
 
 @dataclass(frozen=True)
 class Observed:
-    """The statistics of one batch, read back from the device in one transfer."""
+    """Loss, metrics and solver statistics of one batch, read back from the device in one transfer."""
 
     loss: float
     metrics: dict[str, float]
@@ -53,7 +53,7 @@ def observe(outcome: Outcome, solutions: Sequence[Solution]) -> Observed:
 
 
 def radius(solutions: Sequence[Solution], seed: int) -> float | None:
-    """The mean spectral radius over samples and solves; None where none is known."""
+    """Return the mean spectral radius over samples and solves; None if none is finite."""
     if not solutions:
         return None
     device = solutions[0].layout.device
@@ -73,11 +73,13 @@ class Meter:
     maxima: dict[str, float] = field(default_factory=dict)
 
     def add(self, name: str, total: float, weight: float) -> None:
+        """Add a sum and its weight to the mean of a name."""
         pair = self.sums.setdefault(name, [0.0, 0.0])
         pair[0] += total
         pair[1] += weight
 
     def add_max(self, name: str, value: float) -> None:
+        """Include a value in the maximum of a name."""
         self.maxima[name] = max(self.maxima.get(name, -math.inf), value)
 
     def add_batch(self, seen: Observed, skipped: bool = False) -> None:
@@ -98,10 +100,11 @@ class Meter:
                 self.add_max("residual_max", s.residual_max)
 
     def means(self) -> dict[str, float]:
-        """Weighted means of all names with a positive weight, and the maxima."""
+        """Return the weighted means of all names with a positive weight, and the maxima."""
         return {name: total / weight for name, (total, weight) in self.sums.items() if weight} | self.maxima
 
     def state(self) -> dict[str, Any]:
+        """Return the sums and maxima for a checkpoint."""
         return {"sums": {name: list(pair) for name, pair in self.sums.items()}, "maxima": dict(self.maxima)}
 
     @staticmethod
@@ -117,7 +120,7 @@ class Meter:
 
 
 def _summed(stats: Stats, adjoint: Stats | None) -> Tensor:
-    """(6,) float64: depth, finite residuals, their sum and maximum, failed, failed adjoint solves."""
+    """Return (6,) float64: sum of depths, finite residuals, their sum and maximum, failed solves, failed adjoints."""
     residual = stats.residual.detach().double()
     finite = torch.isfinite(residual)
     known = torch.where(finite, residual, 0.0)
@@ -128,6 +131,7 @@ def _summed(stats: Stats, adjoint: Stats | None) -> Tensor:
 
 
 def _solves(solutions: Sequence[Solution], read: Sequence[float]) -> BatchSolves | None:
+    """Return the statistics of all solves from the numbers of `_summed`, six per solve; None without solves."""
     if not solutions:
         return None
     depth, finite, residual, largest, failed, failed_adjoint = (read[i::6] for i in range(6))

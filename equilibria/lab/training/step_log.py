@@ -1,4 +1,4 @@
-"""steps.jsonl: the loss and the convergence of training steps, for `equilibria watch`. Nothing is computed from it."""
+"""steps.jsonl: loss and convergence of training steps, for `equilibria watch`. No result depends on it."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 STEPS = "steps.jsonl"
-POINTS = 2000  # of a run: enough for a curve, and little beside the checkpoints
+POINTS = 2000  # largest number of points of a run: enough for a curve, and small compared with a checkpoint
 
 
 class StepLog:
-    """Writes points of a run of `steps` steps to steps.jsonl and to TensorBoard: every step, of long runs every n-th."""
+    """Writes points of a run to steps.jsonl and to TensorBoard: every step, or every n-th if `steps` exceeds POINTS."""
 
     def __init__(self, folder: Path, steps: int) -> None:
         self.path, self.every = folder / STEPS, max(1, -(-steps // POINTS))
 
     def add(self, step: int, epoch: int, stepped: Stepped, events: SummaryWriter | None) -> None:
-        """Write the point of a step that was done, counted from 1."""
+        """Write the point of a finished step; steps count from 1."""
         if step % self.every:
             return
         values = point(stepped)
@@ -39,13 +39,13 @@ class StepLog:
                 events.add_scalar(f"step/{name}", value, step)
 
     def cut(self, step: int) -> None:
-        """Keep the points up to `step`: those of a run that was killed may be ahead of its checkpoint."""
+        """Remove the points after `step`; after a kill they may be ahead of the checkpoint."""
         if self.path.exists():
             replace_file(self.path, b"".join(as_line(line) for line in read_steps(self.path.parent) if line["step"] <= step))
 
 
 def point(stepped: Stepped) -> dict[str, float]:
-    """The values of a step: loss, whether it was skipped, and means over its samples."""
+    """Return the values of a step: its loss, 1 if it was skipped, and means over its samples."""
     values = {"loss": stepped.loss, "skipped": float(stepped.skipped is not None)}
     s = stepped.solves
     if s is None or s.samples == 0:
@@ -60,13 +60,14 @@ def point(stepped: Stepped) -> dict[str, float]:
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
-    """The points of a run; lines that are damaged or cut short are left out, since no result depends on them."""
+    """Return the points of a run; damaged lines are left out, since no result depends on them."""
     file = folder / STEPS
     lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
     return [found for line in lines if (found := _parsed(line)) is not None]
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
+    """Parse a line; None if it is damaged."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):

@@ -23,16 +23,17 @@ from equilibria.solution import record
 
 @dataclass(frozen=True)
 class Stepped:
-    """The outcome of a step; `skipped` is the reason why the weights were not updated, or None.
+    """The outcome of a step.
 
-    backward  seconds of the backward pass alone
-    solves    the convergence of its solves; None without equilibria
+    backward  seconds of the backward pass
+    skipped   reason why the weights were not updated; None: they were
+    solves    convergence of its solves; None without equilibria
     """
 
     loss: float
     backward: float
     skipped: str | None
-    asked: bool  # for whatever the flags of `Stepper.step` were, by any process
+    asked: bool  # flags of `Stepper.step`, True if set on any process
     due: bool
     solves: BatchSolves | None = None
 
@@ -45,8 +46,12 @@ class Stepper:
         self.fabric = state.fabric
 
     def step(self, batch: Any, asked: bool, due: bool) -> Stepped:
-        """Train on a batch. All processes agree on what to do, and on the two flags."""
-        state, before = self.state, self._buffers()  # a step that is skipped must not leave its statistics behind
+        """Train on a batch. All processes agree on whether to skip the step, and on the two flags.
+
+        asked  an interruption was requested
+        due    a checkpoint is due
+        """
+        state, before = self.state, self._buffers()  # to restore running statistics if the step is skipped
         schedule, step = self.training.schedule, state.progress.step
         set_lr(state.optimizer, self.training.optimizer.lr * lr_factor(schedule, step, self.steps))
         momentum = momentum_at(schedule, step, self.steps)
@@ -57,7 +62,7 @@ class Stepper:
         backward = self._backward(outcome.loss * self._share(outcome.size))
         norm, seen = self._clip(), observe(outcome, solutions)
         flags = (not math.isfinite(seen.loss), not math.isfinite(norm), _failed(seen), asked, due)
-        # one process alone must not skip a step: the weights of the others would differ
+        # all processes must skip a step together, or their weights would differ
         no_loss, no_gradient, failed, asked, due = agree(self.fabric, flags)
         reason = self._reason(no_loss, no_gradient, failed, seen)
         if reason is None:
@@ -71,17 +76,17 @@ class Stepper:
         return Stepped(seen.loss, backward, reason, asked, due, seen.solves)
 
     def _backward(self, loss: Tensor) -> float:
-        """Run the backward pass; returns its seconds, by the clock of training steps."""
+        """Run the backward pass, and return its seconds by the clock of training steps."""
         device = self.fabric.device
         clock = step_clock(device)
         begin = clock()
         self.fabric.backward(loss)
         if device.type == "cuda":
-            torch.cuda.synchronize(device)  # kernels are queued: without it only the launches are timed
+            torch.cuda.synchronize(device)  # kernels are queued; without this only their launches are timed
         return clock() - begin
 
     def _reason(self, no_loss: bool, no_gradient: bool, failed: bool, seen: Observed) -> str | None:
-        """The reason to skip a step, or None; raises where the settings ask for an error."""
+        """Return the reason to skip a step, or None; raises TrainingError if failed_solves is "stop"."""
         if no_loss:
             return f"the loss is {seen.loss}"
         if no_gradient:
@@ -94,7 +99,7 @@ class Stepper:
             return f"solves failed{counts}"
         raise TrainingError(
             f'Step {self.state.progress.step + 1}: solves failed{counts}, and failed_solves is "stop". Give the solver more '
-            'steps or a larger tolerance, or "skip" or "count" such steps.'
+            'steps or a larger tolerance, or set failed_solves to "skip" or "count".'
         )
 
     def _undo(self, buffers: Mapping[str, Tensor]) -> None:
@@ -103,21 +108,24 @@ class Stepper:
             for name, buffer in self.state.module.named_buffers():
                 buffer.copy_(buffers.get(name, buffer))
         scaler = getattr(self.fabric.strategy.precision, "scaler", None)
-        if scaler is not None:  # of half precision: it takes a smaller factor after gradients that overflowed
+        if scaler is not None:  # the loss scaler of half precision, which lowers its factor after an overflow
             scaler.update()
 
     def _buffers(self) -> dict[str, Tensor]:
+        """Return copies of the model's buffers."""
         return {name: buffer.clone() for name, buffer in self.state.module.named_buffers()}
 
     def _clip(self) -> float:
-        """Clip the gradient if asked to; returns its norm before clipping."""
+        """Clip the gradient to `clip_norm`, if set, and return its norm before clipping."""
         limit = math.inf if self.training.clip_norm is None else self.training.clip_norm
         norm = self.fabric.clip_gradients(self.state.model, self.optimizer, max_norm=limit, error_if_nonfinite=False)
         assert norm is not None
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def _share(self, size: int) -> float:
-        """Gradients are averaged over processes; parts of a batch that differ in size must count by their size."""
+        """Return the factor on the loss of this process: gradients are averaged over processes, whose parts may differ in
+        size and must count by it.
+        """
         if self.fabric.world_size == 1:
             return 1.0
         sizes = torch.tensor([size], dtype=torch.float64, device=self.fabric.device)
@@ -126,4 +134,5 @@ class Stepper:
 
 
 def _failed(seen: Observed) -> bool:
+    """Return True if any forward or adjoint solve failed."""
     return seen.solves is not None and seen.solves.failed + seen.solves.adjoint_failed > 0

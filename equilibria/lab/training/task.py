@@ -20,8 +20,8 @@ Batch_co = TypeVar("Batch_co", covariant=True)
 class Loader(Protocol[Batch_co]):
     """Batches in a resumable order, such as `data.Batches`.
 
-    An iteration that was left goes on where it was; one that ended begins the next epoch. `state()` has at least the keys
-    "epoch" and "position".
+    An iteration that was left early continues with the next batch; after a complete one the next epoch begins. `state()` has
+    at least the keys "epoch" and "position".
     """
 
     def __len__(self) -> int: ...
@@ -46,9 +46,9 @@ class Loaders(Generic[Batch]):
 class Outcome:
     """Loss and metrics of a batch.
 
-    loss     a scalar, the mean over the samples
-    metrics  means over the samples too, by name
-    size     how many these are: the weight in means over batches
+    loss     mean over the samples, a scalar
+    metrics  means over the samples by name
+    size     number of samples, the weight in means over batches
     """
 
     loss: Tensor
@@ -59,46 +59,55 @@ class Outcome:
 class Task(ABC, Generic[Batch]):
     """A model, its data and its loss.
 
-    better  the metric that tells the best epoch, and which way: on the validation split, or where there is none on the
+    better  metric that selects the best epoch, and "max" or "min"; it is taken on the validation split, without one on the
             test split, or else on the training split
 
-    State that is neither in the model's `state_dict` nor a function of the step, such as a memory that a sequence model
-    carries from batch to batch, goes through `state` and `resume`. What an `eq.Remember` has stored is not in checkpoints:
-    a run that uses it is resumed from fresh starts, to the tolerance of its solves and not to the bit.
+    State that is neither in the model's `state_dict` nor a function of the step, such as the memory that a sequence model
+    carries from batch to batch, must be returned by `state`. Starts that `eq.Remember` has stored are not in checkpoints: a
+    resumed run that uses it agrees to the tolerance of its solves, not bit by bit.
     """
 
     better: tuple[str, Literal["max", "min"]] = ("loss", "min")
 
     def prepare(self, root: Path | None, training: Training) -> None:
-        """Called by the trainer before `model`, whenever a run is started or resumed: the place for work that new weights
-        need and loaded ones do not, such as pre-training a part. Without it `model` must still give the same shapes."""
+        """Do work that new weights need and loaded ones do not, such as pre-training a part.
+
+        The trainer calls this before `model` when a run is started or resumed. Without it, `model` must still return a model
+        of the same shapes.
+        """
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """A new model; called under the run's seed."""
+        """Return a new model; called under the run's seed."""
 
     @abstractmethod
     def batches(self, root: Path | None, training: Training, rank: int, world_size: int) -> Loaders[Batch]:
-        """The data, from the folder `root` or the default one; of each batch the part of this process."""
+        """Return the data from the folder `root`, or the default one; each batch is the part of this process."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Batch, step: int) -> Outcome:
-        """The loss to minimise, penalties included; `step` counts all batches before this one. Call `model` itself, not a
-        part of it or another method: that is where gradients are shared between processes."""
+        """Return the loss to minimise, including penalties; `step` is the number of batches before this one.
+
+        Call `model` itself, not a part of it or another method: DDP and FSDP attach to its forward.
+        """
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
-        """The same without gradients, on a model in eval mode."""
+        """Return loss and metrics without gradients, on a model in eval mode; by default those of `loss`."""
         with torch.no_grad():
             return self.loss(model, batch, 0)
 
     def summarise(self, means: dict[str, float]) -> dict[str, float]:
-        """The figures to report of a split, from the means of its metrics over all batches; for figures that are no means
-        themselves, such as a ratio of two."""
+        """Return the figures of a split from the means of its metrics over all batches.
+
+        For figures that are not means, such as a ratio of two means.
+        """
         return means
 
     def conclude(self, splits: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-        """The figures to report of validation and test together, from what `summarise` gave for each; for figures on the
-        test split of a choice that is made on the validation split."""
+        """Return the figures of the validation and test splits from the results of `summarise` for each.
+
+        For figures on the test split that depend on a choice made on the validation split.
+        """
         return splits
 
     def improve(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -108,15 +117,16 @@ class Task(ABC, Generic[Batch]):
     def pretrain(self, model: nn.Module, on: bool) -> None:
         """Switch the model to unrolled pre-training, or back; needed for `Training.pretrain_steps`."""
         raise NotImplementedError(
-            f"pretrain_steps needs {type(self).__name__}.pretrain(model, on), which makes the model unrolled, and back."
+            f"pretrain_steps needs {type(self).__name__}.pretrain(model, on), which switches to an unrolled network and back. "
+            "Implement it, or set pretrain_steps=0."
         )
 
     def gallery(self, model: nn.Module, root: Path | None, training: Training) -> dict[str, tuple[str, bytes]]:
-        """Pictures of what a trained model does, for its report: (title, PNG) by name."""
+        """Return pictures of a trained model for its report, as (title, PNG) by name."""
         return {}
 
     def state(self) -> Any:
-        """The further content of a checkpoint: tensors, numbers, strings, None, in dicts, lists and tuples."""
+        """Return further state for a checkpoint: tensors, numbers, strings and None in dicts, lists and tuples."""
         return None
 
     def resume(self, state: Any) -> None:

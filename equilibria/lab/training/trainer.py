@@ -1,4 +1,4 @@
-"""The one training loop."""
+"""The training loop that all experiments share."""
 
 from __future__ import annotations
 
@@ -40,30 +40,30 @@ from equilibria.lab.training.task import Task
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-_fits = itertools.count()  # runs of this process
-FLUSH_SECONDS = 10  # of TensorBoard's events, so that a run can be watched
+_fits = itertools.count()  # number of runs of this process so far
+FLUSH_SECONDS = 10  # interval at which TensorBoard events are written, short enough to watch a run
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM: the step was finished and a checkpoint written."""
+    """Raised after Ctrl-C or SIGTERM, once the step is finished and a checkpoint written."""
 
 
 class Trainer:
-    """Trains a task and keeps the run in a folder.
+    """Trains a task and stores the run in a folder.
 
         summary = Trainer(task, Training(epochs=10), Path("runs/digits")).fit()
 
-    A run that was interrupted, killed or out of disk goes on from its last sound checkpoint: the same call once more. On
-    the CPU the weights come out the same to the bit, and so do all metrics but times and memory; not so with
-    DEQ(compile=True), which chooses by the clock, nor with `eq.Remember`, whose memory is not kept.
+    After an interruption, a kill or a full disk, the same call resumes the run from its last intact checkpoint. On the CPU
+    weights and metrics, except times and memory, are then equal bit by bit to those of an uninterrupted run. This does not
+    hold with DEQ(compile=True), which chooses by measured times, and with `eq.Remember`, whose starts are not stored.
 
-    config       what to keep beside the training settings, as JSON: {"experiment": name, "settings": {...}}
-    root         folder of the datasets, by default that of `data`
-    devices      of this machine; under torchrun, as many as that starts
-    strategy     of several processes: "ddp" copies the model to each, "fsdp" shards every DEQ's cell, then the rest, with
-                 torch's fully_shard, and lets all processes stop a solve together; "auto" is "ddp"
-    accelerator  lightning-fabric's: "auto", "cpu", "cuda" ...
-    listener     receives the progress, by default a line per epoch on stderr
+    config       further content of config.json: {"experiment": name, "settings": {...}}
+    root         folder of the datasets; default: that of `data`
+    devices      number of devices of this machine; torchrun, if used, determines it
+    strategy     with several processes: "ddp" copies the model to each; "fsdp" shards every DEQ's cell, then the rest, with
+                 torch's fully_shard, and makes all processes stop a solve together; "auto" is "ddp"
+    accelerator  a name of lightning-fabric: "auto", "cpu", "cuda" ...
+    listener     receives the progress; default: a line per epoch on stderr
     """
 
     def __init__(
@@ -93,10 +93,13 @@ class Trainer:
             return self._fit()
 
     def _fit(self) -> RunSummary:
+        """Check the folder, build the state, restore a checkpoint and train; the folder is locked already."""
         if self.fabric.is_global_zero:
             changed = self.folder.begin(self.config)
             if changed:
-                self._tell(f"Not the same software as before, so perhaps not the same bits: {'; '.join(changed)}.")
+                self._tell(
+                    f"Versions changed since the last start; results may differ in the last bits: {'; '.join(changed)}."
+                )
         self.fabric.barrier()
         done = self.folder.summary()
         if done is not None:
@@ -110,13 +113,14 @@ class Trainer:
                 return self._run()
 
     def _run(self) -> RunSummary:
+        """Train the remaining epochs and write the summary; an interruption writes a checkpoint."""
         try:
             while self._state.progress.epoch <= self.training.epochs:
                 self._train_epoch()
                 self._finish_epoch()
         except Interrupted as interruption:
             path = self._checkpoint()
-            raise Interrupted(f"{interruption} The checkpoint is in {path}: the same call goes on from it.") from None
+            raise Interrupted(f"{interruption} The checkpoint is in {path}: the same call resumes from it.") from None
         progress = self._state.progress
         parameters = sum(weight.numel() for weight in self._state.module.parameters())
         summary = RunSummary(
@@ -127,9 +131,8 @@ class Trainer:
         self.fabric.barrier()
         return summary
 
-    # the beginning
-
     def _build(self) -> None:
+        """Make model, data, optimiser and average; weights depend only on the seed."""
         fabric, training = self.fabric, self.training
         self.task.prepare(self.root, training)
         seed_all(training.seed)
@@ -144,10 +147,10 @@ class Trainer:
         )
         self._evaluator = Evaluator(self._state, training, self._pause)
         self._pretraining = False
-        seed_all(training.seed, fabric.global_rank)  # weights are the same everywhere, masks are not
+        seed_all(training.seed, fabric.global_rank)  # initial weights are equal on all ranks, dropout masks must not be
 
     def _resume(self) -> None:
-        """Restore the newest sound checkpoint, if there is one."""
+        """Restore the newest intact checkpoint, if there is one, and remove metrics that are ahead of it."""
         found = self.folder.checkpoints.newest(self._tell) if self.fabric.is_global_zero else None
         path = self.fabric.broadcast(None if found is None else str(found.path))
         if path is not None:
@@ -156,12 +159,12 @@ class Trainer:
                 self._state.restore(parts)
             except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
                 raise does_not_fit(Path(path), error) from error
-            self._tell(f"Going on from {path}.")
+            self._tell(f"Resuming from {path}.")
             before = len(parts["processes"])
             if before != self.fabric.world_size:
                 self._tell(
-                    f"There were {before} processes, now there are {self.fabric.world_size}: random numbers and what the "
-                    "task itself remembers begin anew."
+                    f"The run had {before} processes and now has {self.fabric.world_size}: random numbers and the state of "
+                    "the task are not restored."
                 )
         if self.fabric.is_global_zero:
             self.folder.cut_metrics(self._state.progress.epoch - 1)
@@ -171,7 +174,7 @@ class Trainer:
 
     @contextmanager
     def _writer(self) -> Iterator[SummaryWriter | None]:
-        """TensorBoard's writer on rank 0; events after the restored step are purged."""
+        """Yield TensorBoard's writer on rank 0, else None; events after the restored step are purged."""
         if not self.fabric.is_global_zero:
             yield None
             return
@@ -181,9 +184,8 @@ class Trainer:
         with SummaryWriter(str(self.folder.path / "tensorboard"), purge_step=purge, flush_secs=FLUSH_SECONDS) as writer:
             yield writer
 
-    # an epoch
-
     def _train_epoch(self) -> None:
+        """Take the remaining steps of the current epoch."""
         progress, loader = self._state.progress, self._state.loaders.train
         self._seconds: list[float] = []
         self._backward: list[float] = []
@@ -213,11 +215,12 @@ class Trainer:
                 raise Interrupted(f"Interrupted after step {progress.step}.")
             if stepped.due:
                 self._checkpoint()
-            # after the checkpoint, whose time is not that of a step
+            # after the checkpoint, whose time must not count as that of a step
             begin, step_begin = time.perf_counter(), clock()
         progress.trained = True
 
     def _count(self, stepped: Stepped, seconds: float) -> None:
+        """Update the progress after a step and report it."""
         progress = self._state.progress
         progress.step += 1
         progress.seconds_epoch += seconds
@@ -231,28 +234,30 @@ class Trainer:
             self._count_skipped(stepped.skipped)
 
     def _count_skipped(self, reason: str) -> None:
+        """Count a skipped step; raises TrainingError after `max_bad_steps` in a row."""
         progress, limit = self._state.progress, self.training.max_bad_steps
         progress.bad_steps += 1
         progress.bad_in_a_row += 1
         self._tell(f"Step {progress.step} is skipped: {reason}; {progress.bad_in_a_row} in a row, {limit} end the run.")
         if progress.bad_in_a_row >= limit:
             raise TrainingError(
-                f"{limit} steps in a row were skipped, the last one, step {progress.step}, because {reason}. A smaller lr, "
-                "clip_norm or a penalty on the Jacobian may help."
+                f"{limit} steps in a row were skipped, the last one, step {progress.step}, because {reason}. Try a smaller "
+                "lr, clip_norm, or a penalty on the Jacobian."
             )
 
     def _switch_pretraining(self, on: bool) -> None:
+        """Switch unrolled pre-training on or off if that is a change."""
         if on != self._pretraining:
             self.task.pretrain(self._state.module, on)
             self._pretraining = on
 
     def _pause(self) -> None:
+        """Raise Interrupted if any process was asked to stop; called between batches of the evaluation."""
         if any(agree(self.fabric, [self._interrupts.asked])):
             raise Interrupted(f"Interrupted while epoch {self._state.progress.epoch} was evaluated.")
 
-    # the end of an epoch
-
     def _finish_epoch(self) -> None:
+        """Evaluate the model, store metrics, best weights and a checkpoint, and move on to the next epoch."""
         self._switch_pretraining(False)  # the equilibrium is evaluated, not the unrolled network of pre-training
         progress, entry = self._state.progress, self._entry()
         self._keep_best(entry)
@@ -272,7 +277,7 @@ class Trainer:
         self._checkpoint()
 
     def _entry(self) -> dict[str, Any]:
-        """The line of metrics.jsonl."""
+        """Evaluate the model and return the epoch's line of metrics.jsonl."""
         progress = self._state.progress
         train = self._evaluator.means(self._state.meter)
         return {
@@ -289,21 +294,25 @@ class Trainer:
         }
 
     def _keep_best(self, entry: Mapping[str, Any]) -> None:
-        """Keep the weights that were evaluated, if they are the best so far."""
+        """Store the evaluated weights if they are the best so far."""
         progress, (name, way) = self._state.progress, self.task.better
         split = next(split for split in ("valid", "test", "train") if split in entry["split"])
         if name not in entry["split"][split]:
-            raise ValueError(f"Task.better is {name!r}, but the metrics of {split} are {', '.join(entry['split'][split])}.")
+            raise ValueError(
+                f"Task.better is {name!r}, but the metrics of {split} are {', '.join(entry['split'][split])}. Set it to one "
+                "of these."
+            )
         value, before = entry["split"][split][name], progress.best_value
         if math.isfinite(before) and not (value > before if way == "max" else value < before):
             return
         progress.best, progress.best_value = {**entry, "by": {"split": split, "metric": name, "value": value}}, value
         with self._evaluator.weights():
             weights = whole(self._state.module.state_dict())
-            if self.fabric.is_global_zero:  # inside the block: these are the model's own tensors
+            if self.fabric.is_global_zero:  # inside the block, since these tensors belong to the model
                 self.folder.best.write(progress.step, {"model": weights})
 
     def _checkpoint(self) -> Path | None:
+        """Write a checkpoint; returns its path on rank 0, else None; a collective call."""
         parts = self._state.snapshot()
         path = self.folder.checkpoints.write(self._state.progress.step, parts) if self.fabric.is_global_zero else None
         self.fabric.barrier()
@@ -311,5 +320,6 @@ class Trainer:
         return path
 
     def _tell(self, text: str) -> None:
+        """Send a message to the listener, on rank 0 only."""
         if self.fabric.is_global_zero:
             self.listener.message(text)

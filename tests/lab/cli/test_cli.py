@@ -70,7 +70,7 @@ def test_diagnose_a_model_of_ones_own(script: Path, tmp_path: Path) -> None:
     ("arguments", "complaint"),
     [
         (["nowhere.py:build"], "no file"),
-        (["no.such.module:build"], "cannot import"),
+        (["no.such.module:build"], "Cannot import"),
         (["build"], "FILE.py:NAME"),
         (["{script}:missing"], "has no 'missing'"),
         (["{script}:wrong"], "must return a pair"),

@@ -279,7 +279,7 @@ def test_processes_run_a_table_and_go_on_after_an_interruption(tmp_path: Path) -
     assert len(list(base.glob("*/seed-*/summary.json"))) < 3
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    assert "Going on from" in "".join(path.read_text() for path in base.glob("*/seed-*/log.txt"))
+    assert "Resuming from" in "".join(path.read_text() for path in base.glob("*/seed-*/log.txt"))
     assert len(list(base.glob("*/seed-*/summary.json"))) == 3
 
 

@@ -97,7 +97,7 @@ def test_what_is_no_language_model(run: Path, tmp_path: Path) -> None:
     other, e = tmp_path / "digits", digits("explicit", "debug")
     other.mkdir()
     (other / "config.json").write_text(json.dumps(e.config() | {"training": to_plain(e.training)}))
-    assert "is a run of digits-explicit, which is no language model" in called(str(other), code=1)
+    assert "is a run of digits-explicit, which is not a language model" in called(str(other), code=1)
     assert "Invalid value for '--length'" in called(str(run), "--length", "0", code=2)
 
 

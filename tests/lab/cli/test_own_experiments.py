@@ -79,9 +79,9 @@ def test_what_a_file_may_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for name, text in {"number": "is a int; expected", "nothing": "has no 'nothing'"}.items():
         with pytest.raises(SettingError, match=text):
             load(name)
-    with pytest.raises(SettingError, match="has no scales"):
+    with pytest.raises(SettingError, match="has no scale"):
         load("plain", "debug")
-    with pytest.raises(SettingError, match="there is no file"):
+    with pytest.raises(SettingError, match="There is no file"):
         own.load_experiment("nowhere.py:experiment", "full")
     with pytest.raises(SettingError, match="cannot import 'no_such_package'"):
         own.load_experiment("no_such_package:experiment", "full")

@@ -79,7 +79,7 @@ def test_a_state_of_another_order_is_refused() -> None:
     for other in (data.Batches(SPLIT, 6), data.Batches(SPLIT, 5, seed=3), data.Batches(SPLIT[:20], 5)):
         with pytest.raises(ValueError, match="another order"):
             other.resume(state)
-    with pytest.raises(ValueError, match="length=4, those of the state had None"):
+    with pytest.raises(ValueError, match="length=None, but these have length=4"):
         data.TextBatches(torch.arange(30), 5, 4).resume({"tokens": 30, "batch_size": 5, "epoch": 0, "position": 0})
 
 
@@ -113,8 +113,8 @@ def data_from(state: dict[str, int], rank: int, world: int) -> data.Batches:
     [
         ({"batch_size": 0}, "batch_size=0"),
         ({"batch_size": 4, "rank": 2, "world_size": 2}, "rank=2"),
-        ({"batch_size": 5, "world_size": 2}, "5 cannot be shared evenly by 2"),
-        ({"batch_size": 24, "drop_last": True}, "23 samples make no batch of 24"),
+        ({"batch_size": 5, "world_size": 2}, "divisible by their number 2, got 5"),
+        ({"batch_size": 24, "drop_last": True}, "23 samples are too few for a batch of 24"),
         ({"batch_size": 22, "world_size": 2}, "leaves some of 2 processes without any: use drop_last=True"),
     ],
 )
@@ -185,7 +185,7 @@ def test_text_resumes_and_is_shared_by_rows() -> None:
 
 @pytest.mark.parametrize(("tokens", "length"), [(4, 1), (100, 0)])
 def test_text_that_makes_no_segment(tokens: int, length: int) -> None:
-    with pytest.raises(ValueError, match=f"{tokens} tokens make no segment of {length}"):
+    with pytest.raises(ValueError, match=f"{tokens} tokens are too few for a segment of {length}"):
         data.TextBatches(torch.arange(tokens), 4, length)
 
 

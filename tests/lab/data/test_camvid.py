@@ -80,7 +80,7 @@ def test_reducing_needs_the_pictures(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     (tmp_path / "train").mkdir()
     image.fromarray(np.zeros((10, 10, 3), np.uint8)).save(tmp_path / "train" / "a.png")
-    with pytest.raises(data.DataError, match=r"\(10, 10, 3\) where \(360, 480, 3\)"):
+    with pytest.raises(data.DataError, match=r"\(10, 10, 3\), expected \(360, 480, 3\)"):
         data.reduce_camvid(tmp_path, tmp_path)
 
 

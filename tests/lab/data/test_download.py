@@ -97,7 +97,7 @@ def test_progress_ends_with_the_whole(tmp_path: Path, site: Site) -> None:
 def test_an_interrupted_transfer_is_resumed(tmp_path: Path, site: Site) -> None:
     site.files["/a"], site.cut = CONTENT, 300_000
     target = tmp_path / "a"
-    with pytest.raises(data.DataError, match="broke off after 300,000 of 700,000 bytes"):
+    with pytest.raises(data.DataError, match="stopped after 300,000 of 700,000 bytes"):
         fetch_file([site.url("a")], target, MD5)
     assert not target.exists() and part(target).stat().st_size == 300_000
     first: list[int] = []

@@ -44,7 +44,7 @@ def test_every_graph_is_tested_in_one_fold(tmp_path: Path) -> None:
     tu_root(tmp_path, "MUTAG", MUTAG)
     tested = [len(graph.x) for fold in range(3) for graph in data.load("mutag", tmp_path, fold=fold, folds=3).test]
     assert sorted(tested) == [2, 3, 3]
-    with pytest.raises(ValueError, match="fold counts from 0 to folds - 1 = 9, got 10"):
+    with pytest.raises(ValueError, match="fold must lie between 0 and folds - 1 = 9, got 10"):
         data.load("mutag", tmp_path, fold=10)
 
 
@@ -69,7 +69,7 @@ def test_tu_attributes_and_degrees(tmp_path: Path) -> None:
         ("A", ["3, 4"], "from one graph to another"),
         ("A", ["1, 2", "3"], "differ in length"),
         ("A", [], "empty"),
-        ("A", ["1, x"], "no table of numbers.*' x'"),
+        ("A", ["1, x"], "not a table of numbers.*' x'"),
         ("graph_indicator", ["1", "2", "1", "2", "2", "2", "3", "3"], "does not count the 3 graphs"),
         ("graph_labels", ["1", "1"], "does not count the 2 graphs"),
         ("node_labels", ["1"], "1 lines for 8 nodes"),

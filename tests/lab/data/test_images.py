@@ -48,7 +48,7 @@ GOOD = idx(IMAGES)
         (b"", "begins with nothing"),
         (b"\0\0\x0d\x03" + GOOD[4:], "begins with 00000d03"),
         (b"<html>not here</html>", "no IDX file"),
-        (idx(IMAGES[:, 0]), "2 dimensions where 3"),
+        (idx(IMAGES[:, 0]), "2 dimensions, expected 3"),
         (GOOD[:8], "dimensions"),
         (GOOD[:-1], "1,583 bytes"),
         (GOOD + b"x", "1,585 bytes"),
@@ -67,9 +67,9 @@ def test_damaged_idx_files_are_named(tmp_path: Path, content: bytes, complaint: 
 @pytest.mark.parametrize(
     ("file", "values", "complaint"),
     [
-        ("train-images-idx3-ubyte", random_bytes(4, 28, 27), "28x27 pixels where 28x28"),
+        ("train-images-idx3-ubyte", random_bytes(4, 28, 27), "28x27 pixels, expected 28x28"),
         ("train-labels-idx1-ubyte", random_bytes(3, high=10), "3 labels for the 4 images"),
-        ("t10k-labels-idx1-ubyte", torch.tensor([1, 2, 10], dtype=torch.uint8), "labels from 1 to 10 where 0 to 9"),
+        ("t10k-labels-idx1-ubyte", torch.tensor([1, 2, 10], dtype=torch.uint8), "labels from 1 to 10, expected 0 to 9"),
     ],
 )
 def test_idx_files_must_fit_together(tmp_path: Path, file: str, values: torch.Tensor, complaint: str) -> None:

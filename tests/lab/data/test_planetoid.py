@@ -48,7 +48,7 @@ class Malicious:
 def test_malicious_pickles_are_refused(tmp_path: Path, part: str) -> None:
     planetoid_root(tmp_path)
     path = write(tmp_path / "Planetoid" / "pubmed" / "raw" / f"ind.pubmed.{part}", pickle.dumps(Malicious(tmp_path / "ran")))
-    with pytest.raises(data.DataError, match=r"asks for .*, which no such file needs") as caught:
+    with pytest.raises(data.DataError, match=r"refers to .*, which no Planetoid file needs") as caught:
         data.load("pubmed", tmp_path)
     assert str(path) in str(caught.value)
     assert not (tmp_path / "ran").exists()
@@ -89,12 +89,12 @@ GOOD = old_pickle(old_array(EYE, "i4"))
         ("ally", old_pickle(old_array(EYE, "i4", ">")), "an array of type >i4"),
         ("ally", old_pickle(old_array(EYE, "i2")), "an array of type <i2"),
         ("ally", GOOD.replace(b"J\x04\0\0\0J\x03", b"J\x05\0\0\0J\x03"), "12 numbers for an array of shape"),
-        ("ally", old_pickle(old_array(EYE[:, 0])), "where rows and columns"),
+        ("ally", old_pickle(old_array(EYE[:, 0])), "expected .rows, columns."),
         ("ally", old_pickle(old_array(torch.eye(4, 5))), "fits neither ally"),
         ("tx", old_pickle(old_csr(torch.eye(2, 2))), "fits neither allx nor the 3 test nodes"),
         ("graph", old_pickle(old_neighbours({0: [99]})), "nodes outside of the 8"),
-        ("graph", old_pickle(b"N"), "no table of neighbours"),
-        ("test.index", b"7\nx\n", "no table of numbers"),
+        ("graph", old_pickle(b"N"), "not a table of neighbours"),
+        ("test.index", b"7\nx\n", "not a table of numbers"),
     ],
 )
 def test_damaged_files_are_named(tmp_path: Path, part: str, content: bytes, complaint: str) -> None:

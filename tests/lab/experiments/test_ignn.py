@@ -228,7 +228,7 @@ def test_networks_of_all_lengths_train_as_each_would_alone() -> None:
         _steps(alone[length], net)
         for name, weight in net.state_dict().items():
             assert torch.equal(weight, model.state_dict()[name])
-    with pytest.raises(ValueError, match="A graph of 5 nodes: there are networks for 24, 36 nodes"):
+    with pytest.raises(ValueError, match="networks for graphs of 24, 36 nodes, got a graph of 5 nodes"):
         model(Graph(torch.zeros(5, 100), torch.zeros(2, 0, dtype=torch.int64), torch.zeros(5)))
 
 

@@ -52,7 +52,7 @@ def test_images_are_cut_and_scaled_the_same_way_every_time() -> None:
     by_hand = whole.train.x[rows].unfold(2, 2, 2).unfold(3, 2, 2).mean(dim=(4, 5))
     torch.testing.assert_close(half.train.x, by_hand)
     assert ImageData(name="digits", size=12).load(None).test.x.shape[1:] == (1, 12, 12)
-    with pytest.raises(ValueError, match="1 to 360 images to take"):
+    with pytest.raises(ValueError, match="between 1 and the 360 images"):
         ImageData(name="digits", test=361).load(None)
 
 

@@ -157,7 +157,7 @@ def test_colours() -> None:
     found = coloured(torch.tensor([[0, 3, IGNORE]]))
     assert found.tolist() == [[list(PALETTE[0]), list(PALETTE[3]), [0, 0, 0]]]
     assert len(set(PALETTE)) == len(PALETTE) >= 11
-    with pytest.raises(ValueError, match="colours for 12 classes, and a label is 40"):
+    with pytest.raises(ValueError, match="colours for labels below 12, got the label 40"):
         coloured(torch.tensor([[40]]))
     assert bars({"road": 0.5, "nowhere": float("nan")}).startswith(SIGNATURE)
 

@@ -107,7 +107,7 @@ def test_a_kill_between_the_two_renames_loses_nothing(folder: Path, finished: Pa
     newest.rename(newest.with_name(f".{newest.name}.old"))
     listener = Noted()
     trainer(folder, listener).fit()
-    assert listener.messages == [f"Going on from {newest}."] and len(listener.losses) == 15 - 7
+    assert listener.messages == [f"Resuming from {newest}."] and len(listener.losses) == 15 - 7
     assert timeless(folder) == timeless(finished)
     assert not list((folder / "checkpoints").glob(".step-*"))
 

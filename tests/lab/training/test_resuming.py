@@ -60,7 +60,7 @@ def test_a_run_cut_off_anywhere_ends_the_same(
 
 def test_one_process_at_a_time_trains_in_a_folder(tmp_path: Path) -> None:
     first = trainer(tmp_path)
-    with first.folder.held(), pytest.raises(BlockingIOError, match=r"another process is training in .* take another"):
+    with first.folder.held(), pytest.raises(BlockingIOError, match=r"another process is training in .* use another"):
         trainer(tmp_path).fit()
     assert not (tmp_path / "config.json").exists()
     assert first.fit().finished and trainer(tmp_path).fit().finished
@@ -99,7 +99,7 @@ def test_ctrl_c_ends_with_a_checkpoint(uninterrupted: Path, tmp_path: Path) -> N
     assert error.type is Interrupted and signal.getsignal(signal.SIGINT) is before
     again = Noted()
     trainer(tmp_path, EVERY_EPOCH, again).fit()
-    assert again.messages == [f"Going on from {tmp_path / 'checkpoints' / 'step-00000007'}."]
+    assert again.messages == [f"Resuming from {tmp_path / 'checkpoints' / 'step-00000007'}."]
     assert len(listener.losses) == 7 and len(again.losses) == 15 - 7
     same(tmp_path, uninterrupted)
 
@@ -133,7 +133,7 @@ def test_a_corrupt_checkpoint_is_named_and_costs_nothing(uninterrupted: Path, tm
     data = bytearray((newest / "model.safetensors").read_bytes())
     data[-1] ^= 128
     (newest / "model.safetensors").write_bytes(data)
-    with pytest.warns(UserWarning, match="step-00000007 is corrupt.*The weights are those of .*step-00000006"):
+    with pytest.warns(UserWarning, match="step-00000007 is corrupt.*Weights of the earlier .*step-00000006"):
         Run.open(tmp_path).model(Classifying())
     listener = Noted()
     trainer(tmp_path, listener=listener).fit()

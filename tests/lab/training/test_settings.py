@@ -42,7 +42,7 @@ def test_what_is_left_out_keeps_its_default_and_whole_numbers_are_floats_too() -
         ({"precision": "32"}, ValueError, "There are: 32-true, 64-true"),
         ({"failed_solves": "ignore"}, ValueError, "There are: count, skip, stop"),
         ({"epochs": 0}, ValueError, "epochs must be at least 1"),
-        ({"ema": 1.5}, ValueError, "between 0 and 1"),
+        ({"ema": 1.5}, ValueError, r"must lie in \(0, 1\)"),
         ({"clip_norm": 0.0}, ValueError, "must be positive"),
         ({"schedule": {"name": "step"}}, ValueError, "needs milestones"),
         ({"schedule": {"milestones": [30.0]}}, ValueError, "shares of all steps"),

@@ -23,7 +23,7 @@ from equilibria.models.language.sequence import unrolled_pretraining
 
 COPY = "copy-memory"
 SOURCE = "Bai, Kolter and Koltun 2019, Deep Equilibrium Models, arXiv:1909.01377, the copy memory task"
-GAIN = 5.0  # matrices begin with a deviation of 0.05; from 0.01 it takes many times as many steps until anything is recalled
+GAIN = 5.0  # initial matrices get a deviation of 0.05; with 0.01 many times as many steps pass before symbols are recalled
 Batch = tuple[Tensor, Tensor]
 
 
@@ -38,8 +38,8 @@ class ProcessRank(TypedDict):
 class CopySettings:
     """Settings of the copy memory task.
 
-    delay        between the symbols and the signal to give them back
-    train, test  sequences
+    delay        number of steps between the symbols and the signal to repeat them
+    train, test  number of sequences
     """
 
     model: LanguageModel = field(default_factory=lambda: LanguageModel(size="copy"))
@@ -69,7 +69,7 @@ class Copy(Task[Batch]):
         return Outcome(loss, {}, len(y))
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
-        """Loss, and `recalled`, the share of symbols that are repeated correctly."""
+        """Return the loss and `recalled`, the share of symbols that are repeated correctly."""
         x, y = batch
         with torch.no_grad():
             scores, _ = model(x)
@@ -88,7 +88,7 @@ _ROWS: dict[str, tuple[str, dict[str, Any], float]] = {  # title, options, publi
 
 
 def copying(row: str, scale: Scale = "full") -> Experiment[CopySettings]:
-    """A model of about 14,000 parameters on the copy memory task."""
+    """Return the experiment of a row: a model of about 14,000 parameters on the copy memory task."""
     title, options, _ = _ROWS[row]
     limits: dict[str, Any] = {} if scale == "full" or row == "gru" else {"forward_steps": 12, "backward_steps": 12}
     model = LanguageModel(**options, **limits)

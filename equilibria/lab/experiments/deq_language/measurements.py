@@ -31,7 +31,7 @@ class _Headless(nn.Module):
 
     def __init__(self, vocabulary: Any) -> None:
         super().__init__()
-        self._vocabulary = [vocabulary]  # no part of this module, so that it has no gradients
+        self._vocabulary = [vocabulary]  # in a list, so that it is no submodule and its weights get no gradients
 
     def embed(self, tokens: Tensor) -> Tensor:
         with torch.no_grad():
@@ -39,23 +39,23 @@ class _Headless(nn.Module):
         return found.requires_grad_()
 
     def forward(self, h: Tensor, targets: Tensor | None = None) -> Tensor:
-        # channels weigh differently: after a layer norm their plain mean is always 0, and so is its gradient
+        # channels have different weights: after a layer norm their plain mean is always 0, and so is its gradient
         return (h @ torch.linspace(-1, 1, h.shape[-1], dtype=h.dtype, device=h.device)).mean()
 
 
 def inner_parameters(model: SequenceModel) -> int:
-    """Number of parameters without those of the vocabulary, as papers count them."""
+    """Return the number of parameters without those of the vocabulary, as papers count them."""
     vocabulary: Any = getattr(model, "vocabulary", None)
     outer = sum(weight.numel() for weight in vocabulary.parameters()) if isinstance(vocabulary, nn.Module) else 0
     return sum(weight.numel() for weight in model.parameters()) - outer
 
 
 def peak_bytes(model: SequenceModel, batch: TextSegment, loss: Loss, *, headless: bool = False) -> float:
-    """Bytes that loss and gradients of a training step hold at their peak, beside the weights.
+    """Return the peak memory of loss and gradients of a training step in bytes, without the weights.
 
-    Taken on a copy of the model, so that neither weights nor records of its solves see anything of it.
+    It is measured on a copy of the model, so that neither its weights nor records of its solves are affected.
 
-    headless  without embedding and softmax, whose memory is the same for every network between them
+    headless  leave out embedding and softmax, whose memory is the same for every network between them
     """
     twin = copy.deepcopy(model)
     if headless and hasattr(twin, "vocabulary"):
@@ -66,18 +66,20 @@ def peak_bytes(model: SequenceModel, batch: TextSegment, loss: Loss, *, headless
         torch.autograd.grad(loss(twin), weights, allow_unused=True)
 
     with untouched(twin, batch), torch.enable_grad():
-        step()  # what is kept for good is there from now on
+        step()  # a first step allocates what is kept permanently
         return float(peak_memory(step, batch.x.device))
 
 
 def peak_over_depths(model: SequenceModel, batch: TextSegment, loss: Loss, depths: Sequence[int]) -> dict[int, float]:
-    """`peak_bytes` of the layer with each of these depths: of an explicit stack its layers, of an equilibrium the steps of
-    both solves, which never meet their tolerance."""
+    """Return `peak_bytes` by depth: the number of layers of an explicit stack, or of steps of both solves.
+
+    The tolerance of the solves is set so low that they take all steps.
+    """
     return {depth: peak_bytes(deepened(model, depth), batch, loss, headless=True) for depth in depths}
 
 
 def deepened(model: SequenceModel, depth: int) -> SequenceModel:
-    """The same weights around a layer of that depth."""
+    """Return a model with the same weights and another depth: layers of a stack, or steps of both solves of a DEQ."""
     twin = _twin(model)
     layer: Any = getattr(model, "layer", None)
     if isinstance(layer, DEQ):
@@ -92,12 +94,12 @@ def deepened(model: SequenceModel, depth: int) -> SequenceModel:
         twin.layer = _twin(layer)
         twin.layer.depth = depth
     else:
-        raise ValueError(f"A {type(model).__name__} has no layer that may be applied more or less often.")
+        raise ValueError(f"{type(model).__name__} has no layer whose depth can be changed. Leave memory_depths empty.")
     return twin.train(model.training)
 
 
 def stopped(model: SequenceModel, steps: int) -> SequenceModel | None:
-    """The same weights with the solver stopped after so many steps in evaluation; None for an explicit network."""
+    """Return a model with the same weights whose solver stops after `steps` in evaluation; None for an explicit network."""
     layer: Any = getattr(model, "layer", None)
     if not isinstance(layer, DEQ):
         return None
@@ -108,12 +110,12 @@ def stopped(model: SequenceModel, steps: int) -> SequenceModel | None:
 
 
 def with_memory(model: SequenceModel, length: int) -> SequenceModel | None:
-    """The same weights with a memory of so many positions in evaluation; None for what is no transformer."""
+    """Return a model with the same weights and a memory of `length` positions in evaluation; None for other models."""
     if not isinstance(model, (DEQTransformer, TransformerXL)):
         return None
     twin = _twin(model)
     twin.config = dataclasses.replace(model.config, eval_memory=length)
-    if isinstance(layer := getattr(model, "layer", None), DEQ):  # a layer of its own, which no record of the model sees
+    if isinstance(layer := getattr(model, "layer", None), DEQ):  # a new layer, so that records of the model do not see it
         stop = layer.eval_stop or layer.stop
         twin.layer = DEQ(layer.cell, layer.init, layer.solver, stop, layer.gradient).train(layer.training)
     return twin
@@ -121,7 +123,7 @@ def with_memory(model: SequenceModel, length: int) -> SequenceModel | None:
 
 @torch.no_grad()
 def changes(model: SequenceModel, batch: TextSegment, memory: Memory, depths: Sequence[int]) -> dict[int, float]:
-    """|z_d - z_{d-1}| / |z_d| of plain iteration of the cell from zero, d each of the depths, as a mean over samples."""
+    """Return |z_d - z_{d-1}| / |z_d| by depth d for plain iteration of the cell from zero, as a mean over samples."""
     layer: Any = getattr(model, "layer", None)
     if layer is None:
         return {}
@@ -156,7 +158,7 @@ class _Noting(nn.Module):
 
 
 def _twin(module: M) -> M:
-    """A shallow copy whose submodules can be replaced without changing the original."""
+    """Return a shallow copy whose submodules can be replaced without changing the original."""
     twin = copy.copy(module)
     twin.__dict__["_modules"] = dict(module._modules)
     return twin

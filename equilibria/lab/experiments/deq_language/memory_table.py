@@ -1,4 +1,4 @@
-"""The memory that a training step of a DEQ-Transformer takes over the steps of its solver, beside stacks of its layer."""
+"""The memory of a training step of a DEQ-Transformer over the steps of its solver, compared with stacks of its layer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _KINDS = {
 
 
 def memory(row: str, scale: Scale = "full") -> Experiment[Any]:
-    """The memory of training steps over the steps of the solver, or layers; hardly anything is learnt on the way."""
+    """Return the experiment of a row: the memory of training steps over solver steps or layers; training is minimal."""
     full, explicit = scale == "full", row in ("tied", "sqrt", "recursive")
     model = LanguageModel(
         size="small" if full else "nano",

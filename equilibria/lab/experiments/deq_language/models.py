@@ -28,7 +28,7 @@ Solving = Literal["anderson", "broyden", "picard"]
 Differentiating = Literal["implicit", "upg", "npg", "jfb"]
 Adjoint = Literal["gmres", "broyden"]
 
-NEVER = 1e-30  # a tolerance that no solve meets
+NEVER = 1e-30  # a tolerance that no solve reaches, so that it takes all its steps
 
 _NAMES: dict[Kind, tuple[str, ...]] = {
     "transformer": tuple(TRANSFORMER_CONFIGS),
@@ -42,22 +42,22 @@ _NAMES: dict[Kind, tuple[str, ...]] = {
 class LanguageModel:
     """A sequence model; options that are None keep the value of the configuration.
 
-    kind            "transformer" and "trellis" are equilibria, or explicit stacks of one layer with a depth; "untied" is
-                    Transformer-XL, with layers of their own
-    size            a name of TRANSFORMER_CONFIGS, TRANSFORMER_XL_CONFIGS or TRELLIS_CONFIGS; of "gru" its units
-    depth           of the explicit stack; the number of layers of "untied"
-    checkpoint      of explicit ones: what is kept for backward
-    solver          of the equilibrium; None: Anderson's method, TrellisNet's is Broyden's
-    gradient        of it; `phantom_steps` and `damping` are those of "upg" and "npg"
-    adjoint         of the linear systems of "implicit": "broyden", as published, takes all of `backward_steps`, however
-                    good it is before
-    directions      that "gmres" keeps; None: 4 to 20, as they are needed
-    eval_steps      limit of the solver in evaluation; None: as in training
-    start           of a transformer's solves; None: zero
-    gain            factor on the initial matrices of a transformer. They begin with a deviation of 0.01, as released; the
-                    DEQ paper says 0.05
-    cutoffs         of an adaptive softmax; `divisor` makes the vectors of transformers shorter from cluster to cluster
-    vectors         width of the words' vectors, where it is not that of the transformer
+    kind            "transformer" and "trellis" are equilibria, or with a depth explicit stacks of one layer; "untied" is
+                    Transformer-XL, whose layers have their own weights
+    size            a name in TRANSFORMER_CONFIGS, TRANSFORMER_XL_CONFIGS or TRELLIS_CONFIGS; for "gru" the number of units
+    depth           number of layers of the explicit stack, or of "untied"
+    checkpoint      checkpointing of explicit networks: what is kept for backward
+    solver          solver of the equilibrium; None: Anderson's method, for TrellisNet Broyden's
+    gradient        gradient of the equilibrium; `phantom_steps` and `damping` are those of "upg" and "npg"
+    adjoint         solver of the linear systems of "implicit"; "broyden", as published, always takes all `backward_steps`
+    directions      number of directions that "gmres" keeps; None: 4 to 20, as needed
+    eval_steps      step limit of the solver in evaluation; None: as in training
+    start           start of a transformer's solves; None: zero
+    gain            factor on the initial matrices of a transformer, whose deviation is 0.01 as released; the DEQ paper says
+                    0.05
+    cutoffs         cutoffs of an adaptive softmax; `divisor` makes the vectors of transformers shorter from cluster to
+                    cluster
+    vectors         width of the word vectors, if it is not that of the transformer
     width, heads, inner, hidden, dropout, norm, ...  of the configuration; `hidden` and `embedding` are TrellisNet's
     """
 
@@ -94,16 +94,20 @@ class LanguageModel:
 
     def __post_init__(self) -> None:
         if self.kind == "gru":
-            require(self.size.isdigit() and int(self.size) > 0, f"The size of a gru is its units, got {self.size!r}.")
+            require(
+                self.size.isdigit() and int(self.size) > 0,
+                f"The size of a gru is its number of units, at least 1, got {self.size!r}.",
+            )
         else:
             names = _NAMES[self.kind]
             require(self.size in names, f"size of {self.kind} must be one of {', '.join(names)}, got {self.size!r}.")
         require(
             self.checkpoint is None or self.kind == "untied" or self.depth is not None,
-            "checkpoint is for explicit networks: give a depth as well.",
+            "checkpoint is for explicit networks: pass a depth as well.",
         )
 
     def model(self, tokens: int) -> SequenceModel:
+        """Return a new model for a vocabulary of `tokens` tokens."""
         match self.kind:
             case "gru":
                 return GRUModel(tokens, int(self.size))
@@ -118,7 +122,7 @@ class LanguageModel:
         )
 
     def transformer(self, tokens: int) -> TransformerConfig:
-        """The configuration with the given options replaced."""
+        """Return the transformer configuration with the given options replaced."""
         config = (TRANSFORMER_XL_CONFIGS if self.kind == "untied" else TRANSFORMER_CONFIGS)[self.size]
         vocabulary = config.vocabulary
         chosen = VocabularyConfig(
@@ -136,10 +140,14 @@ class LanguageModel:
         changed: TransformerConfig = dataclasses.replace(config, vocabulary=chosen, **changes)
         if self.width is None and self.heads is None:
             return changed
-        require(changed.width % changed.heads == 0, f"{changed.heads} heads do not share a width of {changed.width} evenly.")
+        require(
+            changed.width % changed.heads == 0,
+            f"width must be divisible by heads, got width={changed.width} and heads={changed.heads}.",
+        )
         return dataclasses.replace(changed, head_width=changed.width // changed.heads)
 
     def trellis(self, tokens: int) -> TrellisConfig:
+        """Return the TrellisNet configuration with the given options replaced."""
         changes = self._changes(
             "tolerance", "forward_steps", "backward_steps", "pretraining_depth", "embedding", "hidden"
         )  # fmt: skip
@@ -152,11 +160,12 @@ class LanguageModel:
         return config.forward_steps
 
     def _trellis(self, tokens: int) -> TrellisNet:
+        """Return a TrellisNet, with an adaptive softmax if there are cutoffs."""
         config = self.trellis(tokens)
         parts = self._parts(config)
         net = TrellisNet(config, **parts, depth=self.depth, checkpoint=self.checkpoint)
         if cutoffs := tuple(c for c in self.cutoffs or () if c < tokens):
-            require(config.experts == 1, f"cutoffs are for one softmax, and this mixture has {config.experts}.")
+            require(config.experts == 1, f"cutoffs need a single softmax, got a mixture of {config.experts}.")
             net.vocabulary = AdaptiveVocabulary(VocabularyConfig(tokens=tokens, cutoffs=cutoffs), config.embedding)
         return net
 
@@ -171,10 +180,11 @@ class LanguageModel:
         return model
 
     def _changes(self, *names: str) -> dict[str, Any]:
+        """Return the options among `names` that are not None."""
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def _parts(self, config: TransformerConfig | TrellisConfig) -> dict[str, Any]:
-        """Solver, stops and gradient; `eval_stop` is set because the limit in training may be drawn at random."""
+        """Return solver, stops and gradient of a model; `eval_stop` is set because training may draw its limit at random."""
         training = relative_stop(config.tolerance, config.forward_steps)
         adjoint_tolerance = config.tolerance if self.adjoint == "gmres" else NEVER
         options = SolveOptions(

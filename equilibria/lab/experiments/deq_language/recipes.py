@@ -1,4 +1,4 @@
-"""Shared by the tables of language models: sizes and training at every scale, columns, notes."""
+"""Parts that the tables of language models share: texts and training at every scale, columns, notes and claims."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from equilibria.lab.experiments.deq_language.task import Language, LanguageSetti
 from equilibria.lab.training.settings import Optimizer, Schedule, Training
 
 DEQ_SOURCE = "Bai, Kolter and Koltun 2019, Deep Equilibrium Models, arXiv:1909.01377"
-CUTOFFS = (1000, 4000)  # of 10,000 words: 79 % and 94 % of the running text of the Penn Treebank lie below them
-LAYERS = 16  # of the weight-tied stacks
-TRELLIS_LAYERS = 30  # of the TrellisNets at the reduced scale
-DEPTHS = (1, 2, 4, 8, 16, 32, 64)  # at which the change of the state is measured
-EPOCHS, STEPS, ROWS, LENGTH = 2, 600, 16, 32  # reduced: epochs, steps of each, rows and length of a segment
-# Of the reduced scale, by validation perplexity and residual after an epoch on the words of PTB: at a rate of 3e-3 nano
-# transformers without a penalty leave their equilibria, and unrolling them at first costs more than it helps.
-RATE, GAIN = 1e-3, 5.0  # of transformers; the gain makes the initial deviation 0.05, as the DEQ paper has it
+CUTOFFS = (1000, 4000)  # of 10,000 words: 79 % and 94 % of the text of the Penn Treebank are words below them
+LAYERS = 16  # layers of the weight-tied stacks
+TRELLIS_LAYERS = 30  # layers of the TrellisNets at the reduced scale
+DEPTHS = (1, 2, 4, 8, 16, 32, 64)  # depths at which the change of the state is measured
+EPOCHS, STEPS, ROWS, LENGTH = 2, 600, 16, 32  # reduced scale: epochs, steps per epoch, rows and length of a segment
+# Chosen for the reduced scale by validation perplexity and residual after an epoch on the words of PTB: at a rate of 3e-3
+# solves of nano transformers without a penalty stop converging, and pre-training costs more than it helps.
+RATE, GAIN = 1e-3, 5.0  # of transformers; the gain makes the initial deviation 0.05, as in the DEQ paper
 TRELLIS_RATE, TRELLIS_PRETRAINING = 3e-3, 150
 DIRECTIONS = 4  # that GMRES keeps at the reduced scale, where 20 of them are more than all the rest of a training step
 
@@ -52,7 +52,7 @@ MEMORY_NOTE = (
 
 
 def reduced_note(what: str, vocabulary: str, memory: int = 64, steps: int = STEPS, rates: str = f"{RATE:g}") -> str:
-    """The budget that all rows of a reduced table have; `steps` are those of an epoch."""
+    """Return the note on the budget that all rows of a reduced table have; `steps` is the number of steps per epoch."""
     return (
         f"Reduced: {what}; {EPOCHS} epochs over the first {ROWS * LENGTH * steps:,} tokens in {ROWS} rows, segments of "
         f"{LENGTH}, memory of {memory}; Adam {rates}, warm-up of 100 steps and a cosine, gradients clipped to 0.25; "
@@ -63,7 +63,11 @@ def reduced_note(what: str, vocabulary: str, memory: int = 64, steps: int = STEP
 def text(
     scale: Scale, name: TextName, *, length: int, eval_length: int | None = None, steps: int = STEPS, level: Level = "word"
 ) -> TextData:
-    """The text of a table at a scale: `length` is that of the full scale, `steps` are those of a reduced epoch."""
+    """Return the text of a table at a scale.
+
+    length  length of a segment at full scale
+    steps   number of steps of a reduced epoch
+    """
     if scale == "debug":
         return TextData(name="toy", train=1_000, valid=300, test=300, length=8, level=level)
     if scale == "full":
@@ -73,7 +77,7 @@ def text(
 
 
 def small_training(scale: Scale, *, pretraining: bool = False, trellis: bool = False) -> Training:
-    """Training settings of the debug and the reduced scale."""
+    """Return the training settings of the debug and the reduced scale."""
     debug = scale == "debug"
     unrolled = 2 if debug else TRELLIS_PRETRAINING if trellis else 0
     return Training(
@@ -88,7 +92,7 @@ def small_training(scale: Scale, *, pretraining: bool = False, trellis: bool = F
 
 
 def transformer_training(steps_per_epoch: int, steps: int, batch: int, pretraining: int, warmup: int = 16_000) -> Training:
-    """The published recipe on WikiText-103; epochs come closest to the published steps."""
+    """Return the published recipe on WikiText-103, with the number of epochs that comes closest to the published steps."""
     return Training(
         epochs=max(1, round(steps / steps_per_epoch)),
         batch_size=batch,
@@ -101,7 +105,7 @@ def transformer_training(steps_per_epoch: int, steps: int, batch: int, pretraini
 
 
 def tiny(model: LanguageModel) -> LanguageModel:
-    """A model of the same kind for the debug scale."""
+    """Return a model of the same kind for the debug scale."""
     depth = None if model.depth is None else min(model.depth, 3)
     limits: dict[str, Any] = {
         "forward_steps": 6,
@@ -117,6 +121,7 @@ def tiny(model: LanguageModel) -> LanguageModel:
 
 
 def made(name: str, summary: str, settings: LanguageSettings, training: Training, scale: Scale) -> Experiment[Any]:
+    """Return an experiment on a language model."""
     return Experiment(name=name, summary=summary, settings=settings, training=training, make=Language, scale=scale)
 
 
@@ -129,7 +134,7 @@ def row(
     nano: str | None = None,
     limited: bool = False,
 ) -> TableRow:
-    """A row; `nano` is what the reduced scale runs in its place."""
+    """Return a row of a table; `nano` is the title of what the smaller scales run instead."""
 
     def experiment(scale: Scale) -> Experiment[Any]:
         return find(name, scale)
@@ -140,11 +145,12 @@ def row(
 
 
 def as_good(better: str, other: str, text: str, most: float = 1.0) -> Claim:
+    """Return the claim that the validation perplexity of one row is at most `most` times that of another."""
     return at_most("valid", better, other, most, text, id="C11")
 
 
 def slower(other: str, name: str, training: str, prediction: str) -> tuple[Claim, Claim]:
-    """The equilibrium's time beside that of the row `other`; `training` and `prediction` are what was published of it."""
+    """Return claims that bound the time of the row "deq" relative to the row `other`; the texts quote published ratios."""
     return (
         at_most(
             "step",
@@ -166,6 +172,7 @@ def slower(other: str, name: str, training: str, prediction: str) -> tuple[Claim
 
 
 def settles(row: str) -> Claim:
+    """Return the claim that plain iteration of a row's layer approaches a fixed point."""
     return column_at_most(
         f"change_{DEPTHS[-1]}",
         "change_2",
@@ -178,6 +185,7 @@ def settles(row: str) -> Claim:
 
 
 def settling() -> Profile:
+    """Return the plot of the change of the state over depth."""
     return Profile(
         name="change-depth",
         title="How far the layer moves the state, over depth",

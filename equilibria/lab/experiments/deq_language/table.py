@@ -1,4 +1,4 @@
-"""DEQ-Transformer on the Penn Treebank, beside explicit networks (Bai, Kolter and Koltun 2019)."""
+"""DEQ-Transformer on the Penn Treebank, compared with explicit networks (Bai, Kolter and Koltun 2019)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from equilibria.lab.experiments.deq_language.task import LanguageSettings
 from equilibria.lab.training.settings import Optimizer, Schedule, Training
 
 PTB, CHARACTERS = "ptb-transformer", "ptb-characters"
-MEMORIES = (128, 256)  # evaluated beside that of training
+MEMORIES = (128, 256)  # lengths of memory that are evaluated in addition to that of training
 
 _TITLES = {
     "untied": "Transformer-XL, 4 layers",
@@ -48,19 +48,19 @@ _WIDE_UNTIED = _WIDE | {"width": 192, "inner": 176, "vectors": 256}  # 1.06M par
 
 
 def transformer_row(row: str) -> LanguageModel:
-    """The nano model behind a row."""
+    """Return the nano model of a row."""
     if row == "untied":
         return LanguageModel(kind="untied")
     return LanguageModel(depth=None if row == "deq" else LAYERS, checkpoint="sqrt" if row == "tied-checkpointed" else None)
 
 
 def ptb(row: str, scale: Scale = "full") -> Experiment[Any]:
-    """DEQ-Transformer or an explicit network of as many parameters on the words of the Penn Treebank."""
+    """Return an experiment on the words of the Penn Treebank: DEQ-Transformer, or an explicit network of its size."""
     return _ptb(PTB, row, scale, "word")
 
 
 def characters(row: str, scale: Scale = "full") -> Experiment[Any]:
-    """The same on its characters."""
+    """Return an experiment on the characters of the Penn Treebank."""
     return _ptb(CHARACTERS, row, scale, "character")
 
 

@@ -33,22 +33,22 @@ from equilibria.penalties import PenaltySchedule, jacobian_penalty, random_max_s
 from equilibria.solution import record
 
 Metrics = dict[str, Tensor | float]
-NLL = "nll"  # metrics with this prefix are -log p of a token; `summarise` turns their means into perplexities
-SEPARATOR = "\n"  # of the vocabulary in a run's state: no unit has one, since texts are read line by line
+NLL = "nll"  # prefix of metrics that are -log p of a token; `summarise` turns their means into perplexities
+SEPARATOR = "\n"  # between units of the vocabulary in a run's state; no unit contains it, since texts are read by lines
 
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageSettings:
     """Settings of a language model, its text and its loss.
 
-    jacobian_weight     of the Jacobian penalty, applied in a share `jacobian_frequency` of the steps after pre-training;
-                        `jacobian_increment` is added to the weight every `jacobian_every` steps
-    jitter              the solver's limit is drawn from so many steps below it up to itself in every training step
+    jacobian_weight     weight of the Jacobian penalty, applied in a share `jacobian_frequency` of the steps after
+                        pre-training; `jacobian_increment` is added to the weight every `jacobian_every` steps
+    jitter              every training step draws the solver's limit from `limit - jitter` to `limit`
     activation          (alpha, beta) of the activation penalty of TrellisNet
-    at                  perplexity is also measured with the solver stopped after each of these numbers of steps
-    memories            and with each of these lengths of memory, of a transformer
-    depths              how far plain iteration of the cell moves the state at each of these depths
-    memory_depths       peak memory of a training step with the cell applied, or its solver run, so many times
+    at                  numbers of steps: perplexity is also measured with the solver stopped after each of them
+    memories            lengths: perplexity of a transformer is also measured with each of these lengths of memory
+    depths              depths at which the change of the state under plain iteration of the cell is measured
+    memory_depths       numbers of layers or solver steps for which the peak memory of a training step is measured
     """
 
     data: TextData = field(default_factory=TextData)
@@ -72,28 +72,28 @@ class LanguageSettings:
 
 
 def network(model: nn.Module) -> SequenceModel:
-    """The sequence model inside the wrapper of distributed training."""
+    """Return the sequence model inside the wrapper of distributed training."""
     return next(module for module in model.modules() if isinstance(module, SequenceModel))
 
 
 def may_be_copied(model: nn.Module) -> bool:
-    """False for weights sharded by FSDP; measurements on copies are skipped there."""
+    """Return False for weights sharded by FSDP, of which measurements cannot make copies."""
     return not is_sharded(list(model.modules()))
 
 
 class Language(Task[TextSegment]):
-    """Trains a sequence model on a text, row by row from beginning to end.
+    """Trains a sequence model on a text, segment by segment from beginning to end.
 
-    Every split has a memory of its own, which begins with nothing at its first segment. That of training is part of the
-    run's state, and so is the vocabulary, for whoever has the folder of the run and not the text.
+    Every split has its own memory, which is empty at its first segment. The memory of training is part of the run's state.
+    So is the vocabulary, so that text can be generated from the run's folder without the training text.
     """
 
     better = ("perplexity", "min")
 
     def __init__(self, settings: LanguageSettings) -> None:
         self.settings = settings
-        self.unrolled = False  # while it is pre-trained, without penalties
-        self.units: tuple[str, ...] = ()  # the vocabulary, as soon as the text is there
+        self.unrolled = False  # True during pre-training, which has no penalties
+        self.units: tuple[str, ...] = ()  # the vocabulary, once the text is loaded
         self._memories: dict[str, Memory] = {}
         self._jacobian = self._schedule(0)
 
@@ -163,22 +163,19 @@ class Language(Task[TextSegment]):
     def resume(self, state: Any) -> None:
         self._memories = {"train": tuple(state["memory"])}
 
-    # memory
-
     def _recall(self, name: str, batch: TextSegment) -> Memory:
+        """Return the memory for a segment; it is empty at the first segment of a split."""
         if batch.position == 0:
             self._memories[name] = ()
         return tuple(part.to(batch.x.device) for part in self._memories.get(name, ()))
 
     def _keep(self, name: str, memory: Memory) -> None:
-        """Keep the memory for the next segment; drop it if it is not finite."""
+        """Store the memory for the next segment; drop it if it is not finite, or all later segments would fail too."""
         sound = all(bool(torch.isfinite(part).all()) for part in memory if part.is_floating_point())
         self._memories[name] = memory if sound else ()
 
-    # the loss
-
     def _judged(self, model: nn.Module, batch: TextSegment, memory: Memory, weight: float) -> tuple[Tensor, Metrics, Memory]:
-        """Loss, metrics and memory of a training step; `weight` is that of the Jacobian penalty."""
+        """Return loss, metrics and memory of a training step; `weight` is the weight of the Jacobian penalty."""
         with record(model) as solutions:
             loss, nll, after = self._read(model, batch, memory)
         metrics: Metrics = {NLL: nll.detach()}
@@ -189,7 +186,7 @@ class Language(Task[TextSegment]):
         return loss, metrics, after
 
     def _read(self, model: nn.Module, batch: TextSegment, memory: Memory) -> tuple[Tensor, Tensor, Memory]:
-        """The loss, with what TrellisNet's recipe adds to it, and -log p alone."""
+        """Return the loss including the terms of TrellisNet's recipe, -log p alone, and the new memory."""
         net, (alpha, beta) = network(model), self.settings.activation
         if not isinstance(net, TrellisNet) or (net.config.auxiliary_every is None and not alpha and not beta):
             nll, after = model(batch.x, memory, batch.y)
@@ -199,6 +196,7 @@ class Language(Task[TextSegment]):
         return loss, parts.loss, after
 
     def _schedule(self, pretraining: int) -> PenaltySchedule:
+        """Return the schedule of the Jacobian penalty, which begins after the steps of pre-training."""
         s = self.settings
         return PenaltySchedule(
             weight=s.jacobian_weight,
@@ -209,15 +207,14 @@ class Language(Task[TextSegment]):
         )
 
     def _vary_steps(self, model: nn.Module, step: int) -> None:
+        """Draw the solver's step limit for a training step, if there is jitter."""
         layer = getattr(network(model), "layer", None)
         if self.settings.jitter and isinstance(layer, DEQ):
             stop = dataclasses.replace(layer.stop, max_steps=self.settings.model.forward_limit)
             layer.stop = random_max_steps(stop, step, self.settings.jitter)
 
-    # more to measure
-
     def _variants(self, model: SequenceModel, batch: TextSegment) -> Metrics:
-        """The loss of the same weights with other limits, each with a memory of its own."""
+        """Return the losses of the same weights with other step limits and memory lengths, each with its own memory."""
         s = self.settings
         twins = {f"at_{k}": stopped(model, k) for k in s.at} | {f"memory_{m}": with_memory(model, m) for m in s.memories}
         found: Metrics = {}
@@ -230,8 +227,8 @@ class Language(Task[TextSegment]):
         return found
 
     def _memory_metrics(self, model: SequenceModel, batch: TextSegment, memory: Memory) -> Metrics:
-        """Peak memory of training steps, measured on copies of the model."""
-        weight = self.settings.jacobian_weight  # the steps with the penalty are the ones that count for the peak
+        """Return the peak memory of training steps, measured on copies of the model."""
+        weight = self.settings.jacobian_weight  # steps with the penalty determine the peak
 
         def loss(twin: SequenceModel) -> Tensor:
             return self._judged(twin, batch, memory, weight)[0]

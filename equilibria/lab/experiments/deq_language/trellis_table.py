@@ -1,4 +1,4 @@
-"""DEQ-TrellisNet on the Penn Treebank, beside TrellisNet (Bai, Kolter and Koltun 2019)."""
+"""DEQ-TrellisNet on the Penn Treebank, compared with TrellisNet (Bai, Kolter and Koltun 2019)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from equilibria.lab.experiments.deq_language.task import LanguageSettings
 from equilibria.lab.training.settings import Optimizer, Schedule, Training
 
 TRELLIS = "ptb-trellisnet"
-_NANO = {  # what the reduced scale runs
+_NANO = {  # titles of what the reduced scale runs
     "trellisnet": f"nano TrellisNet, {TRELLIS_LAYERS} layers",
     "trellisnet-checkpointed": f"nano TrellisNet, {TRELLIS_LAYERS} layers, checkpointed",
     "deq": "nano DEQ-TrellisNet",
@@ -46,14 +46,14 @@ _TRELLIS_TITLES = {
 
 
 def trellisnet(row: str, scale: Scale = "full") -> Experiment[Any]:
-    """TrellisNet, or its equilibrium, on the words of the Penn Treebank."""
+    """Return an experiment on the words of the Penn Treebank: TrellisNet, or its equilibrium."""
     deq, full = row == "deq", scale == "full"
     model = LanguageModel(
         kind="trellis",
         size=("deq-word-ptb" if deq else "word-ptb") if full else "nano",
         depth=None if deq else 58 if full else TRELLIS_LAYERS,
         checkpoint="sqrt" if row.endswith("checkpointed") else None,
-        # Broyden's method as published keeps 2 states for each of its steps, which at this size is most of the memory
+        # Broyden's method, as published, keeps 2 states per step, which at this size would be most of the memory
         solver=None if full else "anderson",
         embedding=None if full else 32,
         hidden=None if full else 64,

@@ -32,8 +32,8 @@ from equilibria.lab.experiments.deq_language.task import LanguageSettings
 from equilibria.lab.training.settings import Optimizer, Schedule, Training
 
 WIKITEXT = "wikitext"
-CUTOFFS = (2000, 8000)  # of 33,278 words
-STEPS = 250  # of a reduced epoch: rows are many, and words too
+CUTOFFS = (2000, 8000)  # of the 33,278 words of WikiText-2
+STEPS = 250  # steps of a reduced epoch; few, because the table has many rows and a large vocabulary
 STEPS_PER_EPOCH = 103_227_021 // (60 * 150)  # tokens of WikiText-103 over batch size times length
 Family = Literal["transformer", "trellisnet"]
 
@@ -42,8 +42,8 @@ _MEDIUM: dict[str, Any] = {"width": 96, "heads": 4, "inner": 512, "cutoffs": CUT
 _UNTIED: dict[str, Any] = {"width": 40, "heads": 4, "inner": 40, "vectors": 96, "cutoffs": CUTOFFS}
 _TRELLIS: dict[str, Any] = {"embedding": 32, "hidden": 64, "solver": "anderson", "cutoffs": CUTOFFS}
 
-# the model at full scale, what is changed of it on the reduced one, and what was published: parameters, those without
-# embedding, perplexity, MB
+# title, model at full scale, changes at the reduced scale, and published figures: parameters, parameters without embedding,
+# perplexity, MB
 _ROWS: dict[str, tuple[str, LanguageModel, dict[str, Any], tuple[float, float, float, float]]] = {
     "trellisnet": (
         "TrellisNet, 70 layers",
@@ -104,7 +104,7 @@ _ROWS: dict[str, tuple[str, LanguageModel, dict[str, Any], tuple[float, float, f
 
 
 def wikitext(row: str, scale: Scale = "full") -> Experiment[Any]:
-    """A row of the table on WikiText-103; the reduced scale has WikiText-2."""
+    """Return the experiment of a row; full scale uses WikiText-103, the reduced scale WikiText-2."""
     title, model, reduced, _ = _ROWS[row]
     if scale != "full":
         gain = 1.0 if model.kind == "trellis" else GAIN
@@ -137,7 +137,7 @@ def _trellis_training(deq: bool) -> Training:
     )
 
 
-_NANO = {  # what the reduced scale runs
+_NANO = {  # titles of what the reduced scale runs
     "trellisnet": f"nano TrellisNet, {TRELLIS_LAYERS} layers",
     "trellisnet-checkpointed": f"nano TrellisNet, {TRELLIS_LAYERS} layers, checkpointed",
     "deq-trellisnet": "nano DEQ-TrellisNet",
@@ -149,7 +149,8 @@ _NANO = {  # what the reduced scale runs
     "small-tied": f"nano Transformer-XL, weight-tied {LAYERS} layers",
     "deq-small": "nano DEQ-Transformer, 64 channels",
 }
-_PAIRS = (  # equilibrium, explicit network, published perplexities, memory at most; 4 layers are hardly more than 1
+# equilibrium, explicit network, published perplexities, largest ratio of memory (1.0 for a network of only 4 layers)
+_PAIRS = (
     ("deq-trellisnet", "trellisnet", "29.0 to 29.2", 0.5),
     ("deq-medium", "medium-16", "24.2 to 24.3", 0.5),
     ("deq-adaptive", "adaptive-18", "23.2 to 23.6", 0.5),

@@ -1,4 +1,4 @@
-"""Measurements of the demo beside accuracy: memory over depth, evaluations by difficulty, and the tolerance."""
+"""Measurements of the demo besides accuracy: memory over depth, evaluations by difficulty, and by test tolerance."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from equilibria.lab.training.folder import Run
 from equilibria.solution import Stats, Status, record
 
 DEPTHS: dict[Scale, tuple[int, ...]] = {"debug": (8,), "reduced": (10, 40, 160), "full": (10, 40, 160)}
-TOLERANCES = (3e-1, 1e-1, 1e-2, 1e-3, 1e-4)  # of the solves that are compared
-AT_ONCE = 2  # processes
+TOLERANCES = (3e-1, 1e-1, 1e-2, 1e-3, 1e-4)  # tolerances at test time that are compared
+AT_ONCE = 2  # number of measuring processes at a time
 MEMORY_ROW = "equilibria.lab.experiments.digits.memory_row"
 
 
 @dataclass(frozen=True)
 class Quarter:
-    """A quarter of the test samples, ordered by the steps that their solves took."""
+    """Means over a quarter of the test samples, which are ordered by the steps of their solves."""
 
     name: str
     steps: float
@@ -34,7 +34,7 @@ class Quarter:
 
 @dataclass(frozen=True)
 class DemoSetting:
-    """The trained model at a tolerance of the test: rows of the cell that were evaluated, per sample."""
+    """Results of the trained model at one test tolerance; `evaluations` are rows of the cell per sample."""
 
     tolerance: float
     evaluations: float
@@ -42,7 +42,7 @@ class DemoSetting:
 
 
 def memory(scale: Scale) -> dict[int, dict[str, int]]:
-    """Peak bytes of a training step by depth and kind of network, each measured in a process of its own."""
+    """Return peak bytes of a training step by depth and kind of network, each measured in a separate process."""
     jobs = [(depth, kind) for depth in DEPTHS[scale] for kind in ("explicit", "equilibrium")]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         found = list(pool.map(_peak, jobs))
@@ -53,6 +53,7 @@ def memory(scale: Scale) -> dict[int, dict[str, int]]:
 
 
 def _peak(job: tuple[int, str]) -> int:
+    """Run a measuring process and return its result in bytes; raises OSError if it fails."""
     depth, kind = job
     done = subprocess.run([sys.executable, "-m", MEMORY_ROW, kind, str(depth)], capture_output=True, text=True)
     if done.returncode:
@@ -71,7 +72,7 @@ class Trained:
 
     @torch.no_grad()
     def solved(self, tolerance: float | None = None) -> tuple[Tensor, Stats]:
-        """(batch,) whether each answer is right, and the statistics of the solve; at the model's tolerance or another."""
+        """Return a mask of right answers, (batch,), and the statistics of the solve; `tolerance` replaces the model's."""
         layer, stop = self.model.layer, self.model.layer.stop
         if tolerance is not None:
             layer.stop = dataclasses.replace(stop, rtol=tolerance, atol=0.0, on_failure="ignore")
@@ -83,7 +84,7 @@ class Trained:
         return right, solutions[0].stats
 
     def quarters(self) -> list[Quarter]:
-        """The samples from the fastest to the slowest quarter."""
+        """Return the results of the four quarters, from the fastest samples to the slowest."""
         right, stats = self.solved()
         parts = stats.steps.argsort(stable=True).chunk(4)
         names = ("fastest quarter", "second", "third", "slowest quarter")
@@ -93,7 +94,7 @@ class Trained:
         ]
 
     def dial(self) -> list[DemoSetting]:
-        """Accuracy and evaluations over the tolerance of the test."""
+        """Return accuracy and evaluations for every test tolerance."""
         found = [(tolerance, *self.solved(tolerance)) for tolerance in TOLERANCES]
         return [
             DemoSetting(tolerance, stats.sample_evaluations / len(self.y), float(right.float().mean()))
@@ -101,6 +102,6 @@ class Trained:
         ]
 
     def statuses(self) -> dict[str, int]:
-        """The number of test samples by status, those that occur."""
+        """Return the number of test samples by status, without statuses that do not occur."""
         _, stats = self.solved()
         return {status.name.lower(): stats.count(status) for status in Status if stats.count(status)}

@@ -1,6 +1,6 @@
-"""One row of the demo's table of memory, in a process of its own: python -m ...memory_row equilibrium|explicit DEPTH
+"""Measure one row of the demo's memory table: python -m ...memory_row equilibrium|explicit DEPTH
 
-Prints the peak bytes of a training step. A process of its own has no caches or peaks of other rows.
+Prints the peak bytes of a training step. Each row has its own process, so that it is free of caches of other rows.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from equilibria.solvers.anderson import Anderson
 from equilibria.stop import Stop
 
 INPUTS, WIDTH, BATCH = 64, 64, 512
-GAIN = 0.5  # of the state's weight, so that no solve diverges, whatever its steps
-HISTORY = 5  # pairs that Anderson stores, which count as memory
+GAIN = 0.5  # factor on the state's weight, so that no solve diverges with any number of steps
+HISTORY = 5  # pairs that Anderson stores; they count as memory
 
 
 def classifier(kind: str, depth: int) -> SkipMLP:
-    """The demo's classifier: `depth` layers, or an equilibrium whose solver takes exactly `depth` steps."""
+    """Return the demo's classifier with `depth` layers, or an equilibrium whose solver takes exactly `depth` steps."""
     torch.manual_seed(0)
     model = SkipMLP(INPUTS, width=WIDTH, depth=depth if kind == "explicit" else None)
     cell: Any = model.layer.cell
@@ -38,6 +38,7 @@ def classifier(kind: str, depth: int) -> SkipMLP:
 
 
 def peak_bytes(kind: str, depth: int) -> int:
+    """Return the peak memory of a training step in bytes."""
     model = classifier(kind, depth)
     x, y = torch.randn(BATCH, INPUTS), torch.randint(10, (BATCH,))
 

@@ -1,4 +1,4 @@
-"""The demo: an equilibrium classifier of small digits beside its explicit twin."""
+"""The demo: an equilibrium classifier of small digits, compared with its explicit twin."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from equilibria.lab.training.settings import Optimizer, Schedule, Training
 from equilibria.models.images.skip_mlp import SkipSolver
 
 DIGITS = "digits"
-DEPTH = 20  # of the explicit twin
+DEPTH = 20  # layers of the explicit twin
 _ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "deq": ("DEQ", {}),
     "v2": ("Skip DEQ V2", {"variant": "v2"}),
@@ -22,7 +22,7 @@ _ROWS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def digits(row: str, scale: Scale = "full") -> Experiment[MLPSettings]:
-    """A dense classifier of scikit-learn's 8x8 digits; every row has the same weights, in number and at the start."""
+    """Return an experiment on scikit-learn's 8x8 digits; all rows have equally many weights with the same initial values."""
     title, options = _ROWS[row]
     solver = SkipSolver(tolerance=1e-3, adjoint_tolerance=1e-3, adjoint_steps=30)
     return Experiment(

@@ -1,4 +1,4 @@
-"""Implicit graph networks on the citation graphs of Planetoid, and solvers side by side on one of them."""
+"""Implicit graph networks on the citation graphs of Planetoid, and a comparison of solvers on one of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _GCN: dict[NodeSet, float] = {"cora": 81.5, "citeseer": 70.3, "pubmed": 79.0}  #
 
 
 def planetoid(row: str, scale: Scale = "full") -> Experiment[NodeSettings]:
-    """A network on a citation graph, "cora-upg"."""
+    """Return the experiment of a row, such as "cora-upg": a network on a citation graph."""
     data, kind = _parts(row)
     return Experiment(
         name=f"{PLANETOID}-{row}",
@@ -110,7 +110,7 @@ _SOLVERS: dict[SolverName, str] = {"picard": "Picard", "anderson": "Anderson", "
 
 
 def solving(row: SolverName, scale: Scale = "full") -> Experiment[NodeSettings]:
-    """An implicit network on Cora that may contract as little as 0.98 a step, with one solver for states and adjoints."""
+    """Return an experiment on Cora with contraction factors up to 0.98 and one solver for states and adjoints."""
     return Experiment(
         name=f"{SOLVERS}-{row}",
         summary=f"IGNN on Cora, kappa 0.98, {_SOLVERS[row]}'s method",

@@ -13,16 +13,16 @@ from equilibria.lab.data.batches import GraphBatches
 from equilibria.lab.data.graphs import Graph
 from equilibria.lab.data.sets import Dataset, generator, stratified_folds
 
-DEGREES = 10  # features of `random_graphs`: degrees from 0 to 9, and all above as 9
-CLASSES = 3  # of `random_communities`
-FEATURES = 8  # of `random_communities` and `random_labels`
-LABELS = 5  # of `random_labels`
+DEGREES = 10  # features of `random_graphs`: one-hot degrees from 0 to 9, where 9 stands for all larger ones
+CLASSES = 3  # classes of `random_communities`
+FEATURES = 8  # features of `random_communities` and `random_labels`
+LABELS = 5  # labels of `random_labels`
 
 
 class WholeGraphs(GraphBatches):
     """Batches of one graph each; the same objects every epoch, so that cached adjacency data is reused.
 
-    passes  how often an epoch hands out every graph
+    passes  how often every graph occurs in an epoch
     """
 
     def __init__(self, graphs: Sequence[Graph], *, passes: int = 1, shuffle: bool = False, seed: int = 0) -> None:
@@ -35,16 +35,16 @@ class WholeGraphs(GraphBatches):
 
 
 def parted(graphs: Sequence[Graph], folds: int, fold: int) -> tuple[tuple[Graph, ...], tuple[Graph, ...]]:
-    """The graphs of all other folds, and those of this one; every class has the same share in each fold."""
+    """Return the graphs of all other folds and those of this fold; every class has the same share in each fold."""
     part = stratified_folds(torch.cat([graph.y for graph in graphs]), folds).tolist()
     others = tuple(graph for graph, k in zip(graphs, part, strict=True) if k != fold)
     return others, tuple(graph for graph, k in zip(graphs, part, strict=True) if k == fold)
 
 
 def random_graphs(count: int = 60, *, least: int = 20, most: int = 40, seed: int = 0) -> tuple[Graph, ...]:
-    """Graphs of two kinds in turn: 0, edges drawn evenly; 1, every new node tied to two that have many ties already.
+    """Generate graphs of two classes in turn: 0 has uniformly drawn edges, 1 grows by preferential attachment.
 
-    Both have 2 nodes - 3 edges, and the degree of a node, one-hot, as its features.
+    A graph of n nodes has 2 n - 3 edges. The features of a node are its one-hot degree.
     """
     draws = generator(seed, "random graphs")
     sizes = torch.randint(least, most + 1, (count,), generator=draws).tolist()
@@ -52,9 +52,9 @@ def random_graphs(count: int = 60, *, least: int = 20, most: int = 40, seed: int
 
 
 def random_communities(nodes: int = 120, *, seed: int = 0) -> Dataset[tuple[Graph, ...]]:
-    """One graph whose nodes belong to three communities, mostly tied within; features hint at which, noisily.
+    """Generate a graph of three communities with most edges inside them; noisy features indicate the community.
 
-    Split as Planetoid's graphs: a `mask` for each split. A quarter of the nodes is for training, a quarter for validation.
+    Splits are given by `mask`, as for Planetoid's graphs: a quarter of the nodes is for training, a quarter for validation.
     """
     draws = generator(seed, "communities")
     y = torch.randint(CLASSES, (nodes,), generator=draws)
@@ -70,13 +70,14 @@ def random_communities(nodes: int = 120, *, seed: int = 0) -> Dataset[tuple[Grap
 
 
 def random_labels(graphs: tuple[int, int, int] = (4, 1, 1), *, nodes: int = 40, seed: int = 0) -> Dataset[tuple[Graph, ...]]:
-    """Graphs in the manner of PPI: a node has a label where the mean of a feature over its neighbours is above one half."""
+    """Generate graphs like PPI: a node has a label if the mean of a feature over its neighbours is above one half."""
     draws = generator(seed, "random labels")
     train, valid, test = (tuple(_labelled(nodes, draws) for _ in range(count)) for count in graphs)
     return Dataset("random labels", train, test, valid, classes=tuple(f"label {i}" for i in range(LABELS)))
 
 
 def _random_graph(nodes: int, kind: int, draws: torch.Generator) -> Graph:
+    """Return a graph of class `kind`, see `random_graphs`."""
     if kind:
         edges = _preferred(nodes, draws)
     else:
@@ -88,7 +89,7 @@ def _random_graph(nodes: int, kind: int, draws: torch.Generator) -> Graph:
 
 
 def _preferred(nodes: int, draws: torch.Generator) -> Tensor:
-    """Growth by preference: ties are drawn in proportion to degrees."""
+    """Return edges (2, edges) of preferential attachment: a new node joins two others, drawn in proportion to degrees."""
     edges = [(0, 1)]
     degree = torch.zeros(nodes)
     degree[:2] = 1.0
@@ -101,6 +102,7 @@ def _preferred(nodes: int, draws: torch.Generator) -> Tensor:
 
 
 def _labelled(nodes: int, draws: torch.Generator) -> Graph:
+    """Return one graph of `random_labels`."""
     edges = _undirected(torch.randint(nodes, (2, 3 * nodes), generator=draws))
     x = torch.rand(nodes, FEATURES, generator=draws)
     total = torch.zeros(nodes, LABELS).index_add_(0, edges[1], x[edges[0], :LABELS])
@@ -109,6 +111,6 @@ def _labelled(nodes: int, draws: torch.Generator) -> Graph:
 
 
 def _undirected(edges: Tensor) -> Tensor:
-    """(2, edges), each in both directions, once, without loops."""
+    """Return edges (2, edges) with every edge once in both directions and without loops."""
     edges = edges[:, edges[0] != edges[1]]
     return torch.cat([edges, edges.flip(0)], dim=1).unique(dim=1)

@@ -23,7 +23,7 @@ PRODUCTS = Column("products", "products with the Jacobian in a step", "train.adj
 
 
 def upg(damping: float = 0.5, kappa: float = 0.9) -> LayerOptions:
-    """Unrolled phantom gradients of five steps."""
+    """Return the options of unrolled phantom gradients of five steps."""
     return LayerOptions(gradient="upg", damping=damping, kappa=kappa)
 
 
@@ -39,7 +39,7 @@ _PPI = {  # damping, published micro-F1
 
 
 def ppi(row: str, scale: Scale = "full") -> Experiment[LabelSettings]:
-    """A row of the PPI part of Table 4."""
+    """Return the experiment of a row of the PPI part of Table 4."""
     damping, _ = _PPI[row]
     debug = scale == "debug"
     return Experiment(
@@ -115,13 +115,13 @@ def _ppi_table() -> Table:
 # chains
 
 
-LENGTHS = (10, 20, 50, 100)  # of the chains
-FAR = 1e-12  # tolerance: a step carries what is known one node further, and 3e-6 is met after a dozen of them
+LENGTHS = (10, 20, 50, 100)  # lengths of the chains
+FAR = 1e-12  # tolerance; a step moves information one node ahead, and 3e-6 would stop the solve after a dozen steps
 _CHAINS = {"implicit": "IGNN, implicit", "upg": "IGNN, UPG, 5 steps", "gcn": "2 graph convolutions"}
 
 
 def chain(row: str, scale: Scale = "full") -> Experiment[ChainSettings]:
-    """Networks for chains of each length."""
+    """Return the experiment of a row: one network for the chains of each length."""
     debug = scale == "debug"
     small: dict[str, Any] = {"lengths": (4, 6), "chains": 3, "train": 0.3, "valid": 6, "test": 8} if debug else {}
     passes = 2 if debug else 20

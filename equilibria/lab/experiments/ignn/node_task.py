@@ -1,4 +1,4 @@
-"""Nodes as tasks: their classes in citation graphs and on chains, and the many labels of PPI."""
+"""Classification of nodes as tasks: citation graphs, chains, and the many labels of PPI."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ SIZES: dict[NodeSet, tuple[int, int]] = {  # features, classes
 class NodeSettings:
     """Settings of node classification in one graph.
 
-    data    of Planetoid; "random": a generated graph of 120 nodes
-    passes  steps of an epoch, each on the whole graph
+    data    a graph of Planetoid; "random": a generated graph of 120 nodes
+    passes  number of steps in an epoch, each on the whole graph
     """
 
     data: NodeSet = "cora"
@@ -77,14 +77,14 @@ class Nodes(GraphTask):
 
 @dataclass(frozen=True, kw_only=True)
 class ChainSettings:
-    """Settings of chains whose class only the first node shows. In float64, because distant signals are small.
+    """Settings of chains whose class only the first node shows; computed in float64, because distant signals are small.
 
-    lengths         of the chains; for each of them a network of its own is trained, one after the other
-    chains          per class
-    train           share of the nodes; valid, test: their number
-    gcn_layers      of graph convolutions, the explicit network
-    clip            the gradient of each parameter is shortened to this length
-    passes          steps of each network in an epoch
+    lengths         lengths of the chains; a separate network is trained for each of them
+    chains          number of chains per class
+    train           share of the nodes for training; valid and test are numbers of nodes
+    gcn_layers      number of graph convolutions of the explicit network
+    clip            largest norm of the gradient of each parameter
+    passes          number of steps of each network in an epoch
     """
 
     lengths: tuple[int, ...] = (10, 20, 50, 100)
@@ -100,13 +100,13 @@ class ChainSettings:
 
     def __post_init__(self) -> None:
         if not self.lengths or len(set(self.lengths)) != len(self.lengths):
-            raise ValueError(f"lengths must differ from each other, and there must be one: got {self.lengths}.")
+            raise ValueError(f"lengths must be different numbers, at least one, got {self.lengths}.")
 
 
 class ChainNets(nn.Module):
-    """A network for every length of chains; a graph goes to the one of its number of nodes.
+    """One network per length of chains; a graph is passed to the network for its number of nodes.
 
-    They have no weights in common, so that training them in turn is the same as training them one by one.
+    They share no weights, so training them in turn is the same as training them one after the other.
     """
 
     def __init__(self, nets: dict[int, nn.Module]) -> None:
@@ -116,7 +116,7 @@ class ChainNets(nn.Module):
     def forward(self, graph: Graph) -> Tensor:
         nodes = str(len(graph.x))
         if nodes not in self.nets:
-            raise ValueError(f"A graph of {nodes} nodes: there are networks for {', '.join(self.nets)} nodes.")
+            raise ValueError(f"There are networks for graphs of {', '.join(self.nets)} nodes, got a graph of {nodes} nodes.")
         scores: Tensor = self.nets[nodes](graph)
         return scores
 
@@ -156,6 +156,7 @@ class Chains(GraphTask):
         super().improve(model, optimizer)
 
     def _net(self) -> nn.Module:
+        """Return a new network for one length."""
         s = self.settings
         if s.net == "gcn":
             return NodeGCN(NodeGCNConfig(features=100, classes=2, layers=s.gcn_layers))
@@ -170,8 +171,8 @@ def _double(graph: Graph) -> Graph:
 class LabelSettings:
     """Settings of multi-label node classification.
 
-    data   "ppi"; "random": 6 generated graphs in its manner
-    width  h; the layers have 4h, 2h, 2h and h channels, and as many as there are labels
+    data   "ppi"; "random": 6 generated graphs like those of PPI
+    width  h; the layers have 4h, 2h, 2h and h channels, and the last one has a channel per label
     """
 
     data: Literal["ppi", "random"] = "ppi"
@@ -180,7 +181,7 @@ class LabelSettings:
 
 
 class Labels(GraphTask):
-    """Trains a network on the proteins of PPI, a graph a step; a label counts as given where its logit is positive."""
+    """Trains a network on the proteins of PPI with one graph per step; a label is predicted if its logit is positive."""
 
     better = ("micro_f1", "max")
 
@@ -205,7 +206,7 @@ class Labels(GraphTask):
         return Outcome(F.binary_cross_entropy_with_logits(scores, y), metrics, len(y))
 
     def summarise(self, means: dict[str, float]) -> dict[str, float]:
-        """Micro-F1 of the whole split, in place of the counts per node that it is made of."""
+        """Replace the counts per node by the micro-F1 of the whole split."""
         counts = {name: means[name] for name in ("hits", "false_alarms", "misses")}
         total = 2 * counts["hits"] + counts["false_alarms"] + counts["misses"]
         kept = {name: value for name, value in means.items() if name not in counts}
@@ -215,10 +216,10 @@ class Labels(GraphTask):
 def whole(
     found: Dataset[tuple[Graph, ...]], training: Training, world_size: int, passes: int = 1, *, shuffle: bool = False
 ) -> Loaders[Graph]:
-    """Loaders with one graph per step."""
+    """Return loaders with one graph per step."""
     if world_size > 1 or training.batch_size != 1:
         raise ValueError(
-            f"A step takes one whole graph of {found.name}, which is not shared: got training.batch_size="
+            f"A step takes one whole graph of {found.name}, which processes cannot share: got training.batch_size="
             f"{training.batch_size} and {world_size} processes. Set training.batch_size=1 and use one process."
         )
     train, valid, test = _splits(found)
@@ -228,5 +229,6 @@ def whole(
 
 
 def _splits(found: Dataset[tuple[Graph, ...]]) -> tuple[tuple[Graph, ...], tuple[Graph, ...], tuple[Graph, ...]]:
+    """Return the graphs of the training, validation and test splits."""
     assert found.valid is not None
     return found.train, found.valid, found.test

@@ -1,7 +1,7 @@
 """Implicit graph networks with exact and with phantom gradients (Geng and others 2021): COX2 and PROTEINS, ten folds.
 
 Each set has two tables. The first follows the published protocol, in which the test fold also chooses the epoch. In the
-other one a validation fold does.
+second a validation fold chooses it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _COSTS = (
 
 
 def experiment(data: Data, row: str, scale: Scale = "full", *, validated: bool = False) -> Experiment[FoldSettings]:
-    """A network on one fold, that of the seed; `validated` holds another fold out to choose the epoch."""
+    """Return an experiment that tests on the fold of its seed; `validated` holds out another fold to choose the epoch."""
     debug = scale == "debug"
     settings = FoldSettings(
         data="random" if debug else data,
@@ -95,7 +95,7 @@ def _row(data: Data, name: str, validated: bool) -> TableRow:
 
 
 def _as_published(data: Data) -> list[Claim]:
-    """Each mean within the published deviation of the published mean."""
+    """Return claims that each mean is within the published deviation of the published mean."""
     found = []
     for row, figure in _PUBLISHED[data].items():
         assert figure.std is not None
@@ -188,6 +188,6 @@ def _table(data: Data, validated: bool) -> Table:
 
 
 def tables() -> tuple[Table, ...]:
-    """All tables of graphs."""
+    """Return all tables of graphs."""
     folds = [_table(data, validated) for data in get_args(Data) for validated in (False, True)]
     return (*folds, *node_tables(), *citation_tables())

@@ -1,4 +1,4 @@
-"""Classification of graphs as a task, cross-validated, and how implicit graph networks are solved in all tasks."""
+"""Cross-validated classification of graphs as a task, and solver options of implicit graph networks in all tasks."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ SIZES: dict[GraphSet, tuple[int, int]] = {  # features, classes
 class LayerOptions:
     """Settings by which the implicit layers of a network are solved and differentiated.
 
-    solver          of the state, and of the adjoint where the gradient is exact
-    gradient        "implicit", exact, or "upg", `phantom_steps` steps from the equilibrium
-    kappa           how much a layer may contract at worst
-    tolerance       the largest entry of a residual; of the adjoint equation relative to the incoming gradient
+    solver          solver of the state, and of the adjoint if the gradient is exact
+    gradient        "implicit", which is exact, or "upg" with `phantom_steps` steps from the equilibrium
+    kappa           largest contraction factor of a layer
+    tolerance       largest entry of a residual; for the adjoint equation relative to the incoming gradient
     """
 
     solver: SolverName = "picard"
@@ -57,7 +57,7 @@ class LayerOptions:
     max_steps: int = 300
 
     def parts(self) -> dict[str, Any]:
-        """Solver, stop and gradient for the networks. Failed solves do not warn; the trainer counts them."""
+        """Return solver, stop and gradient for the networks; failed solves do not warn, the trainer counts them."""
         limits: dict[str, Any] = {"max_steps": self.max_steps, "on_failure": "ignore"}
         stop = dataclasses.replace(PUBLISHED_STOP, atol=self.tolerance, **limits)
         adjoint = dataclasses.replace(PUBLISHED_STOP, rtol=self.tolerance, atol=0.0, **limits)
@@ -74,7 +74,7 @@ class LayerOptions:
 
 
 class GraphTask(Task[Graph]):
-    """Cross entropy and accuracy, of graphs or of the nodes that `mask` has."""
+    """Cross entropy and accuracy of graphs, or of the nodes in `mask`."""
 
     better = ("accuracy", "max")
 
@@ -88,11 +88,11 @@ class GraphTask(Task[Graph]):
 class FoldSettings:
     """Settings of graph classification by cross-validation.
 
-    data      of the TU collection; "random": 60 generated graphs
-    width     of the layers
-    depth     how many of them
-    folds     equal parts; the run's seed, modulo their number, is the one to test on
-    hold_out  take one of the other folds out of training for validation
+    data      a set of the TU collection; "random": 60 generated graphs
+    width     width of the layers
+    depth     number of layers
+    folds     number of folds; the fold to test on is the run's seed modulo this number
+    hold_out  use one of the other folds for validation instead of training
     """
 
     data: GraphSet = "cox2"
@@ -135,7 +135,7 @@ class Folds(GraphTask):
         )
 
     def splits(self, root: Path | None, seed: int) -> tuple[Sequence[Graph], Sequence[Graph], Sequence[Graph]]:
-        """Training, validation and test graphs; without `hold_out` none are for validation."""
+        """Return training, validation and test graphs; without `hold_out` there are no validation graphs."""
         s = self.settings
         fold = seed % s.folds
         if s.data == "random":
@@ -145,11 +145,11 @@ class Folds(GraphTask):
             train, test = found.train, found.test
         if not s.hold_out:
             return train, (), test
-        # the parts that are left have the size of the fold that is tested
+        # the other folds, divided again: one of folds - 1 parts has the size of the test fold
         kept, held = parted(train, s.folds - 1, 0)
         return kept, held, test
 
 
 def chosen(scores: Tensor, batch: Graph) -> tuple[Tensor, Tensor]:
-    """Scores and targets of what belongs to the split."""
+    """Return scores and targets of the graphs, or of the nodes that belong to the split."""
     return (scores, batch.y) if batch.mask is None else (scores[batch.mask], batch.y[batch.mask])

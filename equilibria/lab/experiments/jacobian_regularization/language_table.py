@@ -1,4 +1,4 @@
-"""DEQ-Transformers by recipe: norms, solvers, penalties. Jacobian regularization (Bai, Koltun and Kolter 2021)."""
+"""Jacobian regularization of DEQ-Transformers (Bai, Koltun and Kolter 2021): recipes of norms, solver steps, penalties."""
 
 from __future__ import annotations
 
@@ -43,14 +43,15 @@ WORDS = f"softmax in clusters beginning at {CUTOFFS[0]:,} and {CUTOFFS[1]:,}"
 
 @dataclass(frozen=True)
 class Recipe:
-    """A row: where the norms are, how many steps the solvers have, what is added to the loss.
+    """The settings of a row: position of the norms, steps of the solvers, and the penalty.
 
-    steps      of the solvers forward and backward
-    nano       the same at the smaller scales; None uses those of the full scale
-    weight     of the Jacobian penalty at full scale, `every` so many steps more of it, in a share `frequency` of the steps
-    extra      steps of the forward solver beyond `steps`
-    length     of a segment at full scale
-    plain      pre-LN: the feed-forward layer is added to the state itself, not to its norm as in the released code
+    steps      step limits of the forward and backward solver
+    nano       the same at the smaller scales; None: as at full scale
+    weight     weight of the Jacobian penalty at full scale, which grows every `every` steps
+    frequency  share of the steps in which the penalty is applied
+    extra      steps of the forward solver in addition to `steps`
+    length     length of a segment at full scale
+    plain      with pre-LN, add the feed-forward layer to the state, not to its norm as in the released code
     """
 
     title: str
@@ -85,7 +86,7 @@ class Recipe:
         return tiny(model) if scale == "debug" else model
 
     def settings(self, scale: Scale, at: tuple[int, ...] = (), steps: int = STEPS) -> LanguageSettings:
-        """The settings at a scale; a reduced epoch has `steps` steps."""
+        """Return the settings at a scale; a reduced epoch has `steps` steps."""
         full = scale == "full"
         name: TextName = "wikitext-103" if full else "ptb"
         data = text(scale, name, length=self.length, eval_length=150 if full else None, steps=steps)
@@ -110,8 +111,8 @@ def methods_training(scale: Scale, explicit: bool = False, pretraining: bool = T
     return transformer_training(STEPS_PER_EPOCH, 250_000, 56, steps)
 
 
-# Of the reduced scale: the weight begins small and grows by as much every so many steps. From the first step on, a weight of
-# 0.1 costs 4 % of validation perplexity after an epoch (468 for 452), 0.5 twice as much and more.
+# Reduced scale: the weight begins at NANO_WEIGHT and grows by NANO_WEIGHT every NANO_EVERY steps. A constant weight of 0.1
+# raised the validation perplexity after an epoch by 4 % (468 instead of 452), one of 0.5 by more than twice as much.
 NANO_WEIGHT, NANO_EVERY = 0.02, 200
 NANO_STEPS = {"post": (11, 12), "pre": (12, 13)}  # forward and backward, with the penalty
 POST = Recipe("DEQ, post-LN")
@@ -142,7 +143,7 @@ _LIMITED = {"post-20", "post-15", "post-12", "post-jr", "pre-jr", "pre-jr-long"}
 
 
 def regularized(row: str, scale: Scale = "full") -> Experiment[Any]:
-    """A row of Table 1 on Jacobian regularization."""
+    """Return the experiment of a row of Table 1 on Jacobian regularization."""
     name = f"{JR}-{row}"
     if row == "untied":
         settings = _untied(scale)

@@ -35,7 +35,7 @@ _PUBLISHED: dict[str, dict[str, Figure]] = {
 
 
 def regularized(name: str, scale: Scale = "full") -> Experiment[Any]:
-    """A row of the CIFAR-10 part of Table 2; "mdeq-short" has the steps of the regularized model without its penalty."""
+    """Return the experiment of a CIFAR-10 row of Table 2; "mdeq-short" is the regularized model without its penalty."""
     data = images(scale, augmented=True)
     full = scale == "full"
     if name == "resnet":
@@ -75,7 +75,7 @@ def _training(scale: Scale, pretraining: int) -> Training:
 
 
 def _run_as(name: str) -> dict[Scale, str]:
-    """The network that a scale runs in place of the published one."""
+    """Return the titles of the networks that scales run in place of the published one."""
     if name == "resnet":
         return {"debug": "ResNet-8", "reduced": "ResNet-8", "full": "ResNet-20, 64 to 256 channels"}
     return {"debug": f"nano {_ROWS[name]}", "reduced": f"nano {_ROWS[name]}"}

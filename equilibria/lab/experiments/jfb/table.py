@@ -86,7 +86,7 @@ _IMAGES: dict[str, dict[str, int | None]] = {  # of the reduced scale, to train 
 
 
 def experiment(data: Data, row: str, scale: Scale = "full") -> Experiment[Any]:
-    """One row of Table 1, or of the table of times."""
+    """Return the experiment of a row of Table 1, or of the table of times."""
     images = _images(data, row, scale)
     settings, make = _settings(data, row, scale, images)
     return Experiment(
@@ -129,7 +129,7 @@ def _settings(data: Data, row: str, scale: Scale, images: ImageData) -> tuple[An
 
 
 def _limits(data: Data, row: str, small: bool) -> dict[str, Any]:
-    """Tolerance and steps where they are not those of the published network."""
+    """Return tolerance and step limit if they differ from those of the published network."""
     if small:
         by_data: dict[str, dict[str, Any]] = {"svhn": {"tolerance": 1e-2, "max_steps": 30}, "cifar10": {"max_steps": 20}}
         return by_data.get(data, {})
@@ -164,7 +164,7 @@ def _row(data: Data, name: str, published: Mapping[str, float]) -> TableRow:
 
 
 def _run_as(data: Data, row: str) -> dict[Scale, str]:
-    """The network that the smaller scales run in place of the published one."""
+    """Return the titles of the networks that the smaller scales run in place of the published one."""
     if row == "resnet":
         return {"debug": "ResNet-8", "reduced": "ResNet-20"}
     if row in ("node", "anode"):

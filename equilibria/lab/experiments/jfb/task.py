@@ -32,12 +32,13 @@ from equilibria.solvers.tableaus import Method as RungeKutta
 class ResidualSettings(ImageSettings):
     """Settings of an implicit ResNet.
 
-    kind       whose sizes
-    by         "jfb" with batch norms in the cell; "jacobian": without, exact gradients by conjugate gradients on the normal
-               equations; "explicit": the cell applied once
-    blocks     of the encoder of the CIFAR-10 network
-    tolerance  None keeps the published one; likewise max_steps, which also limits the conjugate gradients
-    contract   scale the cell's weights after a step where it does not contract
+    kind       dataset whose published network is used
+    by         "jfb": with batch norms in the cell; "jacobian": without them, and with exact gradients by conjugate gradients
+               on the normal equations; "explicit": the cell applied once
+    blocks     number of encoder blocks of the CIFAR-10 network
+    tolerance  tolerance of the solve; None: the published one
+    max_steps  step limit of the solve and of the conjugate gradients; None: the published one
+    contract   scale the cell's weights after a step if the cell does not contract
     """
 
     kind: Literal["mnist", "svhn", "cifar10"] = "mnist"
@@ -54,7 +55,7 @@ class Residual(ImageTask):
     def __init__(self, settings: ResidualSettings) -> None:
         super().__init__(settings.data)
         self.settings = settings
-        self._last: Solution | None = None  # of the step that is being taken
+        self._last: Solution | None = None  # solution of the current step, from `loss` to `improve`
 
     def model(self) -> nn.Module:
         s, config = self.settings, self._config()
@@ -73,6 +74,7 @@ class Residual(ImageTask):
             self._last = None
 
     def _config(self) -> ImplicitResNetConfig:
+        """Return the configuration of the network."""
         s = self.settings
         options: dict[str, Any] = {"image": s.data.shape, "latent_norm": s.by != "jacobian"}
         options |= {name: value for name in ("tolerance", "max_steps") if (value := getattr(s, name)) is not None}
@@ -85,6 +87,7 @@ class Residual(ImageTask):
                 return CIFARResNet(blocks=s.blocks, **options)
 
     def _gradient(self, config: ImplicitResNetConfig) -> Gradient:
+        """Return the gradient of the equilibrium."""
         if self.settings.by != "jacobian":
             return JFB()
         stop = relative_stop(1e-3, config.max_steps)
@@ -95,8 +98,8 @@ class Residual(ImageTask):
 class NeuralODESettings(ImageSettings):
     """Settings of a neural ODE.
 
-    augment  channels of zeros
-    steps    number of equal steps; None adapts them to a relative and absolute error of 1e-3
+    augment  number of channels of zeros that are added to the image
+    steps    number of equal steps; None: adaptive steps with relative and absolute tolerances of 1e-3
     """
 
     filters: int = 92

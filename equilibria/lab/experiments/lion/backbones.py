@@ -15,16 +15,16 @@ from equilibria.lab.data.sets import Dataset, Split
 from equilibria.models.images.lion import Lion, LionConfig
 from equilibria.stop import Stop
 
-FEATURES = 64  # of the small CNN
-BATCH = 64  # of its pre-training
+FEATURES = 64  # features of the small CNN
+BATCH = 64  # batch size of its pre-training
 
 Tuning = Literal["probe", "lion", "finetune"]
 
 
 class Backbone(nn.Module):
-    """Images (batch, channels, height, width) to features (batch, 64): three 3x3 convolutions with batch norms.
+    """Maps images (batch, channels, height, width) to features (batch, 64) by three 3x3 convolutions with batch norms.
 
-    The first two halve the image; the mean over places is taken at the end.
+    The image is halved after the first two; at the end the mean over pixels is taken.
     """
 
     def __init__(self, channels: int = 1) -> None:
@@ -39,9 +39,9 @@ class Backbone(nn.Module):
 
 
 class Tuned(nn.Module):
-    """head(backbone(x)), or a `Lion` around the backbone, with what the backbone was at the start.
+    """A classifier head(backbone(x)), or a `Lion` around the backbone, which also stores the backbone's initial weights.
 
-    The start is a buffer, hence in checkpoints: `moved` is right for weights that were loaded, too.
+    They are a buffer and hence in checkpoints, so that `moved` is right for loaded weights too.
     """
 
     def __init__(self, backbone: nn.Module, tuning: Tuning, config: LionConfig) -> None:
@@ -59,18 +59,18 @@ class Tuned(nn.Module):
 
     @torch.no_grad()
     def moved(self) -> Tensor:
-        """The largest change of the backbone's weights and running statistics."""
+        """Return the largest change of the backbone's weights and running statistics, a scalar."""
         start = self.start
         assert isinstance(start, Tensor)
         return (_flat(self._backbone()) - start).abs().max()
 
     def trained(self) -> int:
-        """Parameters that are trained; those that were pruned do not count."""
+        """Return the number of trained parameters without those that were pruned."""
         pruned = sum(int((p == 0).sum()) for p in self.net.prunable().values()) if isinstance(self.net, Lion) else 0
         return sum(p.numel() for p in self.parameters() if p.requires_grad) - pruned
 
     def trained_share(self) -> float:
-        """The share of all parameters that is trained."""
+        """Return the share of all parameters that is trained."""
         return self.trained() / sum(p.numel() for p in self.parameters())
 
     def _backbone(self) -> nn.Module:
@@ -78,7 +78,7 @@ class Tuned(nn.Module):
 
 
 class Transfer(nn.Module):
-    """A linear classifier on the features of a copy of a backbone, which is trained along or not."""
+    """A linear classifier on the features of a copy of a backbone; `frozen` excludes the copy from training."""
 
     def __init__(self, backbone: nn.Module, config: LionConfig, *, frozen: bool) -> None:
         super().__init__()
@@ -94,12 +94,12 @@ class Transfer(nn.Module):
     def train(self, mode: bool = True) -> Transfer:
         super().train(mode)
         if self.frozen:
-            self.backbone.eval()  # or its running statistics would move
+            self.backbone.eval()  # otherwise its running statistics would change
         return self
 
 
 def pretrained(known: Dataset[Split], steps: int, seed: int) -> Backbone:
-    """A backbone trained to tell the classes of `known`; a function of its arguments alone."""
+    """Return a backbone trained to classify `known`; the result depends only on the arguments."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         backbone = Backbone(known.train.x.shape[1])
@@ -117,13 +117,13 @@ def pretrained(known: Dataset[Split], steps: int, seed: int) -> Backbone:
 
 
 def timm_backbone(name: str, channels: int, *, weights: bool) -> nn.Module:
-    """A model of timm without its classifier, with or without its published weights."""
+    """Return a model of timm without its classifier, with or without its published weights."""
     try:
         timm = importlib.import_module("timm")
     except ImportError as error:
         raise ImportError(
-            f"backbone={name!r} is looked for in timm, which is not here ({error}). Install it with: pip install timm. Or "
-            'take backbone="cnn", which needs nothing.'
+            f"backbone={name!r} needs timm, which is not installed ({error}). Install it with: pip install timm. Or use "
+            'backbone="cnn", which needs no package.'
         ) from error
     model: nn.Module = timm.create_model(name, pretrained=weights, num_classes=0, in_chans=channels)
     return model.eval()
@@ -134,5 +134,5 @@ def _block(inputs: int, outputs: int) -> list[nn.Module]:
 
 
 def _flat(module: nn.Module) -> Tensor:
-    """All numbers of its state but counters, in a row of their own."""
+    """Return all floating-point numbers of a module's state in one vector, (n,)."""
     return torch.cat([value.detach().flatten() for value in module.state_dict().values() if value.is_floating_point()])

@@ -1,4 +1,4 @@
-"""The table of prompts: LION beside a linear probe and full fine-tuning."""
+"""The table of prompts: LION compared with a linear probe and full fine-tuning."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TUNING: dict[str, Tuning] = {"probe": "probe", "lion": "lion", "lion-pruned": "
 
 
 def experiment(row: str, scale: Scale = "full") -> Experiment[PromptSettings]:
-    """A row of the table; all begin with the same pre-trained backbone."""
+    """Return the experiment of a row; all rows begin with the same pre-trained backbone."""
     return Experiment(
         name=f"{LION}-{row}",
         summary=f"{_TITLES[row]} of a backbone that knows other classes",

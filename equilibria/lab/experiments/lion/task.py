@@ -1,4 +1,4 @@
-"""Tuning a pre-trained backbone to new classes as a task: a linear probe, LION's prompts, or all weights."""
+"""Tuning of a pre-trained backbone to new classes as a task: a linear probe, LION's prompts, or all weights."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from equilibria.lab.training.task import Loaders, Outcome, Task
 from equilibria.models.images.lion import Lion, LionConfig, Pruning, PruningConfig
 
 CNN = "cnn"
-NEW = 5  # classes: half of those of every set
+NEW = 5  # number of new classes, half of those of every set
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSettings:
-    """Settings: a backbone is pre-trained on the first half of the classes and tuned to the other half.
+    """Settings: a backbone is pre-trained on the first half of the classes and tuned to the second half.
 
-    data            whose classes; the labels of the other half count from 0
-    tuning          what is trained: a linear classifier ("probe"), LION's prompts and a classifier, or everything
-    backbone        "cnn" is a small one and pre-trained here; any other name is a model of timm with its published weights
-    pretrain_steps  of the small CNN, with Adam
-    keep            LION's prompts are pruned to this share of their weights; None does not prune
-    train, test     images of the other half, drawn at random under `seed`; None: all
-    size            the side to which images are scaled; None: as they are
-    image_hidden    channels inside of LION's prompt before the backbone
-    feature_hidden  width inside of the one behind it
-    seed            of the images and of pre-training: the same backbone for all runs
+    data            dataset; the labels of the second half are renumbered from 0
+    tuning          what is trained: a linear classifier ("probe"), LION's prompts and a classifier ("lion"), or everything
+                    ("finetune")
+    backbone        "cnn": a small CNN that is pre-trained here; any other name: a model of timm with published weights
+    pretrain_steps  steps of pre-training of the small CNN, with Adam
+    keep            share of the weights to which LION's prompts are pruned; None: no pruning
+    train, test     number of images of the second half, drawn at random under `seed`; None: all
+    size            side to which images are scaled; None: unchanged
+    image_hidden    channels inside LION's prompt before the backbone
+    feature_hidden  width inside LION's prompt after the backbone
+    seed            seed of the choice of images and of pre-training, so that all runs have the same backbone
     """
 
     data: ImageSet = "mnist"
@@ -53,12 +54,12 @@ class PromptSettings:
 
     def __post_init__(self) -> None:
         if self.keep is not None and self.tuning != "lion":
-            raise ValueError(f'keep is for the prompts of tuning "lion", got keep={self.keep} and tuning={self.tuning!r}.')
+            raise ValueError(f'keep needs tuning="lion", got keep={self.keep} and tuning={self.tuning!r}. Leave keep out.')
         if self.pretrain_steps < 1:
             raise ValueError(f"pretrain_steps must be at least 1, got {self.pretrain_steps}.")
 
     def load(self, root: Path | None) -> tuple[Dataset[Split], Dataset[Split]]:
-        """The two halves, the second one cut down."""
+        """Load both halves of the classes; of the second one `train` and `test` images are drawn."""
         whole = ImageData(name=self.data, size=self.size).load(root)
         known = _part(whole, range(NEW), None, None, self.seed)
         return known, _part(whole, range(NEW, 2 * NEW), self.train, self.test, self.seed)
@@ -67,8 +68,9 @@ class PromptSettings:
 class Prompt(Task[Batch]):
     """Trains a `Tuned` on the new classes.
 
-    Pre-training is done before the first step; a model whose weights are loaded needs none. Prompts are pruned on the way:
-    weights are chosen after every epoch, and the others removed before the last one, or after it if there is but one.
+    Pre-training runs before the first step; a model whose weights are loaded needs none. Prompts are pruned during training:
+    critical weights are selected after every epoch, and the others are removed before the last epoch, or after it if there
+    is only one.
     """
 
     better = ("accuracy", "max")
@@ -77,9 +79,9 @@ class Prompt(Task[Batch]):
         self.settings = settings
         self._pretrained: nn.Module | None = None
         self._pruning: Pruning | None = None
-        self._resumed: Mapping[str, object] | None = None  # what to begin `_pruning` with
-        self._step, self._chosen = 0, 0  # the current step, and how many times weights were chosen
-        self._steps, self._epochs = 0, 0  # in an epoch, and these
+        self._resumed: Mapping[str, object] | None = None  # state of a resumed run, for `_pruning` once it exists
+        self._step, self._chosen = 0, 0  # the current step, and the number of selections so far
+        self._steps, self._epochs = 0, 0  # steps per epoch, and number of epochs
 
     def prepare(self, root: Path | None, training: Training) -> None:
         s = self.settings
@@ -127,7 +129,7 @@ class Prompt(Task[Batch]):
         if self.settings.keep is None:
             optimizer.step()
             return
-        # the pruning, created at the first step, when the weights are on their device
+        # created here and not earlier: only now the weights are on their device
         lion = inside(model, Lion)
         if self._pruning is None:
             assert self.settings.keep is not None
@@ -136,7 +138,7 @@ class Prompt(Task[Batch]):
                 self._pruning.load_state_dict(self._resumed)
         pruning = self._pruning
         pruning.step(optimizer)
-        epochs = (self._step + 1) // self._steps  # that are done
+        epochs = (self._step + 1) // self._steps  # number of finished epochs
         if epochs > self._chosen and not pruning.removed:
             pruning.select()
             self._chosen = epochs
@@ -152,7 +154,7 @@ class Prompt(Task[Batch]):
 
 
 def _part(whole: Dataset[Split], labels: range, train: int | None, test: int | None, seed: int) -> Dataset[Split]:
-    """Those images of a set that have these labels, which then count from 0, and so many of them drawn at random."""
+    """Return the images with these labels, renumbered from 0; `train` and `test` are numbers of images, None: all."""
     return dataclasses.replace(
         whole,
         train=_drawn(whole.train, labels, train, seed, f"train={train}"),
@@ -162,8 +164,9 @@ def _part(whole: Dataset[Split], labels: range, train: int | None, test: int | N
 
 
 def _drawn(split: Split, labels: range, count: int | None, seed: int, asked: str) -> Split:
+    """Return `count` random images with these labels, renumbered from 0; `asked` names the setting in an error."""
     found = split[(split.y >= labels.start) & (split.y < labels.stop)]
     if count is not None and not 0 < count <= len(found):
-        raise ValueError(f"{asked}: there are 1 to {len(found)} images of the new classes to take, or None for all.")
+        raise ValueError(f"There are {len(found)} images of these classes, got {asked}. Use 1 to {len(found)}, or None.")
     order = torch.randperm(len(found), generator=generator(seed, len(found)))[:count]
     return Split(found.x[order], found.y[order] - labels.start)

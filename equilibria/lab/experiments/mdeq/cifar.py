@@ -1,4 +1,4 @@
-"""Shared by the CIFAR-10 tables of multiscale DEQs: columns, images, schedule."""
+"""Parts that the CIFAR-10 tables of multiscale DEQs share: columns, images, schedule."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ COLUMNS = (
 
 
 def images(scale: Scale, augmented: bool) -> ImageData:
+    """Return the images of a scale; only the full scale is augmented."""
     if scale == "debug":
         return ImageData(name="digits", train=64, test=32)
     if scale == "reduced":
@@ -34,4 +35,5 @@ def images(scale: Scale, augmented: bool) -> ImageData:
 def experiment(
     name: str, summary: str, settings: Any, training: Training, make: Callable[[Any], Task[Any]], scale: Scale
 ) -> Experiment[Any]:
+    """Return an Experiment with positional arguments."""
     return Experiment(name=name, summary=summary, settings=settings, training=training, make=make, scale=scale)

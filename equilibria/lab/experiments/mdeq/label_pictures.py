@@ -1,4 +1,4 @@
-"""Pictures of images whose every pixel has a label."""
+"""Pictures of segmented images: labels as colours, and a bar per class."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from equilibria.analysis.plots import INK, finish, new_axes, png
 from equilibria.lab.data.sets import IGNORE
 
 VOID = (0, 0, 0)  # black, for pixels without a label
-# told apart side by side, also by people who see few colours: they differ in lightness too
+# the colours differ in lightness too, so that colour-blind readers can distinguish them
 PALETTE = (
     (126, 190, 255),
     (150, 75, 45),
@@ -28,18 +28,18 @@ PALETTE = (
     (140, 40, 170),
     (0, 170, 170),
 )
-ROWS = ("image", "truth", "prediction")  # of panels, from top to bottom
+ROWS = ("image", "truth", "prediction")  # rows of panels, from top to bottom
 
 
 def coloured(labels: Tensor) -> Tensor:
-    """Labels (height, width) as colours (height, width, 3); what has none is black."""
+    """Return labels (height, width) as colours (height, width, 3); pixels without a label are black."""
     if int(labels.max()) >= len(PALETTE):
-        raise ValueError(f"There are colours for {len(PALETTE)} classes, and a label is {int(labels.max())}.")
+        raise ValueError(f"There are colours for labels below {len(PALETTE)}, got the label {int(labels.max())}.")
     return torch.tensor([*PALETTE, VOID])[labels.masked_fill(labels == IGNORE, len(PALETTE))]
 
 
 def compared(images: Tensor, truth: Tensor, prediction: Tensor, names: Sequence[str]) -> bytes:
-    """A PNG with a column per image: itself, its labels, the predicted ones; below, a legend of the colours.
+    """Return a PNG with a column per image: the image, its labels and the predicted labels; a legend is below.
 
     images             bytes (n, 3, height, width)
     truth, prediction  labels (n, height, width)
@@ -61,7 +61,7 @@ def compared(images: Tensor, truth: Tensor, prediction: Tensor, names: Sequence[
 
 
 def bars(values: Mapping[str, float]) -> bytes:
-    """A PNG with a bar per class in its colour, for shares of 1; a class whose value is nan has none."""
+    """Return a PNG with a bar per class in its colour; values are shares of 1, and nan has no bar."""
     axes = new_axes(0.55 * len(values) + 1.2, 3.0)
     numbers = list(values.values())
     heights = [0.0 if math.isnan(value) else 100 * value for value in numbers]
@@ -72,10 +72,12 @@ def bars(values: Mapping[str, float]) -> bytes:
 
 
 def _legend(figure: Any, axes: Any, names: Sequence[str], *, with_void: bool) -> None:
+    """Draw the legend of colours below the panels."""
     pairs = [*zip(names, PALETTE, strict=False), *([("no label", VOID)] if with_void else [])]
     handles = [axes.scatter([], [], marker="s", s=60, color=_share(colour), label=name) for name, colour in pairs]
     figure.legend(handles=handles, loc="outside lower center", ncols=min(6, len(pairs)), frameon=False, fontsize=8)
 
 
 def _share(colour: tuple[int, int, int]) -> tuple[float, ...]:
+    """Return a colour of bytes as numbers in [0, 1], for matplotlib."""
     return tuple(part / 255 for part in colour)

@@ -29,8 +29,8 @@ from equilibria.solvers.krylov import GMRES
 
 MEMORY = "mdeq-memory"
 DEPTHS = (5, 10, 20, 40, 80)  # number of steps of the unrolled networks
-NEVER = 1e-30  # a tolerance that no solve meets
-DIRECTIONS = 4  # that GMRES keeps where it is told a number
+NEVER = 1e-30  # a tolerance that no solve reaches, so that it takes all its steps
+DIRECTIONS = 4  # directions that GMRES keeps in the row with a fixed number
 Kind = Literal["implicit", "implicit-default", "upg", "bptt", "checkpointed", "revnet"]
 _TITLES: dict[Kind, str] = {
     "implicit": f"DEQ, implicit, GMRES of {DIRECTIONS} directions",
@@ -77,14 +77,14 @@ class MemoryTask(ImageTask):
         return replace(outcome, metrics={**outcome.metrics, **found})
 
     def _twin(self, depth: int) -> nn.Module:
-        """The network to measure; RevNet has blocks of the width of MDEQ's finest state, that share their weights."""
+        """Return the network to measure; RevNet has tied blocks of the width of MDEQ's finest state."""
         if self.settings.kind != "revnet":
             return self._model(depth)
         width = 2 * MDEQ_CONFIGS[self.settings.model.size].channels[0]
         return RevNet(self.data.shape[0], width=width, depth=depth, tied=True)
 
     def _model(self, depth: int) -> MDEQ:
-        """A model whose solver never meets its tolerance and takes `depth` steps in both directions."""
+        """Return a model whose solver never reaches its tolerance and takes `depth` steps forward and backward."""
         s = self.settings
         options = replace(s.model, solver="picard", forward_steps=depth, tolerance=NEVER)
         model = options.model(self.data.shape[0])
@@ -92,6 +92,7 @@ class MemoryTask(ImageTask):
         return model
 
     def _gradient(self, depth: int) -> Gradient:
+        """Return the gradient of this row for `depth` steps."""
         match self.settings.kind:
             case "implicit" | "implicit-default" as kind:
                 stop = relative_stop(NEVER, depth)
@@ -102,11 +103,12 @@ class MemoryTask(ImageTask):
                 return Unrolled(depth=depth)
             case "checkpointed":
                 return Unrolled(depth=depth, checkpoint="sqrt")
-            case "revnet":  # the model that is trained, and not measured, has a gradient too
+            case "revnet":  # for the MDEQ that is trained; only RevNets are measured
                 return UnrolledPhantom(steps=1, damping=1.0)
 
 
 def _train(model: nn.Module, batch: Batch) -> None:
+    """Compute the gradients of a training step and discard them."""
     x, y = batch
     scores = model(x)
     assert isinstance(scores, Tensor)
@@ -114,7 +116,7 @@ def _train(model: nn.Module, batch: Batch) -> None:
 
 
 def experiment(kind: Kind, scale: Scale = "full") -> Experiment[Any]:
-    """A row of the table: one gradient method at every depth."""
+    """Return the experiment of a row: one gradient method at every depth."""
     digits = ImageData(name="digits", train=32, test=32)
     images = {"debug": digits, "reduced": ImageData(name="cifar10", train=32, test=32, size=16)}
     size = "cifar-tiny-2021" if scale == "full" else "nano"

@@ -1,4 +1,4 @@
-"""The table of segmentation: a multiscale DEQ beside its explicit twins on CamVid."""
+"""The table of segmentation: a multiscale DEQ compared with its explicit twins on CamVid."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _TITLES = {
     "explicit": "weight-tied twin, a step as long as MDEQ's",
     "explicit-1": "weight-tied twin, 1 layer",
 }
-# of the twin: a training step of that depth takes as long as one of the equilibrium, measured on one core
+# depth of the twin at which a training step takes as long as one of the equilibrium, measured on one core
 _DEPTH: dict[Scale, int] = {"debug": 9, "reduced": 9, "full": 15}
-# such that all rows of a scale train for the same time
+# epochs with which all rows of a scale train for the same time
 _EPOCHS: dict[Scale, dict[str, int]] = {
     "debug": {"mdeq": 2, "explicit": 2, "explicit-1": 2},
     "reduced": {"mdeq": 20, "explicit": 20, "explicit-1": 100},
@@ -31,7 +31,7 @@ _EPOCHS: dict[Scale, dict[str, int]] = {
 
 
 def experiment(row: str, scale: Scale = "full") -> Experiment[SegmentSettings]:
-    """A row of the table; all have the same weights, in number and at the start."""
+    """Return the experiment of a row; all rows have equally many weights with the same initial values."""
     return Experiment(
         name=f"{CAMVID}-{row}",
         summary=f"{_TITLES[row]}, segmentation of {'synthetic shapes' if scale == 'debug' else 'road scenes'}",

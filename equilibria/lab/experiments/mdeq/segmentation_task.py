@@ -31,13 +31,13 @@ SHOWN = 6  # images in the gallery
 class SegmentSettings:
     """Settings of image segmentation.
 
-    data     "shapes" needs no files
-    train    images of the training split, the first ones; None: all. Likewise valid and test
-    size     height and width of "shapes"
-    balance  c: a class with a share p of the labelled training pixels weighs 1 / ln(c + p) in the training loss; just above
-             1 it favours rare classes most. None: all weigh the same
-    crop     training images are padded by so many pixels and cut out at random
-    flip     half of the training images are mirrored
+    data     dataset; "shapes" needs no files
+    train    number of training images, taken from the beginning; None: all. `valid` and `test` likewise
+    size     height and width of the images of "shapes"
+    balance  c: a class with a share p of the labelled training pixels has the weight 1 / ln(c + p) in the training loss; a
+             value just above 1 favours rare classes most. None: equal weights
+    crop     pixels by which training images are padded before a random cut
+    flip     mirror half of the training images
     """
 
     data: Literal["camvid", "shapes"] = "camvid"
@@ -64,6 +64,7 @@ class SegmentSettings:
         return NAMES[self.data]
 
     def load(self, root: Path | None) -> Dataset[Split]:
+        """Load the requested number of images of every split."""
         options: dict[str, Any] = {"size": self.size} if self.data == "shapes" else {}
         whole: Dataset[Split] = load(self.data, root, **options)
         assert whole.valid is not None
@@ -74,15 +75,15 @@ class SegmentSettings:
 class Segmentation(Task[Batch]):
     """Cross entropy over the labelled pixels; accuracy and mean IoU over a whole split.
 
-    The scores of the model are interpolated to the size of the images. Classes are weighted in training alone, so that the
-    losses on other splits compare.
+    The scores of the model are interpolated to the size of the images. Classes are weighted only in training, so that
+    losses on other splits are comparable between settings.
     """
 
     better = ("mean_iou", "max")
 
     def __init__(self, settings: SegmentSettings) -> None:
         self.settings = settings
-        self._weights: Tensor | None = None  # of the classes
+        self._weights: Tensor | None = None  # weights of the classes, (classes,)
 
     def model(self) -> nn.Module:
         return self.settings.model.model(3, len(self.settings.names))
@@ -115,14 +116,14 @@ class Segmentation(Task[Batch]):
         return Outcome(cross_entropy(scores, y), counts(scores, y) | {"predict_seconds": seconds}, len(y))
 
     def summarise(self, means: dict[str, float]) -> dict[str, float]:
-        """Ratios of pixels counted over the whole split in place of the counts."""
+        """Replace the counts of pixels by accuracy and mean IoU over the whole split."""
         return ratios(means, len(self.settings.names))
 
     def pretrain(self, model: nn.Module, on: bool) -> None:
         pretraining(model, on)
 
     def gallery(self, model: nn.Module, root: Path | None, training: Training) -> dict[str, tuple[str, bytes]]:
-        """Name -> (title, PNG): images of the test split with their labels and the model's, and the IoU of every class."""
+        """Return pictures as (title, PNG) by name: test images with true and predicted labels, and the IoU per class."""
         found, names, before = self.settings.load(root), self.settings.names, model.training
         device = next(model.parameters()).device
         model.eval()
@@ -145,39 +146,39 @@ class Segmentation(Task[Batch]):
 
 
 def scores_of(model: nn.Module, x: Tensor) -> Tensor:
-    """(batch, classes, height, width) at the size of the images."""
+    """Return the model's scores interpolated to the size of the images, (batch, classes, height, width)."""
     return F.interpolate(model(x), size=x.shape[-2:], mode="bilinear", align_corners=False)
 
 
 def cross_entropy(scores: Tensor, y: Tensor, weights: Tensor | None = None) -> Tensor:
-    """The (weighted) mean over the labelled pixels; 0 where there are none."""
-    if bool((y == IGNORE).all()):
+    """Return the (weighted) mean over the labelled pixels; 0 if there are none."""
+    if bool((y == IGNORE).all()):  # torch's mean over no pixels would be nan
         return 0.0 * scores.sum()
     return F.cross_entropy(scores, y, weights, ignore_index=IGNORE)
 
 
 def class_weights(y: Tensor, classes: int, balance: float) -> Tensor:
-    """1 / ln(balance + share of the labelled pixels), (classes,)."""
+    """Return 1 / ln(balance + share of the labelled pixels) of every class, (classes,)."""
     count = torch.bincount(y[y != IGNORE], minlength=classes)
     return 1 / torch.log(balance + count / count.sum())
 
 
 def confusion(predicted: Tensor, y: Tensor, classes: int) -> Tensor:
-    """(classes, classes): pixels by their label and by what was predicted; those without a label are left out."""
+    """Return the confusion matrix (classes, classes): counts of labelled pixels by label (row) and prediction (column)."""
     known = y != IGNORE
     return torch.bincount(y[known] * classes + predicted[known], minlength=classes**2).view(classes, classes)
 
 
 def overlaps(predicted: Tensor, y: Tensor, classes: int) -> list[float]:
-    """Intersection over union of every class; nan for one that is nowhere."""
+    """Return the intersection over union of every class; nan for a class that occurs neither in labels nor predictions."""
     both, either = _shared(confusion(predicted, y, classes).double())
     return (both / either).tolist()
 
 
 def counts(scores: Tensor, y: Tensor) -> dict[str, Tensor | float]:
-    """Pixels per image: labelled, right, and by class in both or in either of label and prediction.
+    """Return numbers of pixels per image: labelled, right, and per class in intersection and union.
 
-    These are means over images, so that means over batches are exact; `ratios` makes figures of them.
+    They are means over images, so that their means over batches are exact; `ratios` computes accuracy and IoU from them.
     """
     table = confusion(scores.argmax(dim=1), y, scores.shape[1]).double() / len(y)
     both, either = _shared(table)
@@ -188,9 +189,9 @@ def counts(scores: Tensor, y: Tensor) -> dict[str, Tensor | float]:
 
 
 def ratios(means: dict[str, float], classes: int) -> dict[str, float]:
-    """`means` with accuracy and mean IoU in place of the numbers of `counts`.
+    """Return `means` with accuracy and mean IoU in place of the numbers of `counts`.
 
-    The mean is over the classes that were seen: in a label or in a prediction.
+    The mean IoU is over the classes that occur in a label or in a prediction.
     """
     used = {"labelled", "right"} | {f"{what}_{c}" for what in ("both", "either") for c in range(classes)}
     kept = {name: value for name, value in means.items() if name not in used}
@@ -201,6 +202,6 @@ def ratios(means: dict[str, float], classes: int) -> dict[str, float]:
 
 
 def _shared(table: Tensor) -> tuple[Tensor, Tensor]:
-    """The intersection and the union of every class, from a confusion matrix."""
+    """Return the intersection and the union of every class from a confusion matrix."""
     both = table.diagonal()
     return both, table.sum(dim=0) + table.sum(dim=1) - both

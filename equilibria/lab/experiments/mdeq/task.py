@@ -1,4 +1,4 @@
-"""Multiscale DEQs as tasks on images: every start, system, gradient and penalty of their papers."""
+"""Image classification with multiscale DEQs as a task, with all starts, systems, gradients and penalties of the papers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from equilibria.penalties import PenaltySchedule, jacobian_penalty, random_max_s
 from equilibria.solution import ConvergenceWarning, Solution, record
 from equilibria.solvers.anderson import Anderson
 
-PROBED = 16  # images of a batch on which gradients are compared
+PROBED = 16  # number of images of a batch on which gradients are compared
 
 Solving = Literal["broyden", "anderson", "picard", "tsit5"]
 Differentiating = Literal["implicit", "upg", "npg", "jfb", "bptt"]
@@ -35,15 +35,15 @@ Differentiating = Literal["implicit", "upg", "npg", "jfb", "bptt"]
 
 @dataclass(frozen=True, kw_only=True)
 class MDEQOptions:
-    """A multiscale DEQ, how it is solved and how it is differentiated; None keeps the configuration's value.
+    """Options of a multiscale DEQ, its solver and its gradient; None keeps the value of the configuration.
 
-    size            a name of MDEQ_CONFIGS
-    solver          of the equilibrium; "tsit5" is the continuous system
-    relaxation      the share of a step that Picard's method takes
-    together        the batch is one system with one norm
-    gradient        implicit ones are solved by Broyden's method, or by GMRES if the equilibrium is not
-    phantom_steps   of "upg" and "npg"; damping is theirs too
-    depth           an explicit twin: the cell applied so many times
+    size            a name in MDEQ_CONFIGS
+    solver          solver of the equilibrium; "tsit5" integrates the continuous system
+    relaxation      damping of Picard's method
+    together        treat the batch as one system with one norm
+    gradient        "implicit" uses Broyden's method if the forward solver is Broyden's too, else GMRES
+    phantom_steps   number of steps of "upg" and "npg", whose damping is `damping`
+    depth           build the explicit twin instead: the cell applied that many times
     """
 
     size: str = "nano"
@@ -65,12 +65,13 @@ class MDEQOptions:
         require(self.size in MDEQ_CONFIGS, f"size must be one of {', '.join(MDEQ_CONFIGS)}, got {self.size!r}.")
 
     def config(self, inputs: int) -> MDEQConfig:
-        """The configuration with the given options replaced."""
+        """Return the configuration with the given options replaced."""
         names = ("dropout", "tolerance", "forward_steps", "backward_steps", "pretraining_depth")
         changes: dict[str, Any] = {name: value for name in names if (value := getattr(self, name)) is not None}
         return dataclasses.replace(MDEQ_CONFIGS[self.size], inputs=inputs, **changes)
 
     def model(self, inputs: int, classes: int | None = None) -> MDEQ:
+        """Return a new model for images with `inputs` channels."""
         config = self.config(inputs)
         solving = self.solving(config)
         return MDEQ(
@@ -84,6 +85,7 @@ class MDEQOptions:
         )
 
     def solving(self, config: MDEQConfig) -> SolveOptions:
+        """Return the options by which the layer is solved and differentiated."""
         by_broyden = self.solver == "broyden" and not config.conventions.final_step
         return SolveOptions(
             stop=relative_stop(config.tolerance, config.forward_steps),
@@ -103,12 +105,12 @@ class MDEQOptions:
 class MDEQSettings(ImageSettings):
     """Settings of image classification with a multiscale DEQ.
 
-    skip_weight         of the mean |f(z) - start|, where the variant has a start to train
-    jacobian_weight     of the Jacobian penalty, applied in a share `jacobian_frequency` of the steps, with `jitter` on the
-                        steps of the solver there; from step `jacobian_until` on no more
-    at                  the accuracy is also measured with the solver stopped after each of these numbers of steps
-    cosines             phantom gradients with each of these numbers of steps are compared with the exact gradient now and
-                        then, with and without unrolling, on 16 images of a batch; damping as in `model`
+    skip_weight         weight of the mean |f(z) - start|, for variants whose start is trained
+    jacobian_weight     weight of the Jacobian penalty, applied in a share `jacobian_frequency` of the steps until step
+                        `jacobian_until`; in these steps `jitter` varies the step limit of the solver
+    at                  numbers of steps: accuracy is also measured with the solver stopped after each of them
+    cosines             numbers of steps: UPG and NPG with each of them are compared with the exact gradient every
+                        `cosines_every` steps on 16 images of a batch, with the damping of `model`
     """
 
     model: MDEQOptions = dataclasses.field(default_factory=MDEQOptions)
@@ -131,7 +133,7 @@ class Multiscale(ImageTask):
         self.jacobian = PenaltySchedule(
             weight=settings.jacobian_weight, frequency=settings.jacobian_frequency, until=settings.jacobian_until
         )
-        self.unrolled = False  # while it is pre-trained, without penalties
+        self.unrolled = False  # True during pre-training, which has no penalties
 
     def model(self) -> nn.Module:
         return self.settings.model.model(self.data.shape[0])
@@ -174,11 +176,12 @@ class Multiscale(ImageTask):
             return {name: judged(mdeq.head(z), y)[1]["accuracy"] for name, z in stopped.items()}
 
     def _stopped(self, layer: DEQ, injected: Tensor, steps: int) -> Any:
-        """The state after `steps` steps, solved by a separate layer so that `record` does not see it."""
+        """Return the state after `steps` steps, solved by a separate layer so that `record` does not see it."""
         stop = dataclasses.replace(layer.stop, max_steps=steps)
         return DEQ(layer.cell, layer.init, layer.solver, stop, batched=layer.batched).eval()(injected)
 
     def _vary_steps(self, model: nn.Module, step: int) -> None:
+        """Draw the solver's step limit for a step with the Jacobian penalty, if there is jitter."""
         layer, s = inside(model, MDEQ).layer, self.settings
         if s.jitter and isinstance(layer, DEQ):
             own = self.settings.model.config(self.data.shape[0]).forward_steps
@@ -187,7 +190,7 @@ class Multiscale(ImageTask):
             layer.eval_stop = stop  # evaluation uses the fixed limit, not the one drawn for the last step
 
     def _cosines(self, mdeq: MDEQ, x: Tensor, y: Tensor) -> dict[str, float]:
-        """Cosines of phantom gradients with the exact one, over the cell's parameters; empty without a DEQ."""
+        """Return cosines of phantom gradients with the exact one, over the cell's parameters; empty without a DEQ."""
         if not isinstance(mdeq.layer, DEQ):
             return {}
         damping = self.settings.model.damping
@@ -200,7 +203,7 @@ class Multiscale(ImageTask):
             with torch.no_grad():
                 injected = mdeq.stem(x)
             own = mdeq.layer
-            # this solver finds the equilibrium for the exact gradient also where the cell does not contract
+            # for the exact gradient a solver that converges even if the cell does not contract
             layer = DEQ(own.cell, own.init, Anderson(history=20), own.stop, batched=own.batched).train(own.training)
             found = gradient_agreement(layer, injected, gradients, lambda z: judged(mdeq.head(z), y)[0])
         if any(issubclass(warning.category, ConvergenceWarning) for warning in told):

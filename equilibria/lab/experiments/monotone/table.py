@@ -27,13 +27,13 @@ _ROWS: dict[str, tuple[ImageSet, str, tuple[int, ...], str, float | None]] = {
 
 
 def experiment(row: str, scale: Scale = "full") -> Experiment[Any]:
-    """A network on a set of images."""
+    """Return the experiment of a row: a network on a set of images."""
     data, kind, channels, method, _ = _ROWS[row]
     options: dict[str, Any] = {"kind": kind, "channels": channels, "method": method}
     images = ImageData(name=data)
     if scale == "debug":
         images, options["channels"] = ImageData(name="digits", train=64, test=32), (4,) * len(channels)
-    late = kind == "conv" and data != "mnist"  # their rate falls after 25 epochs, that of the others after every 10
+    late = kind == "conv" and data != "mnist"  # the rate falls once, after 25 epochs; in other rows every 10 epochs
     falling = Schedule(name="step", milestones=(0.625,) if late else (0.25, 0.5, 0.75))
     return Experiment(
         name=f"{MON}-{row}",

@@ -20,18 +20,18 @@ from equilibria.models.images.monotone_nets import (
 )
 from equilibria.models.solve_options import relative_stop
 
-RETUNE = 100  # training steps between two choices of the splitting's step
+RETUNE = 100  # training steps after which the splitting's alpha is chosen again
 
 
 @dataclass(frozen=True, kw_only=True)
 class MonotoneSettings(ImageSettings):
     """Settings of a monotone operator network.
 
-    kind       "mlp", "conv" (channels: one number) or "tiers" (one per tier)
-    channels   or the width of the mlp
-    method     of splitting; its step is chosen anew every 100 training steps: Peaceman-Rachford's by trial on a batch,
-               forward-backward's as half of what the weights allow
-    tolerance  of both equilibria, the state's and its adjoint's
+    kind       "mlp", "conv" or "tiers"
+    channels   width of "mlp", channels of "conv" (one number), or channels of every tier
+    method     operator splitting; its alpha is chosen again every 100 training steps: for Peaceman-Rachford by trial on a
+               batch, for forward-backward as half of the largest allowed value
+    tolerance  relative tolerance of the equilibrium and of its adjoint
     """
 
     kind: Literal["mlp", "conv", "tiers"] = "mlp"
@@ -42,7 +42,7 @@ class MonotoneSettings(ImageSettings):
 
 
 class Monotone(ImageTask):
-    """Trains a monotone operator network; the splitting's step is part of the run's state."""
+    """Trains a monotone operator network; the splitting's alpha is part of the run's state."""
 
     def __init__(self, settings: MonotoneSettings) -> None:
         super().__init__(settings.data)
@@ -77,11 +77,12 @@ class Monotone(ImageTask):
         self._alpha = state["alpha"]
 
     def _config(self) -> MonotoneConfig:
+        """Return the configuration of the network; raises ValueError for a wrong number of channels."""
         s = self.settings
         if s.kind == "tiers":
             return MonotoneTiersConfig(image=s.data.shape, channels=s.channels)
         if len(s.channels) != 1:
-            raise ValueError(f'channels is one number for kind "{s.kind}", got {s.channels}.')
+            raise ValueError(f'channels must be one number for kind "{s.kind}", got {s.channels}.')
         if s.kind == "conv":
             return MonotoneConvConfig(image=s.data.shape, channels=s.channels[0])
         return MonotoneMLPConfig(image=s.data.shape, width=s.channels[0])

@@ -1,4 +1,4 @@
-"""Phantom gradients of DEQ-Transformers, beside implicit ones (Geng, Zhang, Bai, Wang and Lin 2021)."""
+"""Phantom gradients of DEQ-Transformers, compared with implicit ones (Geng, Zhang, Bai, Wang and Lin 2021)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from equilibria.lab.experiments.jacobian_regularization.language_table import JR
 
 PHANTOM = "phantom-language"
 PHANTOM_SOURCE = "Geng, Zhang, Bai, Wang and Lin 2021, On Training Implicit Models, arXiv:2111.05177, Table 3 (WikiText-103)"
-STEPS = 300  # of a reduced epoch
+STEPS = 300  # steps of a reduced epoch
 
-_PRE = dataclasses.replace(JR_PRE, nano=None)  # the published steps at every scale: what is compared depends on them
+_PRE = dataclasses.replace(JR_PRE, nano=None)  # the published solver steps at every scale: the comparison depends on them
 _PHANTOM_ROWS = {
     "post-implicit": dataclasses.replace(POST, title="DEQ, post-LN, implicit by Broyden's method", adjoint="broyden"),
     "post-gmres": dataclasses.replace(POST, title="DEQ, post-LN, implicit by GMRES"),
@@ -36,7 +36,7 @@ _PHANTOM_PUBLISHED = {
 
 
 def phantom(row: str, scale: Scale = "full") -> Experiment[Any]:
-    """A language row of Table 3 on phantom gradients: 5 steps with damping 0.8."""
+    """Return the experiment of a language row of Table 3 on phantom gradients: 5 steps with damping 0.8."""
     recipe = _PHANTOM_ROWS[row]
     training = methods_training(scale, pretraining=recipe.gradient == "implicit")
     return made(f"{PHANTOM}-{row}", recipe.title, recipe.settings(scale, steps=STEPS), training, scale)

@@ -21,6 +21,8 @@ TIGHT = 1e-6  # not reached by nano models within the published limits, so that 
 
 @dataclass(frozen=True)
 class _Recipe:
+    """The settings of a column of Table 1, with its published accuracy."""
+
     title: str
     accuracy: Figure | None
     gradient: Differentiating = "implicit"
@@ -29,7 +31,7 @@ class _Recipe:
     pretraining: bool = True
     dropout: bool = True
     cosines: tuple[int, ...] = ()
-    reduced_lr: float = 0.1  # of SGD; training a nano model with NPG diverges at 0.1
+    reduced_lr: float = 0.1  # learning rate of SGD at the reduced scale; with NPG a nano model diverges at 0.1
     adaptive: bool = False  # stop at a relative residual of 0.001, as the library does; else run to the limit of steps
 
 
@@ -70,7 +72,7 @@ _ADAM = Optimizer(lr=1e-3, weight_decay=2.5e-6)
 
 
 def phantom(name: str, scale: Scale = "full") -> Experiment[Any]:
-    """A column of Table 1, the ablation on MDEQ-TINY."""
+    """Return the experiment of a column of Table 1, the ablation on MDEQ-TINY."""
     recipe, full = _RECIPES[name], scale == "full"
     dropout = (0.25 if full else 0.1) if recipe.dropout else 0.0
     model = MDEQOptions(
@@ -220,7 +222,7 @@ def _phantom_table() -> Table:
 
 
 def large(name: str, scale: Scale = "full") -> Experiment[Any]:
-    """A CIFAR-10 row of Table 3: MDEQ of ten million parameters."""
+    """Return the experiment of a CIFAR-10 row of Table 3: MDEQ of ten million parameters."""
     size = {"debug": "nano", "reduced": "cifar-large-2021", "full": "cifar-large-2021"}[scale]
     upg = name == "upg"
     model = MDEQOptions(size=size, gradient="upg" if upg else "implicit", dropout=0.0 if upg else None)

@@ -50,7 +50,7 @@ _PUBLISHED: dict[str, dict[str, tuple[tuple[float, float], ...]]] = {
         "v2-discrete": ((95.275, 0.300), (13.197, 4.126), (4.747, 1.207), (0.453, 0.062)),
     },
 }
-# steps of the solver; models that meet their limit have none
+# published steps of the solver; models that use all their steps have none
 _DEPTHS: dict[str, dict[str, tuple[float, float]]] = {
     "mnist": {
         "deq-continuous": (47.915, 1.843),
@@ -69,11 +69,11 @@ _REDUCED: dict[str, dict[str, tuple[int, int]]] = {  # images to train on, epoch
     "svhn": {"discrete": (3_000, 3), "continuous": (1_000, 3)},
 }
 
-_SIDE = {"mnist": 14, "cifar10": 16, "svhn": 16}  # of the reduced scale
+_SIDE = {"mnist": 14, "cifar10": 16, "svhn": 16}  # side of the images at the reduced scale
 
 
 def experiment(data: Data, row: str, scale: Scale = "full") -> Experiment[Any]:
-    """One row of Table 2 (MNIST), 3 (CIFAR-10) or 4 (SVHN)."""
+    """Return the experiment of a row of Table 2 (MNIST), 3 (CIFAR-10) or 4 (SVHN)."""
     name, _, system = row.partition("-")
     title, variant = _VARIANTS[name]
     options = MDEQOptions(

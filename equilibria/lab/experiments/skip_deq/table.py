@@ -54,7 +54,7 @@ _MNIST_COLUMNS = (
 
 
 def mnist_mlp(row: str, scale: Scale = "full", method: Method = "broyden") -> Experiment[MLPSettings]:
-    """One row of Table 1 with the settings of the released script, which produced it."""
+    """Return the experiment of a row of Table 1 with the settings of the released script, which produced the table."""
     variant, jacobian_weight = VARIANTS[row]
     return Experiment(
         name=f"{MNIST if method == 'broyden' else MNIST_TSIT5}-{row}",
@@ -79,7 +79,7 @@ def mnist_mlp(row: str, scale: Scale = "full", method: Method = "broyden") -> Ex
 
 
 def printed_mlp(row: str, scale: Scale = "full") -> Experiment[MLPSettings]:
-    """One row of Table 1 with the settings that the paper prints: Tsit5, skip weight 0.01, Adam with a constant rate."""
+    """Return a row of Table 1 with the settings that the paper prints: Tsit5, skip weight 0.01, Adam at a constant rate."""
     base = mnist_mlp(row, scale, "tsit5")
     return replace(
         base,
@@ -91,7 +91,7 @@ def printed_mlp(row: str, scale: Scale = "full") -> Experiment[MLPSettings]:
 
 
 def polynomial(row: str, scale: Scale = "full") -> Experiment[PolynomialSettings]:
-    """One curve of the regression's figure."""
+    """Return the experiment of a curve in the figure of the polynomial regression."""
     variant, jacobian_weight = VARIANTS[row]
     return Experiment(
         name=f"{POLYNOMIAL}-{row}",

@@ -1,4 +1,4 @@
-"""The tasks of the Skip DEQ experiments: classification of small images, regression of one number."""
+"""The tasks of the Skip DEQ experiments: classification of small images, and regression of one number."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ PIXELS = {"mnist": 784, "fashion-mnist": 784, "digits": 64}
 class SkipSettings:
     """Settings that both tasks share.
 
-    depth            None trains the equilibrium; a number trains the explicit twin with that many layers
-    skip_weight      of the mean |f(z) - start|, where the variant has a start to train
-    jacobian_weight  of the Jacobian penalty, one probe at every step; 0: none
+    depth            None: train the equilibrium; a number: train the explicit twin with that many layers
+    skip_weight      weight of the mean |f(z) - start|, for variants whose start is trained
+    jacobian_weight  weight of the Jacobian penalty, with one probe at every step; 0: no penalty
     """
 
     variant: Variant = "vanilla"
@@ -68,14 +68,13 @@ class _SkipTask(Task[Batch]):
 
     @abstractmethod
     def judge(self, prediction: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor | float]]:
-        """Loss and metrics of a prediction."""
+        """Return the loss and the metrics of a prediction."""
 
     def loss(self, model: nn.Module, batch: Batch, step: int) -> Outcome:
         x, y = batch
         prediction, s = self._run(model, x)
         loss, metrics = self.judge(prediction, y)
-        # (name, weight, value) of the penalties with a positive weight
-        found = []
+        found = []  # (name, weight, value) of the penalties
         if s is not None and self.settings.variant != "vanilla" and self.settings.skip_weight:
             found.append(("skip", self.settings.skip_weight, skip_penalty(s)))
         if s is not None and self.settings.jacobian_weight:
@@ -86,7 +85,7 @@ class _SkipTask(Task[Batch]):
         return Outcome(loss, metrics | self._counts(s), len(y))
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
-        """The loss without penalties, the same from the start of the solver alone, and the time of the prediction."""
+        """Return the loss without penalties, the metrics of the start of the solver alone, and the time of a prediction."""
         x, y = batch
         with torch.no_grad():
             before = now(x)
@@ -100,12 +99,13 @@ class _SkipTask(Task[Batch]):
         return Outcome(loss, metrics | self._counts(s), len(y))
 
     def _run(self, model: nn.Module, x: Tensor) -> tuple[Tensor, Solution | None]:
-        """The prediction and the solution behind it, whose z is what the prediction was made from."""
+        """Return the prediction and its solution, with z replaced by the state from which the head predicted."""
         with record(model) as solutions:
             prediction, z = model(x, with_state=True)
         return prediction, dataclasses.replace(solutions[0], z=z) if solutions else None
 
     def _counts(self, s: Solution | None) -> dict[str, Tensor | float]:
+        """Return the number of evaluations as the paper counts them; of an explicit twin its layers."""
         if s is None:
             assert self.settings.depth is not None
             return {"nfe": float(self.settings.depth)}
@@ -113,7 +113,7 @@ class _SkipTask(Task[Batch]):
 
 
 class Classify(_SkipTask):
-    """Images in [0, 1] by a `SkipMLP`."""
+    """Trains a `SkipMLP` to classify images with pixels in [0, 1]."""
 
     better = ("accuracy", "max")
 
@@ -137,7 +137,7 @@ class Classify(_SkipTask):
 
 
 class Fit(_SkipTask):
-    """The polynomial by a `SkipPolynomial`; every epoch has the same batches."""
+    """Trains a `SkipPolynomial` on the polynomial; every epoch has the same batches."""
 
     better = ("loss", "min")
 
@@ -160,6 +160,7 @@ class Fit(_SkipTask):
 
 
 def _unit(x: Tensor) -> Tensor:
+    """Return pixels in [0, 1] as floats."""
     return x.float().div_(255) if x.dtype == torch.uint8 else x
 
 
