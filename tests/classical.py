@@ -39,12 +39,12 @@ def _stack(*columns: Tensor) -> Tensor:
 
 
 def _places(z: Tensor) -> Tensor:
-    """1, ..., n."""
+    """Return 1, ..., n."""
     return torch.arange(1, z.shape[1] + 1, dtype=z.dtype)
 
 
 def _shifted(z: Tensor) -> tuple[Tensor, Tensor]:
-    """z_{k-1} and z_{k+1}, zero beyond the ends."""
+    """Return z_{k-1} and z_{k+1}, with zeros beyond the ends."""
     return nnf.pad(z[:, :-1], (1, 0)), nnf.pad(z[:, 1:], (0, 1))
 
 
@@ -229,7 +229,7 @@ def _of_norm(matrix: Tensor, norm: float) -> Tensor:
 
 
 def _layer(n: int, norm: float, seed: int, kind: str = "gaussian") -> tuple[Tensor, Tensor]:
-    """Weights of that spectral norm, and an input."""
+    """Return weights of that spectral norm and an input."""
     w = _gaussian(n, n, seed=seed)
     if kind == "orthogonal":
         w = torch.linalg.qr(w).Q

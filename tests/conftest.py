@@ -20,7 +20,7 @@ _offset = OFFSET  # of the test that runs
 
 
 def shift_seeds() -> None:
-    """Of torch's own generator, those made by hand, and Python's."""
+    """Shift the seeds of torch's default generator, of generators that tests make, and of Python's."""
     seed_torch, seed_python = torch.manual_seed, random.seed
 
     class Shifted(torch.Generator):

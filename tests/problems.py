@@ -68,7 +68,7 @@ def orthogonal(n: int, seed: int) -> Tensor:
 
 
 def matrix(kind: str, n: int, norm: float, seed: int = 0) -> Tensor:
-    """A matrix of that spectral norm; the slow directions are really there, unlike in a Gaussian one."""
+    """Return a matrix of that spectral norm with truly slow directions, unlike a Gaussian one."""
     q = orthogonal(n, seed)
     if kind == "orthogonal":
         return norm * q
@@ -94,7 +94,7 @@ def cosine(batch: int = 2) -> Problem:
 
 
 class TanhCell(nn.Module):
-    """tanh(W z + U x + b) with |W| = norm, the drosophila of the field."""
+    """tanh(W z + U x + b) with |W| = norm, the standard test cell."""
 
     def __init__(
         self, n: int, norm: float = 0.8, kind: str = "orthogonal", seed: int = 0, dtype: torch.dtype = torch.float64
@@ -109,7 +109,7 @@ class TanhCell(nn.Module):
 
 
 class AffineCell(nn.Module):
-    """W z + x: its Jacobian is W, whatever the sample."""
+    """W z + x, whose Jacobian is W for every sample."""
 
     def __init__(self, w: Tensor) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class AffineCell(nn.Module):
 
 
 class BatchNormCell(nn.Module):
-    """Samples that depend on each other while training."""
+    """A cell with batch norm, which couples samples in training."""
 
     def __init__(self, n: int) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class BatchNormCell(nn.Module):
 
 
 class NestedCell(nn.Module):
-    """A state {"a": tensor, "b": (tensor, [tensor])} whose parts depend on each other."""
+    """A cell on a state {"a": tensor, "b": (tensor, [tensor])} whose parts depend on each other."""
 
     def __init__(self, seed: int = 0):
         super().__init__()
@@ -163,14 +163,14 @@ def inputs(batch: int, n: int, seed: int = 3, dtype: torch.dtype = torch.float64
 
 
 def unrolled(f: Callable[..., Tensor], z: Tensor, *args: Tensor, steps: int = 200) -> Tensor:
-    """Plain iteration with its graph: the reference for gradients where the map contracts."""
+    """Return the result of plain iteration with its graph, the reference for gradients of contractions."""
     for _ in range(steps):
         z = f(z, *args)
     return z
 
 
 def stored_bytes(deq: eq.DEQ, x: Tensor) -> int:
-    """What autograd keeps between forward and backward: each storage once, weights aside."""
+    """Return the bytes that autograd keeps between forward and backward, each storage once and without weights."""
     weights = {p.untyped_storage().data_ptr() for p in deq.parameters()}
     storages: dict[int, torch.UntypedStorage] = {}
 

@@ -61,14 +61,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def earlier(path: Path) -> dict[str, Any]:
-    """The settings in a summary of this machine; none where the file is missing or of another one."""
+    """Return the settings in a summary of this machine; empty if the file is missing or of another machine."""
     found = json.loads(path.read_text()) if path.exists() else {}
     same = all(found.get(key) == value for key, value in machine().items())
     return {name: found["settings"][name] for name in SETTINGS if same and name in found.get("settings", {})}
 
 
 def run(name: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """What the tests gave under a setting; one that this machine does not have is not run."""
+    """Run the tests under a setting and return the result; a setting that this machine does not support is not run."""
     wanted = SETTINGS[name].get("ATEN_CPU_CAPABILITY", "default").upper()
     if wanted not in capabilities():
         return {"not_run": f"this machine has no {wanted}"}
@@ -77,7 +77,7 @@ def run(name: str, arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def capabilities() -> tuple[str, ...]:
-    """Of torch's kernels on this machine; one that it does not name among ours has the plain ones alone."""
+    """Return the instruction sets of torch's kernels on this machine; an unknown one has only the plain kernels."""
     own = torch.backends.cpu.get_cpu_capability()
     return CAPABILITIES[: CAPABILITIES.index(own) + 1] if own in CAPABILITIES else CAPABILITIES[:1]
 

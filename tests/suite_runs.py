@@ -19,7 +19,7 @@ import torch
 
 
 def run_pytest(arguments: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Counts, the names of the tests that failed, the exit code, the seconds it took and the commit."""
+    """Run pytest and return counts, names of failed tests, exit code, seconds and commit."""
     begin = time.monotonic()
     found: dict[str, Any] = {"commit": commit()}
     with tempfile.TemporaryDirectory() as folder:
@@ -39,20 +39,20 @@ def run_pytest(arguments: Sequence[str], environment: Mapping[str, str]) -> dict
 
 
 def commit() -> str:
-    """The commit of the tests, marked where files differ from it; "unknown" outside of a clone."""
+    """Return the commit of the tests, marked if files differ from it; "unknown" outside of a clone."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=10", "--match="]
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
 
 
 def machine() -> dict[str, str]:
-    """What a result depends on beside the code."""
+    """Return the machine and versions on which a result depends."""
     kernels = torch.backends.cpu.get_cpu_capability()
     return {"torch": torch.__version__, "python": platform.python_version(), "cpu": _processor(), "kernels": kernels}
 
 
 def describe(found: Mapping[str, Any]) -> str:
-    """Counts on one line, then a line for each test that failed."""
+    """Return the counts on one line, then a line for each failed test."""
     counts = f"{found['passed']} passed, {len(found['failed'])} failed, {found['skipped']} skipped in {found['seconds']} s"
     return "\n".join([f"{counts}, exit code {found['exit_code']}", *(f"    {name}" for name in found["failed"])])
 

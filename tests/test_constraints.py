@@ -31,7 +31,7 @@ STORED_ROUNDING = {torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float32: 
 
 
 def gapped(rows: int, columns: int, largest: float = 3.0, seed: int = 0) -> Tensor:
-    """Singular values largest, 0.8 largest, 0.64 largest, ...: a gap that the power iteration can be trusted with."""
+    """Return a matrix with singular values largest, 0.8 largest, 0.64 largest, ...: power iteration converges."""
     k = min(rows, columns)
     values = largest * 0.8 ** torch.arange(k, dtype=torch.float64)
     return orthogonal(rows, seed)[:, :k] * values @ orthogonal(columns, seed + 1)[:k]
@@ -67,7 +67,7 @@ def test_power_iteration_reaches_the_bound(shape: tuple[int, int], bound: float)
     torch.testing.assert_close(weight, gapped(*shape) * bound / 3, rtol=ROUNDING, atol=ROUNDING)
 
 
-def test_more_iterations_are_more_of_the_same() -> None:
+def test_several_iterations_equal_several_forwards() -> None:
     once = spectral_norm(linear(gapped(4, 5)), generator=generator(0))
     thrice = spectral_norm(linear(gapped(4, 5)), iterations=3, generator=generator(0))
     with torch.no_grad():
@@ -131,7 +131,7 @@ def test_a_learnable_ceiling_has_a_gradient_only_where_it_is_touched() -> None:
 
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("learnable", [False, True])
-def test_gradients_of_the_exact_mode(clip: bool, learnable: bool) -> None:
+def test_the_exact_mode_passes_gradcheck(clip: bool, learnable: bool) -> None:
     weight = gapped(3, 4).requires_grad_()
     norm = SpectralNorm(weight, 0.8, exact=True, clip=clip, learnable=learnable)
     assert torch.autograd.gradcheck(norm, (weight,))
@@ -153,7 +153,7 @@ def test_gradients_of_the_converged_power_iteration() -> None:
 
 
 def test_forward_mode_takes_the_vectors_for_constants_too() -> None:
-    """In training mode, where they are computed from a weight that carries a tangent."""
+    """This is checked in training mode, where the vectors are computed from a weight with a tangent."""
     weight, direction, probe = gapped(5, 4), inputs(5, 4, seed=7), inputs(5, 4)
     reverse, forward = (SpectralNorm(weight, 0.8, generator=generator(0)) for _ in range(2))
     with forward_ad.dual_level():
@@ -210,7 +210,7 @@ def test_convolutions_are_matrices_of_out_times_rest(layer: nn.Conv2d, dimension
 
 
 def test_a_convolution_is_up_to_the_root_of_its_taps_above() -> None:
-    """What the docstring says of the operator: sigma <= |conv| <= sqrt(taps) sigma."""
+    """The operator norm satisfies sigma <= |conv| <= sqrt(taps) sigma."""
     layer = nn.Conv1d(2, 2, 3, padding=1, bias=False, dtype=torch.float64)
     layer.weight = nn.Parameter(inputs(2, 6).reshape(2, 2, 3))
     spectral_norm(layer, exact=True)
@@ -218,7 +218,7 @@ def test_a_convolution_is_up_to_the_root_of_its_taps_above() -> None:
     assert 1 <= sigma(operator.reshape(24, 24)) <= math.sqrt(3)
 
 
-def test_complex_weights() -> None:
+def test_complex_weights_are_bounded() -> None:
     weight = torch.complex(inputs(5, 4), inputs(5, 4, seed=4))
     for exact in (False, True):
         norm = SpectralNorm(weight, 0.8, exact=exact, learnable=True, generator=generator(0))
@@ -245,7 +245,7 @@ def test_autocast_does_not_reach_sigma() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"exact": True}, {"learnable": True, "clip": True}], ids=str)
-def test_state_dict_and_copies(options: dict[str, bool]) -> None:
+def test_state_dict_and_copies_keep_the_constraint(options: dict[str, bool]) -> None:
     def build(seed: int) -> nn.Linear:
         layer = linear(gapped(4, 6, seed=seed))
         return spectral_norm(layer, "weight", 0.7, generator=generator(seed), **options).eval()
@@ -263,7 +263,7 @@ def test_state_dict_and_copies(options: dict[str, bool]) -> None:
 
 
 def test_an_assigned_weight_is_scaled_like_any_other() -> None:
-    """In eval mode too, where u and v would otherwise be those of another weight, and sigma anything."""
+    """This also holds in eval mode, where u and v of the old weight would give a wrong sigma."""
     layer = spectral_norm(linear(gapped(6, 6, seed=0)), bound=0.9, iterations=MANY).eval()
     layer.weight = gapped(6, 6, largest=11.0, seed=8)
     for _ in range(MANY // 15):
@@ -294,7 +294,7 @@ def test_a_solve_in_training_mode_converges_and_trains(options: dict[str, bool])
     assert all(p.grad is not None and bool(torch.isfinite(p.grad).all()) for p in cell.parameters())
 
 
-def test_spectral_norm_says_what_it_cannot_do() -> None:
+def test_spectral_norm_refuses_invalid_arguments() -> None:
     with pytest.raises(
         ValueError, match=r"Linear has no tensor 'wieght' to constrain: its own parameters are \['weight', 'b"
     ):
@@ -306,7 +306,7 @@ def test_spectral_norm_says_what_it_cannot_do() -> None:
             spectral_norm(nn.Linear(2, 2), **bad)
 
 
-def test_the_settings_print() -> None:
+def test_the_settings_are_printed() -> None:
     norm = parametrization(spectral_norm(nn.Linear(2, 2), bound=0.7, learnable=True))
     assert "bound=0.7, iterations=1, clip=False, learnable=True" in repr(norm)
     assert "bound=0.7, exact, clip=True, learnable=False" in repr(SpectralNorm(torch.eye(2), 0.7, exact=True, clip=True))
@@ -316,7 +316,7 @@ def test_the_settings_print() -> None:
 
 
 def bisected(weight: Tensor, bound: float) -> Tensor:
-    """The projection of each row by bisection on its threshold."""
+    """Return the projection of each row by bisection on its threshold."""
     low, high = torch.zeros(len(weight), 1).double(), weight.abs().amax(dim=1, keepdim=True)
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
@@ -325,7 +325,7 @@ def bisected(weight: Tensor, bound: float) -> Tensor:
     return weight.sign() * (weight.abs() - high).clamp(min=0)
 
 
-def test_projection_of_known_rows() -> None:
+def test_known_rows_are_projected_exactly() -> None:
     weight = torch.tensor([[3.0, 0.0], [1.0, -1.0], [2.0, 1.5], [0.25, -0.5], [0.0, 0.0]]).double()
     expected = torch.tensor([[1.0, 0.0], [0.5, -0.5], [0.75, 0.25], [0.25, -0.5], [0.0, 0.0]]).double()
     assert torch.equal(project_rows(weight, 1.0), expected)
@@ -383,7 +383,7 @@ def test_projection_keeps_the_dtype(dtype: torch.dtype) -> None:
     assert float(projected.double().abs().sum(dim=1).max()) <= 2.0 * (1 + STORED_ROUNDING[dtype])
 
 
-def test_projection_says_what_it_cannot_do() -> None:
+def test_projection_refuses_invalid_arguments() -> None:
     for bound in (0.0, -1.0, math.nan):
         with pytest.raises(ValueError, match="bound must be positive"):
             project_rows(torch.eye(2), bound)
@@ -399,7 +399,7 @@ LOOSE = eq.Stop(rtol=1e-6, max_steps=100, on_failure="ignore")  # a ratio can be
 
 
 class Chain(nn.Module):
-    """Linear layers one after the other, plus the input."""
+    """Linear layers in series, plus the input."""
 
     def __init__(self, depth: int, width: int = 4, bias: bool = False) -> None:
         super().__init__()
@@ -425,7 +425,7 @@ def parameters(module: nn.Module) -> list[Tensor]:
 
 @pytest.mark.parametrize("shape", [(5, 4), (5, 4, 3), (5, 4, 3, 2)])
 @pytest.mark.parametrize("scale", [1e-3, 1.0])
-def test_ratio_of_a_rotation(shape: tuple[int, ...], scale: float) -> None:
+def test_the_ratio_of_a_rotation_is_its_norm(shape: tuple[int, ...], scale: float) -> None:
     """An orthogonal matrix on the channels stretches every step by its norm."""
     w = matrix("orthogonal", 4, 0.6)
     x = torch.randn(shape, dtype=torch.float64, generator=generator(2))
@@ -436,7 +436,7 @@ def test_ratio_of_a_rotation(shape: tuple[int, ...], scale: float) -> None:
     assert float(ratio) == pytest.approx(0.6, rel=ROUNDING / scale)
 
 
-def test_ratio_of_a_known_matrix_and_known_noise() -> None:
+def test_the_ratio_of_a_known_matrix_and_known_noise_is_exact() -> None:
     w, x = 0.5 * inputs(4, 4), inputs(6, 4)
     s = eq.fixed_point(lambda z, x: z @ w.T + x, x, x, stop=LOOSE)
     noise = torch.randn(6, 4, dtype=torch.float64, generator=generator(1))
@@ -467,7 +467,7 @@ def test_ratio_of_a_nested_state_adds_up_its_parts() -> None:
     assert float(ratio) == pytest.approx(float((total(fw, fu) / total(w, u)).detach()), rel=ROUNDING)
 
 
-def test_ratio_of_a_state_without_a_batch() -> None:
+def test_the_ratio_of_a_state_without_a_batch_is_one_number() -> None:
     w, x = matrix("orthogonal", 4, 0.6), inputs(7, 4)
     s = eq.fixed_point(lambda z, x: z @ w.T + x, torch.zeros_like(x), x, batched=False)
     assert float(lipschitz_ratio(s, generator=generator(1))) == pytest.approx(0.6, rel=ROUNDING)
@@ -493,7 +493,7 @@ def test_a_sample_that_overflowed_is_left_out_though_its_best_iterate_is_finite(
 
 
 def test_samples_that_the_noise_carries_out_of_range_are_left_out() -> None:
-    """The map is fine at the equilibrium of each sample, and a logarithm of something negative next to one."""
+    """The map is finite at the equilibrium of each sample, but a logarithm of a negative number next to one of them."""
 
     def f(z: Tensor, x: Tensor) -> Tensor:
         return 0.5 * z + torch.where(x > 0, torch.log(1 - z.abs().clamp(max=2)), 0.0)
@@ -551,7 +551,7 @@ def test_a_shared_layer_is_scaled_once() -> None:
     assert float(lipschitz_ratio(solved(cell, x), generator=generator(1))) == pytest.approx(0.05, rel=ROUNDING)
 
 
-def test_contracting_says_what_it_cannot_do() -> None:
+def test_contracting_refuses_invalid_arguments() -> None:
     s = solved(Chain(1), inputs(2, 4))
     with pytest.raises(ValueError, match=r"The weight of Parametrized\w+ is computed by a parametrization"):
         contract_([nn.Linear(4, 4), spectral_norm(nn.Linear(4, 4))], s, 0.5)

@@ -60,7 +60,7 @@ def test_it_drops_into_a_sequential_and_trains() -> None:
     assert losses[-1] < 0.3 * losses[0]
 
 
-def test_pickle_deepcopy_and_state_dict(tmp_path: Path) -> None:
+def test_a_layer_survives_pickle_deepcopy_and_state_dict(tmp_path: Path) -> None:
     deq, x = eq.DEQ(TanhCell(4), init=eq.Zeros(4), stop=TIGHT, compile=True), inputs(2, 4)
     twin = copy.deepcopy(deq)
     again = pickle.loads(pickle.dumps(deq))
@@ -77,7 +77,7 @@ def test_pickle_deepcopy_and_state_dict(tmp_path: Path) -> None:
     assert not torch.equal(twin(x), again(x))
 
 
-def test_moving_across_dtypes() -> None:
+def test_a_layer_moves_across_dtypes() -> None:
     deq, x = eq.DEQ(TanhCell(4)), inputs(2, 4)
     for dtype in (torch.float64, torch.float32, torch.float64):
         deq.to(dtype)
@@ -85,7 +85,7 @@ def test_moving_across_dtypes() -> None:
 
 
 @pytest.mark.gpu
-def test_moving_across_devices() -> None:
+def test_a_layer_moves_across_devices() -> None:
     deq, x = eq.DEQ(TanhCell(4), stop=eq.Stop(rtol=1e-9)), inputs(2, 4)
     there = deq.cuda()(x.cuda())
     assert there.is_cuda
@@ -98,13 +98,13 @@ def test_on_the_meta_device_parameters_move_without_data() -> None:
     assert next(deq.parameters()).is_meta
 
 
-def test_eval_stop_serves_outside_training() -> None:
+def test_eval_stop_is_used_outside_training() -> None:
     deq, x = eq.DEQ(TanhCell(4, norm=0.8), solver=eq.Picard(), eval_stop=TIGHT), inputs(2, 4)
     loose, tight = deq.train().solve(x).stats, deq.eval().solve(x).stats
     assert bool((tight.residual < 1e-12).all()) and bool((loose.residual > 1e-6).all())
 
 
-def test_starts() -> None:
+def test_every_kind_of_start_is_used() -> None:
     cell, x = TanhCell(4), inputs(3, 4)
     assert torch.equal(eq.DEQ(cell).solve(x).z0, torch.zeros_like(x))
     first = eq.DEQ(cell, init=eq.FirstStep()).solve(x)
@@ -151,14 +151,14 @@ def test_integer_inputs_say_how_to_start() -> None:
     z.sum().backward()
 
 
-def test_no_inputs_at_all() -> None:
+def test_solving_without_inputs_raises() -> None:
     with pytest.raises(ValueError, match=r"init=eq.Zeros"):
         eq.DEQ(lambda z: z)()
     with pytest.raises(ValueError, match="no tensor among them"):
         eq.DEQ(lambda z: z, init=eq.Zeros(3))()
 
 
-def test_inputs_of_any_nesting_and_none() -> None:
+def test_inputs_may_be_nested_or_none() -> None:
     def cell(z: Tensor, x: dict[str, Any], mask: Tensor | None, power: int) -> Tensor:
         out = 0.5 * torch.tanh(z) + x["a"] ** power + x["b"][0]
         return out if mask is None else out * mask
@@ -170,7 +170,7 @@ def test_inputs_of_any_nesting_and_none() -> None:
     assert isinstance(x["a"], Tensor) and x["a"].grad is not None
 
 
-def test_warm_start_from_an_earlier_solution() -> None:
+def test_a_solve_starts_from_an_earlier_solution() -> None:
     cell, x = TanhCell(8, norm=0.95), inputs(4, 8)
     deq = eq.DEQ(cell, stop=eq.Stop(rtol=1e-8, max_steps=200))
     cold = deq.solve(x)
@@ -241,7 +241,7 @@ def test_wrong_parts_are_refused_at_once(kwargs: dict[str, Any], message: str) -
         eq.DEQ(**({"cell": TanhCell(3)} | kwargs))
 
 
-def test_nothing_of_the_users_is_changed() -> None:
+def test_arguments_of_the_user_are_not_modified() -> None:
     cell, x, z0 = NestedCell(), inputs(3, 4), NestedCell.zeros(inputs(3, 4))
     before = (copy.deepcopy(cell.state_dict()), x.clone(), copy.deepcopy(z0), dict(vars(cell)))
     settings = {"rtol": 1e-6, "max_steps": 50}
@@ -276,7 +276,7 @@ def test_spectral_norm_is_one_function_during_a_solve_and_trains() -> None:
     torch.testing.assert_close(twin(x), twin(x), rtol=0, atol=0)
 
 
-def test_a_deq_inside_the_cell_of_another() -> None:
+def test_a_deq_works_inside_the_cell_of_another() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -48,7 +48,7 @@ def _enter(rank: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What the processes wrote in one of their works; they are started once, which takes longer than the works."""
+    """Return the results of one task of the processes, which are started only once because that takes longest."""
     folder = tmp_path_factory.mktemp("processes")
     spawn(_enter, (folder,), nprocs=WORLD)
     return lambda work: [torch.load(folder / work.__name__ / f"{rank}.pt", weights_only=True) for rank in range(WORLD)]
@@ -158,7 +158,7 @@ def _assert_grads(seen: dict[str, Tensor], expected: dict[str, Tensor], rtol: fl
 
 
 def test_ddp_gradients_equal_one_process_on_the_joined_batch(found: Found) -> None:
-    """Every gradient that is not bound to one process by what it stores."""
+    """This covers every gradient that does not store data of one process."""
     for grads in found(_ddp):
         for seen, (gradient, solver) in zip(grads, GRADIENTS, strict=True):
             # Shine's last factors are differences of converged iterates, rounding that moves with the batch size
@@ -173,7 +173,7 @@ def test_fsdp_finishes_where_ranks_need_different_steps(found: Found) -> None:
     _assert_grads(first["grads"], _joined(eq.Anderson()))
 
 
-def test_fsdp_with_inner_loops_of_newton(found: Found) -> None:
+def test_fsdp_finishes_with_inner_loops_of_newton(found: Found) -> None:
     first, second = found(_fsdp_newton)
     assert first["evaluations"] == second["evaluations"]
     _assert_grads(first["grads"], _joined(eq.Newton()))
@@ -184,7 +184,7 @@ def test_fsdp_without_a_process_group_is_refused_instead_of_hanging(found: Found
 
 
 def test_ranks_measure_an_answer_together_if_the_rows_of_one_stop_apart(found: Found) -> None:
-    """A single row is never joined from different steps; its rank evaluates the cell as often as the other one."""
+    """The rank with a single row, whose answer comes from one step, evaluates the cell as often as the other rank."""
     one, other = found(_fsdp_one_row)
     assert bool(one["converged"].all()) and bool(other["converged"].all())
     assert int(one["evaluations"]) == int(other["evaluations"])

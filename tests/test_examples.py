@@ -38,7 +38,7 @@ def run(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> Non
         ("bratu.py", [], "true 2.000"),
     ],
 )
-def test_example(
+def test_the_example_runs(
     name: str,
     arguments: list[str],
     printed: str,
@@ -92,7 +92,9 @@ def test_the_bratu_problem_and_its_derivatives_are_those_of_scipy() -> None:
         ("in_a_transformer.py", "2 samples: 2 converged"),
     ],
 )
-def test_short_example(name: str, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_short_example_runs(
+    name: str, printed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     run(name, [], monkeypatch)
     assert printed in capsys.readouterr().out
 
@@ -141,14 +143,14 @@ def test_the_pictures_of_reasoners_are_drawn(tmp_path: Path, monkeypatch: pytest
     assert names == {"reasoner-scaling.png", "reasoner-residual.png", "reasoner-filling.gif"}
 
 
-def test_a_sick_model_is_made_well(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_diagnosed_model_is_repaired(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     run("sick_model.py", [], monkeypatch)
     told = capsys.readouterr().out
     assert -1 < told.find("not contractive") < told.find("Healthy")
 
 
 @pytest.mark.parametrize("in_a_tuple", [True, False])
-def test_a_deq_answers_as_the_block_did_whose_place_it_takes(in_a_tuple: bool) -> None:
+def test_a_deq_returns_the_structure_of_the_block_it_replaces(in_a_tuple: bool) -> None:
     """Blocks of Hugging Face's older encoders answer with a tuple, all of them are given masks."""
 
     class Block(nn.Linear):
@@ -178,7 +180,7 @@ def test_every_short_example_is_listed() -> None:
     assert all(f"`{path.name}`" in page or f"`examples/{path.name}`" in page for path in EXAMPLES.glob("*.py"))
 
 
-def test_the_example_of_two_processes() -> None:
+def test_the_example_of_two_processes_runs() -> None:
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -36,7 +36,7 @@ def assert_same_bits(a: Any, b: Any) -> None:
 
 
 def gradients(net: nn.Module, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Output, and gradients of the input and every parameter of a loss."""
+    """Return the output, and the gradients of a loss with respect to the input and every parameter."""
     x = x.detach().clone().requires_grad_()
     out = leaves(net(x))
     loss = sum((leaf.square().sum() for leaf in out), torch.zeros(()))
@@ -45,7 +45,7 @@ def gradients(net: nn.Module, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 @pytest.mark.parametrize("depth", [0, 1, 2, 7])
-def test_it_is_the_cell_applied_so_many_times(depth: int, checkpoint: Checkpoint) -> None:
+def test_it_applies_the_cell_depth_times(depth: int, checkpoint: Checkpoint) -> None:
     cell, x = TanhCell(5), inputs(3, 5).requires_grad_()
     z = WeightTied(cell, depth, checkpoint=checkpoint)(x)
     reference = unrolled(cell, torch.zeros_like(x), x, steps=depth)
@@ -153,7 +153,7 @@ def test_its_gradient_converges_to_the_implicit_one() -> None:
 
 
 class Noisy(nn.Module):
-    """Dropout draws another mask in every step: a replay must draw the same ones again."""
+    """A cell whose dropout draws a new mask in every step; a replay must draw the same masks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class Noisy(nn.Module):
 
 
 class Normed(nn.Module):
-    """Batch norm in training mode: its running statistics move in every step."""
+    """A cell with batch norm in training mode, whose running statistics change in every step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class Normed(nn.Module):
 
 
 class Spectral(TanhCell):
-    """Spectral norm in training mode: the weight itself is another one in every step."""
+    """A cell with spectral norm in training mode, whose weight changes in every step."""
 
     def __init__(self) -> None:
         super().__init__(5, norm=3.0, kind="symmetric")
@@ -185,7 +185,7 @@ class Spectral(TanhCell):
 
 
 class Clocked(TanhCell):
-    """A buffer that is rebound in every step, and enters the next."""
+    """A cell with a buffer that is rebound in every step and used in the next."""
 
     time: Tensor
 
@@ -239,7 +239,7 @@ def test_checkpoints_serve_two_backwards_and_second_derivatives(checkpoint: Chec
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_gradcheck_in_both_modes(checkpoint: Checkpoint) -> None:
+def test_it_passes_gradcheck_in_both_modes(checkpoint: Checkpoint) -> None:
     net = WeightTied(TanhCell(3), 5, checkpoint=checkpoint)
     names = [key for key, _ in net.named_parameters()]
 
@@ -251,7 +251,7 @@ def test_gradcheck_in_both_modes(checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_torch_func_transforms(checkpoint: Checkpoint) -> None:
+def test_it_works_with_torch_func_transforms(checkpoint: Checkpoint) -> None:
     cell, x = TanhCell(3), inputs(4, 3)
     net, reference = WeightTied(cell, 6, checkpoint=checkpoint), WeightTied(cell, 6)
     transforms: list[Callable[[WeightTied], Tensor]] = [
@@ -264,7 +264,7 @@ def test_torch_func_transforms(checkpoint: Checkpoint) -> None:
 
 
 class Alive:
-    """How many tensors are alive, and were at most."""
+    """Counts the tensors that are alive, and their maximum."""
 
     def __init__(self) -> None:
         self.now = self.most = 0
@@ -280,7 +280,7 @@ class Alive:
 
 
 class Tanh(torch.autograd.Function):
-    """tanh that keeps a tensor of its own for backward, as the inside of a real cell would."""
+    """tanh that saves a tensor for backward, as the layers of a real cell do."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, activations: Alive) -> Tensor:
@@ -314,7 +314,7 @@ class Watched(nn.Module):
         ("recursive", 256, 1, 8 + 1, 256 * (1 + 4)),
     ],
 )
-def test_what_is_kept_and_what_is_run_again(
+def test_checkpointing_stores_and_recomputes_the_documented_steps(
     checkpoint: Checkpoint, depth: int, activations: int, states: int, calls: int
 ) -> None:
     cell, x = Watched(), inputs(2, 3).requires_grad_()
@@ -342,7 +342,7 @@ def test_the_trajectory_is_plain_iteration_of_a_deq() -> None:
     assert bool((lengths[1:] <= 0.9 * lengths[:-1]).all())
 
 
-def test_a_trajectory_looks_further_and_is_differentiable() -> None:
+def test_a_trajectory_may_be_longer_and_is_differentiable() -> None:
     cell, x = TanhCell(4), inputs(2, 4)
     net = WeightTied(cell, 2, checkpoint="sqrt")
     way = net.trajectory(x, depth=5)
@@ -368,7 +368,7 @@ def test_under_autocast_the_state_keeps_its_dtype(checkpoint: Checkpoint) -> Non
     assert cell.w.grad is not None and cell.w.grad.dtype == torch.float32
 
 
-def test_a_whole_problem_without_batch() -> None:
+def test_a_problem_without_batch_is_iterated() -> None:
     w, x = TanhCell(4).w, inputs(1, 4)[0]
     net = WeightTied(lambda z, x: torch.tanh(w @ z + x), 200, batched=False)
     z = net(x)
@@ -376,7 +376,7 @@ def test_a_whole_problem_without_batch() -> None:
     assert net.trajectory(x).residuals.shape == (200, 1)
 
 
-def test_copies_and_prints() -> None:
+def test_it_is_copied_and_printed() -> None:
     net, x = WeightTied(TanhCell(4), 3, eq.Zeros(4), checkpoint="sqrt"), inputs(2, 4)
     for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
         assert torch.equal(twin(x), net(x)) and twin.checkpoint == "sqrt"
@@ -386,7 +386,7 @@ def test_copies_and_prints() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_compiled(checkpoint: Checkpoint) -> None:
+def test_it_compiles(checkpoint: Checkpoint) -> None:
     net, x = WeightTied(TanhCell(4), 6, checkpoint=checkpoint), inputs(2, 4)
     out, grads = gradients(net, x)
     compiled, compiled_grads = gradients(torch.compile(net), x)  # type: ignore[arg-type]

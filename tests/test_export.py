@@ -49,7 +49,7 @@ def program(model: nn.Module) -> ExportedProgram:
 
 
 def solved(model: nn.Module, *given: Any) -> tuple[Any, list[eq.Stats]]:
-    """What the model gives, and what its solves tell."""
+    """Return the output of the model and the statistics of its solves."""
     with torch.no_grad(), eq.record(model) as solutions:
         output = model(*given)
     return output, [solution.stats for solution in solutions]
@@ -68,7 +68,7 @@ def assert_same(model: nn.Module, program: ExportedProgram, *given: Any) -> None
 
 
 def hard(batch: int) -> Tensor:
-    """Samples of different difficulty: where tanh saturates it contracts more."""
+    """Return samples of different difficulty; a saturated tanh contracts more."""
     return inputs(batch, N, seed=5) * torch.logspace(-2, 1, batch, dtype=torch.float64).unsqueeze(1)
 
 
@@ -182,7 +182,7 @@ CASES: dict[str, tuple[Any, Any]] = {
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::equilibria.ConvergenceWarning")
 @pytest.mark.parametrize("case", CASES)
-def test_every_kind_of_layer(case: str) -> None:
+def test_every_kind_of_layer_is_exported(case: str) -> None:
     make, given = CASES[case]
     model = make().eval()
     program = export(model, given(4), with_steps=True)
@@ -254,7 +254,7 @@ def test_onnx_says_what_to_install(model: nn.Module, tmp_path: Path, monkeypatch
 
 
 class Cell(nn.Module):
-    """tanh(W z + x); with a norm given, |W| stays at it."""
+    """tanh(W z + x), with |W| fixed to a norm if one is given."""
 
     def __init__(self, norm: float | None) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ class Cell(nn.Module):
 
 
 def digits_model(solver: Any, norm: float | None, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
-    """Trained on digits for a few epochs, and the images of the test set."""
+    """Return a model trained on digits for a few epochs, and the test images."""
     torch.manual_seed(0)
     digits = data.load("digits")
     layer = eq.DEQ(Cell(norm), solver=solver, stop=eq.Stop(rtol=1e-4, max_steps=100, on_failure="ignore"))
@@ -300,7 +300,9 @@ def run_onnx(path: Path, *given: Tensor) -> dict[str, Tensor]:
         pytest.param(eq.Anderson(), None, torch.float64, id="Anderson-free"),
     ],
 )
-def test_onnxruntime_on_all_test_digits(solver: Any, norm: float | None, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_onnxruntime_matches_the_model_on_all_test_digits(
+    solver: Any, norm: float | None, dtype: torch.dtype, tmp_path: Path
+) -> None:
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     model, x = digits_model(solver, norm, dtype)
@@ -322,7 +324,7 @@ def test_onnxruntime_on_all_test_digits(solver: Any, norm: float | None, dtype: 
 
 @TO_ONNX
 @pytest.mark.slow
-def test_onnx_of_several_inputs_outputs_and_layers(tmp_path: Path) -> None:
+def test_onnx_supports_several_inputs_outputs_and_layers(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     model, path = Both().eval(), tmp_path / "deeper" / "both.onnx"
@@ -366,7 +368,7 @@ def test_states_whose_squares_leave_the_dtype_do_not_claim_to_converge(scale: fl
         pytest.param(lambda model, x: torch.jit.trace(model, (x,)), id="jit"),
     ],
 )
-def test_torchs_own_exporters_are_refused_with_the_way_that_works(export: Any) -> None:
+def test_exporters_of_torch_are_refused_with_an_alternative(export: Any) -> None:
     if not hasattr(torch.compiler, "is_exporting"):
         pytest.skip("this torch does not tell that it exports")
     model = nn.Sequential(nn.Linear(4, 8), eq.DEQ(lambda z, x: torch.tanh(0.3 * z + x)), nn.Linear(8, 2)).eval()

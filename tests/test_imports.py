@@ -148,7 +148,7 @@ def test_every_public_name_exists() -> None:
 
 
 def loaded_by(*programs: str) -> list[set[str]]:
-    """The modules that a new interpreter has after each of some programs in a row, without what they write."""
+    """Return the modules that a new interpreter has loaded after each of several programs; their output is discarded."""
     after = "\nprint(*sys.modules)\n"
     quiet = [f"with contextlib.redirect_stdout(io.StringIO()):\n    {program}{after}" for program in programs]
     code = "import contextlib, io, sys\n" + "".join(quiet)

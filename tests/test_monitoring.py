@@ -64,7 +64,7 @@ class WithLogDict(Logger):
 
 
 class WithBoth(WithLogDict):
-    """As a LightningModule."""
+    """An object with `log` and `log_dict`, like a LightningModule."""
 
     def log(self, name: str, value: float) -> None:
         raise AssertionError("log_dict takes the row")
@@ -77,7 +77,7 @@ class Writer(Logger):
 
 
 @pytest.mark.parametrize("logger", [WithLog(), WithLogDict(), WithBoth(), Writer()], ids=lambda each: type(each).__name__)
-def test_a_monitor_logs_to_what_people_have(logger: Logger) -> None:
+def test_a_monitor_logs_to_common_loggers(logger: Logger) -> None:
     net = model()
     with eq.monitor(net, to=logger, every=2, prefix="layers/"):
         steps(net, 4)
@@ -87,7 +87,7 @@ def test_a_monitor_logs_to_what_people_have(logger: Logger) -> None:
         assert logger.rows[0][0] == "layers/1/steps_max"
 
 
-def test_a_monitor_takes_a_function_and_refuses_the_rest() -> None:
+def test_a_monitor_accepts_a_function_and_refuses_other_objects() -> None:
     net, rows = model(), list[dict[str, float]]()
     with eq.monitor(net, to=rows.append):
         steps(net, 1)
@@ -157,7 +157,7 @@ def test_reprs_have_no_addresses() -> None:
     assert "0x" not in repr(model()) and repr(eq.monitor(model())) == "Monitor(0 rows, next pass 0)"
 
 
-def test_summaries_of_failures_and_empty_batches() -> None:
+def test_summaries_cover_failures_and_empty_batches() -> None:
     stop = eq.Stop(max_steps=3, rtol=1e-9, on_failure="ignore")
     s = eq.fixed_point(lambda z: torch.cos(z), torch.zeros(4, 2), stop=stop, solver=eq.Picard())
     summary = s.stats.summary()
@@ -186,7 +186,7 @@ def test_frozen_dropout_has_an_equilibrium_and_keeps_its_share() -> None:
     assert torch.equal(layer(torch.ones(2, 6)), layer(torch.ones(2, 6)))
 
 
-def test_freezing_channels_and_a_bare_dropout() -> None:
+def test_channels_and_a_bare_dropout_can_be_frozen() -> None:
     frozen = eq.freeze_dropout(nn.Sequential(nn.Conv2d(2, 3, 1), nn.Dropout2d(0.25)).eval())
     assert isinstance(frozen[1], eq.nn.VariationalDropout)  # type: ignore[index]
     assert frozen[1].shared == (2, 3) and not frozen[1].training  # type: ignore[index]

@@ -13,7 +13,7 @@ from tests.problems import TanhCell, inputs
 
 
 @pytest.mark.parametrize("solver", [eq.Picard(), eq.Anderson(), eq.Broyden(), eq.Newton()], ids=repr)
-def test_bf16_autocast_forward_and_backward(solver: eq.Solver[Any]) -> None:
+def test_a_layer_trains_under_bf16_autocast(solver: eq.Solver[Any]) -> None:
     cell, x = TanhCell(16, dtype=torch.float32), inputs(8, 16, dtype=torch.float32)
     deq = eq.DEQ(cell, solver=solver, stop=eq.Stop(rtol=2e-2, max_steps=60, on_failure="raise"))
 
@@ -49,7 +49,7 @@ def test_autocast_weights_keep_their_gradient_after_a_solve() -> None:
     assert cell.w.grad is not None and float(cell.w.grad.norm()) > 0
 
 
-def test_a_half_precision_module() -> None:
+def test_a_half_precision_module_is_solved() -> None:
     for dtype in (torch.bfloat16, torch.float16):
         cell, x = TanhCell(16, dtype=dtype), inputs(8, 16, dtype=dtype)
         s = eq.DEQ(cell, stop=eq.Stop(rtol=3e-2)).solve(x)
@@ -106,7 +106,7 @@ def test_compiling_gives_the_same_numbers(what: str) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # dynamo warns about itself
 def test_a_model_with_a_deq_compiles_around_it() -> None:
-    """The eager backend runs dynamo without generating code: the graph breaks, the numbers do not."""
+    """The eager backend runs dynamo without generating code; graph breaks must not change the numbers."""
     torch._dynamo.reset()
     net, x = Net(TanhCell(8, dtype=torch.float32)), inputs(6, 8, dtype=torch.float32)
     expected = outputs_and_gradients(net, net, x)

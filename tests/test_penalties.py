@@ -220,7 +220,7 @@ def test_iterates_survive_compaction_and_fallback() -> None:
         torch.testing.assert_close(first[:30], s.z[:30], rtol=1e-6, atol=1e-9)
 
 
-def test_a_trajectory_and_plain_states() -> None:
+def test_a_trajectory_and_plain_states_are_penalised() -> None:
     cell, x = TanhCell(WIDTH), inputs(BATCH, WIDTH)
     trajectory = eq.WeightTied(cell, depth=3).trajectory(x)
     expected = 0.64 * loss(trajectory.states[1]) + 0.8 * loss(trajectory.states[2]) + loss(trajectory.states[3])

@@ -54,7 +54,7 @@ def test_a_sample_gives_the_same_in_any_batch(solver: AnySolver, n: int, norm: f
 def test_what_is_reported_is_what_is_returned(
     solver: AnySolver, n: int, batch: int, norm: float, seed: int, most: int
 ) -> None:
-    """Whatever happens, also at gains where nothing converges: residual, status and counts are true."""
+    """Residual, status and counts are right for all gains, also where nothing converges."""
     cell, x = TanhCell(n, norm=norm, seed=seed), inputs(batch, n, seed=seed + 1)
     stop = eq.Stop(rtol=1e-6, atol=1e-9, max_steps=most, on_failure="ignore", trace=True)
     with torch.no_grad():

@@ -22,7 +22,7 @@ BUILT = ("equilibria", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml", 
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what `python -m build` makes of the sources: outside the repository, where it would leave traces."""
+    """Return a folder with the results of `python -m build`, outside the repository, in which it would leave files."""
     pytest.importorskip("build")
     source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     for name in sources(*BUILT):
@@ -39,7 +39,7 @@ def run(*command: str, where: Path) -> str:
 
 
 def sources(*names: str) -> list[str]:
-    """Files of the repository, those of the next commit too."""
+    """Return the files of the repository, including uncommitted ones."""
     found = run("git", "ls-files", "--cached", "--others", "--exclude-standard", *names, where=ROOT).splitlines()
     return [name for name in found if (ROOT / name).is_file()]
 
@@ -64,7 +64,7 @@ def test_the_archive_can_be_built_again(dist: Path) -> None:
     assert {name for name in sources("equilibria/native") if name.endswith((".h", ".cpp"))} <= names
 
 
-def test_version_and_requirements(dist: Path) -> None:
+def test_version_and_requirements_are_declared(dist: Path) -> None:
     with zipfile.ZipFile(wheel(dist)) as contents:
         (name,) = (name for name in contents.namelist() if name.endswith(".dist-info/METADATA"))
         told = email.message_from_bytes(contents.read(name))
@@ -103,8 +103,8 @@ def test_the_wheel_works_in_an_environment_of_its_own(dist: Path, tmp_path: Path
     assert "reproduce" in run(str(home / "bin" / "equilibria"), "--help", where=tmp_path)
 
 
-def test_the_changelog_tells_of_this_version() -> None:
-    """With its date, which the citation has too; what comes after it stands above."""
+def test_the_changelog_has_an_entry_for_this_version() -> None:
+    """The entry has the date of the citation, and unreleased changes are above it."""
     text, citation = (ROOT / "CHANGELOG.md").read_text(), (ROOT / "CITATION.cff").read_text()
     dated = re.search(rf"^## \[{re.escape(eq.__version__)}\] - (\d{{4}}-\d\d-\d\d)$", text, re.MULTILINE)
     assert dated is not None and text.index("## [Unreleased]") < dated.start()

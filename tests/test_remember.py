@@ -152,7 +152,7 @@ def test_states_of_several_shapes_and_nested_ones_are_kept_apart() -> None:
     assert len(memory) == 4
 
 
-def test_a_model_of_several_layers_and_a_copy() -> None:
+def test_every_layer_has_its_memory_and_copies_keep_it() -> None:
     memories = [eq.Remember(), eq.Remember()]
     model = nn.Sequential(*(layer(memory) for memory in memories))
     data = inputs(4, WIDTH)

@@ -28,7 +28,7 @@ FLAGS = (
 
 
 class _Page(HTMLParser):
-    """What a page links to, and the places in it that can be linked to."""
+    """The links of a page, and its anchors."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ addEventListener("load", () => {
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium here")
 def test_pages_are_readable_on_a_phone(site: Path, tmp_path: Path) -> None:
-    """As wide as a phone, no page is wider than the screen, and every picture is there."""
+    """At the width of a phone no page is wider than the screen, and every picture loads."""
     wrong = {}
     for page in sorted(path for path in site.rglob("index.html")):
         page.write_text(page.read_text().replace("</body>", f"{LOOK}</body>"))
@@ -113,7 +113,7 @@ def test_pages_are_readable_on_a_phone(site: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(ZENSICAL is None, reason="Zensical is not installed; `make test-zensical` does that")
 def test_zensical_builds_the_same_pages(site: Path, tmp_path: Path) -> None:
-    """The successor of Material for MkDocs, from the same pages and settings."""
+    """Zensical is the successor of Material for MkDocs and builds from the same pages and settings."""
     shutil.copytree(ROOT / "build" / "pages", tmp_path / "build" / "pages")  # it follows no links out of its folder
     for name in ("docs", "equilibria"):
         (tmp_path / name).symlink_to(ROOT / name)

@@ -17,7 +17,7 @@ THREADS = 4
 
 
 class Cell(nn.Module):
-    """tanh(gain (W z + x)), gain a plain attribute; in eval mode without the gain."""
+    """tanh(gain (W z + x)), where gain is a plain attribute; eval mode ignores it."""
 
     def __init__(self, n: int = 4, gain: Any = 1.0) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def test_threads_on_one_module_get_right_gradients(solver: Any) -> None:
     assert cell.linear.weight is weight
 
 
-def test_threads_with_norms_and_masks_hold_their_own() -> None:
+def test_threads_have_their_own_norms_and_masks() -> None:
     """Every thread's dropout mask has the shape of its own batch, and its gradient is that of its own mask."""
     torch.manual_seed(0)
 
@@ -101,7 +101,7 @@ def test_threads_with_norms_and_masks_hold_their_own() -> None:
 
 
 def _unrolled(s: eq.Solution) -> Tensor:
-    """A scalar whose gradient is that of s.z.sum(): sixty more steps from the equilibrium with their graph."""
+    """Return a scalar with the gradient of s.z.sum(), by sixty more steps from the equilibrium with their graph."""
     z: Tensor = s.z.detach()
     for _ in range(60):
         z = s.f(z)
@@ -130,7 +130,7 @@ def test_the_backward_runs_the_cell_as_the_forward_did(change: str, way: eq.Grad
     torch.testing.assert_close(grad, expected)
 
 
-def test_a_cell_may_keep_what_it_computes() -> None:
+def test_attributes_that_a_cell_sets_are_kept() -> None:
     class Keeping(Cell):
         runs = 0
 
@@ -169,7 +169,7 @@ class Referring(Cell):
 
 
 @pytest.mark.parametrize("reference", REFERENCES)
-def test_modules_that_are_referred_to_in_other_ways_are_differentiated(reference: str) -> None:
+def test_modules_outside_of_submodules_are_differentiated(reference: str) -> None:
     torch.manual_seed(0)
     cell, x = Referring(), torch.randn(3, 4, dtype=torch.float64)
     expected = gradient(eq.DEQ(cell, stop=STOP), cell.linear.weight, x)
@@ -177,8 +177,8 @@ def test_modules_that_are_referred_to_in_other_ways_are_differentiated(reference
     torch.testing.assert_close(gradient(eq.DEQ(cell, stop=STOP), cell.linear.weight, x), expected)
 
 
-def test_recurrent_modules_in_a_cell() -> None:
-    """They keep their weights in a list beside the parameters."""
+def test_recurrent_modules_in_a_cell_are_differentiated() -> None:
+    """They keep their weights in a list in addition to the parameters."""
     torch.manual_seed(0)
     gru = nn.GRU(4, 4, batch_first=True).double()
     (weight,) = (parameter for name, parameter in gru.named_parameters() if name == "weight_hh_l0")

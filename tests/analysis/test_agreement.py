@@ -21,7 +21,7 @@ SEED = 11
 
 
 class NoisyCell(TanhCell):
-    """Every solve starts with a mask from torch's random numbers and one from a generator of its own."""
+    """Draws one mask from torch's random state and one from its own generator for every solve."""
 
     def __init__(self, n: int) -> None:
         super().__init__(n)
@@ -37,7 +37,7 @@ def layer(cell: nn.Module | None = None, stop: eq.Stop = TIGHT, **parts: Any) ->
 
 
 def weights() -> Tensor:
-    """Gradients of a loss that is linear in the equilibrium, so its cotangent is constant."""
+    """Return the gradients of a loss that is linear in the equilibrium, so that its cotangent is constant."""
     return inputs(3, 5, seed=9)
 
 
@@ -99,7 +99,7 @@ def test_random_functional_is_drawn_from_the_generator_once() -> None:
     assert first[0].cosine == first[1].cosine == again[0].cosine != other[0].cosine
 
 
-def test_nested_states_and_frozen_parameters() -> None:
+def test_nested_states_and_frozen_parameters_are_compared() -> None:
     deq = eq.DEQ(NestedCell(), NestedCell.zeros, stop=TIGHT)
     deq.cell.a.requires_grad_(False)  # type: ignore[attr-defined]
     found = gradient_agreement(deq, inputs(3, 4), {"exact": eq.Implicit(), "cheap": eq.JFB()})
@@ -217,14 +217,14 @@ def test_a_solve_that_raises_stores_its_error() -> None:
     assert found.error is not None and "did not converge" in found.error
 
 
-def test_unsolvable_reference_warns() -> None:
+def test_an_unsolvable_reference_warns() -> None:
     deq = eq.DEQ(lambda z, x: 2 * z + x, solver=eq.Picard(), stop=LOOSE)
     with pytest.warns(eq.ConvergenceWarning, match=r"exact gradient.*not exact.*eq\.Newton"):
         gradient_agreement(deq, inputs(2, 3).requires_grad_(), [eq.JFB()])
 
 
 def test_a_difficult_adjoint_gets_more_directions() -> None:
-    """I - 3 P, where P moves 40 numbers round, has eigenvalues all around zero: GMRES with 20 directions is lost."""
+    """I - 3 P with a cyclic permutation P of 40 numbers has eigenvalues all around zero: GMRES(20) fails."""
     ring = torch.arange(4000).view(-1, 40).roll(1, 1).flatten()
     tight = eq.Stop(rtol=1e-12, atol=0, max_steps=300, on_failure="ignore")
     deq = eq.DEQ(lambda z, x: 3 * z[:, ring] + x, solver=eq.GMRES(restart=60), stop=tight)

@@ -33,7 +33,7 @@ SEED = 11
 
 
 def similar(blocks: list[Tensor], seed: int = 0) -> Tensor:
-    """A non-normal matrix with the spectrum of the blocks."""
+    """Return a non-normal matrix with the spectrum of the blocks."""
     n = sum(len(block) for block in blocks)
     basis = orthogonal(n, seed) @ torch.diag(torch.linspace(1, 3, n, dtype=torch.float64)) @ orthogonal(n, seed + 1)
     return basis @ torch.block_diag(*blocks) @ torch.linalg.inv(basis)
@@ -64,7 +64,7 @@ MATRICES = {
 
 
 def affine_solution(w: Tensor, batch: int = 2) -> eq.Solution:
-    """Start from the equilibrium itself: where the radius exceeds 1, not every solver finds it."""
+    """Solve from the equilibrium itself, since not every solver finds it if the radius exceeds 1."""
     x = inputs(batch, len(w))
     z = torch.linalg.solve(torch.eye(len(w), dtype=torch.float64) - w, x.T).T
     return eq.fixed_point(AffineCell(w), z, x, stop=eq.Stop(rtol=1e-9))
@@ -88,7 +88,7 @@ def packed_map(s: eq.Solution) -> Callable[[Tensor], Tensor]:
 
 
 def reference_jacobian(s: eq.Solution) -> Tensor:
-    """(batch, n, batch, n), of the nested map by torch.func."""
+    """Return the Jacobian of the nested map by torch.func, (batch, n, batch, n)."""
     found: Tensor = jacrev(packed_map(s))(s.layout.pack(s.z).detach())
     return found.detach()
 
@@ -171,13 +171,13 @@ def test_every_sample_has_its_own_radius(kind: str) -> None:
     torch.testing.assert_close(found.radius, exact, **FOUND)
 
 
-def test_radius_of_a_nested_state() -> None:
+def test_radius_of_a_nested_state_matches_the_dense_one() -> None:
     s = nested_solution()
     found = spectral_radius(s, **FINE, generator=generator(SEED))
     torch.testing.assert_close(found.radius, largest(jacobian_spectrum(s)), **FOUND)
 
 
-def test_radius_of_a_state_without_batch() -> None:
+def test_radius_of_a_state_without_batch_matches_the_dense_one() -> None:
     w = MATRICES["complex pair"]
     s = eq.fixed_point(lambda z: w @ z + 1, torch.zeros(4, dtype=torch.float64), batched=False)
     torch.testing.assert_close(spectral_radius(s, **FINE).radius, torch.tensor([0.9], dtype=torch.float64), **FOUND)
@@ -197,7 +197,7 @@ def test_single_precision_converges_to_its_tolerance() -> None:
     torch.testing.assert_close(found.radius.double(), largest(jacobian_spectrum(s)), rtol=1e-2, atol=0)
 
 
-def test_early_stop_and_few_steps() -> None:
+def test_iteration_stops_when_converged_and_after_few_steps() -> None:
     assert spectral_radius(affine_solution(MATRICES["rotation"])).steps <= 3
     s = tanh_solution()
     found = spectral_radius(s, steps=3, generator=generator(SEED))
@@ -237,8 +237,8 @@ def test_sample_whose_jacobian_is_not_finite_is_isolated() -> None:
 
 
 @pytest.mark.parametrize("size", [1e-40, 1e-25, 1e-12, 1e12, 1e25])
-def test_jacobians_of_any_size(size: float) -> None:
-    """In float32, where the squares of most of these are 0 or inf."""
+def test_jacobians_of_any_magnitude_have_the_right_radius(size: float) -> None:
+    """The magnitudes are such that most squares are 0 or inf in float32."""
     diagonal = torch.tensor([[1.0, -0.5, 0.2], [0.3, -1.0, 0.1]])
     s = eq.fixed_point(lambda z, x: size * (z * x), torch.zeros(2, 3), diagonal, stop=LOOSE)
     found = spectral_radius(s, generator=generator(SEED))
@@ -256,7 +256,7 @@ def test_an_overflowing_product_gives_nan() -> None:
     assert not found.converged.any() and not torch.isfinite(found.value).any()
 
 
-def test_a_batch_without_finite_samples() -> None:
+def test_a_batch_without_finite_samples_has_nan() -> None:
     x = torch.full((2, 3), float("nan"), dtype=torch.float64)
     s = eq.DEQ(TanhCell(3), stop=LOOSE).solve(x)
     found = spectral_radius(s)
@@ -331,7 +331,7 @@ def test_singular_value_matches_dense_norm(name: str) -> None:
 
 
 @pytest.mark.parametrize("solution", [tanh_solution, nested_solution])
-def test_singular_value_of_every_sample(solution: Callable[[], eq.Solution]) -> None:
+def test_every_sample_has_its_own_singular_value(solution: Callable[[], eq.Solution]) -> None:
     s = solution()
     exact = torch.linalg.matrix_norm(dense_jacobian(s), ord=2)
     torch.testing.assert_close(largest_singular_value(s, **FINE).value, exact, **FOUND)

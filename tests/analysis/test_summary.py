@@ -145,7 +145,7 @@ def test_parts_with_their_own_train_method_are_restored() -> None:
 
 
 class Twice(nn.Module):
-    """One equilibrium used twice, another one inside its cell, and a third deep down that may be left out."""
+    """A model with one equilibrium used twice, another inside its cell, and a third in a submodule that may be skipped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ def test_tied_and_parametrized_weights_count_once() -> None:
     assert found.parameters == 18 and [each.name for each in found.rows] == ["", "0", "1", "2"]
 
 
-def test_models_without_an_equilibrium_and_without_parameters() -> None:
+def test_models_without_an_equilibrium_or_parameters_have_a_summary() -> None:
     found = summary(nn.Sequential(nn.Flatten(), nn.ReLU()), torch.zeros(2, 3, 4))
     assert found.rows[0].output == ((2, 12),) and found.parameters == 0 and found.equilibria == {}
     assert "0 parameters" in str(found)
@@ -224,7 +224,7 @@ def test_models_on_the_meta_device_have_a_summary(name: str) -> None:
             summary(model, torch.zeros(1))
 
 
-def test_shapes_on_the_meta_device_where_nothing_is_solved() -> None:
+def test_a_model_without_solves_has_shapes_on_the_meta_device() -> None:
     with torch.device("meta"):
         found = summary(nn.Linear(3, 4), torch.zeros(1000, 3))
     assert found.rows[0].output == ((1000, 4),)

@@ -29,7 +29,7 @@ ONE = Candidates(solvers=(eq.Anderson(),), gradients=(eq.Implicit(),))
 
 
 class BatchNormCell(nn.Module):
-    """Samples that depend on each other while training; random masks, from torch and from a generator of its own."""
+    """A cell that couples samples in training and draws masks from torch and from its own generator."""
 
     def __init__(self, n: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class BatchNormCell(nn.Module):
 
 
 class Classifier(nn.Module):
-    """Two equilibria in a row, one asked for its solution, and a third that is not used."""
+    """A model with two equilibria in series, one of them called by `solve`, and a third that is not used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Classifier(nn.Module):
 
 
 class Pair(nn.Module):
-    """tanh(W z + a + b + c), inputs in a dict and a tuple; c is a whole number."""
+    """tanh(W z + a + b + c) with inputs in a dict and a tuple; c is an integer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Pair(nn.Module):
 
 @pytest.fixture(autouse=True)
 def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One round suffices: times are not checked here."""
+    """Use one timed round per setting, since times are not checked here."""
     monkeypatch.setattr("equilibria.analysis.tuning.RETIME_ROUNDS", 1)
 
 
@@ -157,7 +157,7 @@ def test_nonfinite_samples_reject_a_setting() -> None:
 
 
 def test_an_unavailable_exact_gradient_is_reported() -> None:
-    """Rounding to three digits: solved to 1e-2, and no further."""
+    """The cell rounds to three digits, so that it can be solved to 1e-2 but not further."""
 
     def coarse(z: Tensor, x: Tensor) -> Tensor:
         y = torch.cos(z) + x
@@ -273,7 +273,7 @@ def test_inference_tunes_solver_and_eval_stop() -> None:
 
 
 def test_a_setting_that_misses_its_own_tolerance_is_not_recommended() -> None:
-    """It reaches the required residual but would warn at every solve: 20 steps halve the residual 20 times."""
+    """The setting reaches the required residual in 20 steps, but would warn at every solve."""
 
     class Halving(nn.Module):
         def __init__(self) -> None:

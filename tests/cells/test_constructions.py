@@ -47,7 +47,7 @@ def assert_close(a: Any, b: Any, close: dict[str, Any] = CLOSE) -> None:
 
 
 class ReadsNested(nn.Module):
-    """A cell on a tensor whose input is the whole state of a NestedCell."""
+    """A cell on a tensor whose input is the nested state of a NestedCell."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def test_a_stack_passes_gradcheck_to_second_order() -> None:
     assert gradgradcheck(f, args)
 
 
-def test_several_inputs_and_an_unbatched_problem() -> None:
+def test_a_stack_takes_several_inputs_and_an_unbatched_problem() -> None:
     class Scaled(TanhCell):
         def forward(self, z: Tensor, x: Tensor, scale: Tensor | None = None) -> Tensor:
             return torch.tanh(self.w @ z + (x if scale is None else scale * x))
@@ -212,7 +212,7 @@ def test_stack_keeps_the_training_mode_of_its_parts() -> None:
 
 
 class Rough(eq.Gradient):
-    """No gradient at all."""
+    """A Gradient that does not differentiate."""
 
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
         return problem.run(z0, args).z
@@ -356,7 +356,7 @@ def test_a_layer_used_twice_sums_both_gradients() -> None:
 
 
 class Fragile(nn.Module):
-    """tanh that has no value where its argument is large."""
+    """tanh that is nan for large arguments."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.where(x.abs() > 100, float("nan"), torch.tanh(x))
@@ -377,7 +377,7 @@ def test_a_nan_sample_does_not_change_the_others(batch: int) -> None:
 
 
 @pytest.mark.parametrize("batch", [0, 1, 18])
-def test_batches_of_any_size_and_more_dimensions(batch: int) -> None:
+def test_a_network_equals_its_form_for_any_batch_size_and_dimensions(batch: int) -> None:
     net = NETWORKS["widths and activations"]
     cell, x = weight_tied_form(net), inputs(batch * 6, 3).view(batch, 6, 3)
     weights = list(net.parameters())

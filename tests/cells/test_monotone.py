@@ -45,7 +45,7 @@ SMALL = ["linear", "conv", "tiers"]
 
 
 def make(kind: str, seed: int = 0, size: float = 1.0) -> MonotoneCell:
-    """A cell with random weights, `size` times as large as torch makes them, and scales of either sign."""
+    """Return a cell with random weights, `size` times as large as torch's, and scales of either sign."""
     torch.manual_seed(seed)
     cell = CELLS[kind]().double()
     with torch.no_grad():
@@ -78,7 +78,7 @@ def unflat(matrix: Tensor, like: State) -> State:
 
 
 def dense(cell: MonotoneCell, f: Callable[[State], State]) -> Tensor:
-    """The matrix of a linear map of states, column by column."""
+    """Return the matrix of a linear map of states, computed column by column."""
     like = cell.start(inputs(cell, 1))
     n = flat(like).shape[1]
     return flat(f(unflat(torch.eye(n, dtype=torch.float64), like))).T
@@ -91,7 +91,7 @@ def dense_w(cell: MonotoneCell) -> Tensor:
 
 
 def loss(z: State) -> Tensor:
-    """Something whose gradient differs in every entry."""
+    """Return a scalar whose gradient differs in every entry."""
     matrix = flat(z)
     weights = torch.linspace(-1, 2, matrix.numel(), dtype=matrix.dtype).view_as(matrix)
     return (weights * matrix + 0.1 * matrix**3).sum()
@@ -226,7 +226,7 @@ def test_inverse_and_transposes_are_those_of_the_matrix(kind: str) -> None:
     ids=["linear", "MNIST", "CIFAR", "MNIST tiers", "CIFAR tiers"],
 )
 def test_parameter_counts_are_the_published_ones(cell: nn.Module, count: int) -> None:
-    """Those of the models, less their linear classifiers."""
+    """The published counts are those of the models, without their linear classifiers."""
     assert sum(parameter.numel() for parameter in cell.parameters()) == count
 
 
@@ -234,7 +234,7 @@ def test_parameter_counts_are_the_published_ones(cell: nn.Module, count: int) ->
 
 
 def by_fft(z: Tensor, kernel: Tensor) -> Tensor:
-    """A convolution by complex products per frequency between fast transforms: what `Torus.apply` must equal."""
+    """Return a convolution by complex products per frequency, the reference for `Torus.apply`."""
     spectrum = torch.einsum("yxoi,biyx->boyx", response(kernel, tuple(z.shape[-2:])), torch.fft.rfft2(z))  # type: ignore[arg-type]
     return torch.fft.irfft2(spectrum, s=z.shape[-2:])
 
@@ -361,7 +361,7 @@ def test_a_step_and_its_transpose_can_be_traced(kind: str) -> None:
 
 
 def published_step(cell: MonotoneConv2d, u: Tensor, x: Tensor, alpha: float) -> Tensor:
-    """2 V(r + alpha c) - r for r = 2 s(u) - u, in complex numbers and with the frame cut off and put back."""
+    """Return 2 V(r + alpha c) - r for r = 2 s(u) - u in complex numbers, with the frame removed and added again."""
     matrices = response(cell.operator()[0], cell.shape[1:])
     V = torch.linalg.inv((1 + alpha) * torch.eye(cell.shape[0], dtype=matrices.dtype) - alpha * matrices)
     f = cell.frame
@@ -411,7 +411,7 @@ def test_the_framed_relu_is_relu_and_a_frame() -> None:
 
 
 def by_enumeration(W: Tensor, c: Tensor) -> Tensor:
-    """The z >= 0 with z = relu(W z + c), found by trying every set of positive entries."""
+    """Return the z with z = relu(W z + c), found by trying every set of positive entries."""
     n, found = len(c), []
     for code in range(2**n):
         on = torch.tensor([bool(code >> i & 1) for i in range(n)])
@@ -471,7 +471,7 @@ def test_splittings_converge_where_plain_iteration_diverges(kind: str) -> None:
 
 @torch.no_grad()
 def test_peaceman_rachford_takes_the_published_number_of_steps() -> None:
-    """The released models take 5 to 9 at a tolerance of 1e-2."""
+    """The released models take 5 to 9 steps at a tolerance of 1e-2."""
     torch.manual_seed(0)
     cell = MonotoneLinear(784, 87)
     x = torch.rand(16, 784)
@@ -522,19 +522,19 @@ BY_INDEX = pytest.mark.parametrize("index", range(3), ids=["forward-backward", "
 
 @BY_INDEX
 @pytest.mark.parametrize("kind", TINY)
-def test_gradcheck_through_the_splittings(kind: str, index: int) -> None:
+def test_splittings_pass_gradcheck(kind: str, index: int) -> None:
     assert torch.autograd.gradcheck(*as_function(kind, index), fast_mode=True)
 
 
 @BY_INDEX
 @pytest.mark.parametrize("kind", ["linear", "tiny conv", pytest.param("tiny tiers", marks=pytest.mark.slow)])
-def test_gradgradcheck_through_the_splittings(kind: str, index: int) -> None:
+def test_splittings_pass_gradgradcheck(kind: str, index: int) -> None:
     assert torch.autograd.gradgradcheck(*as_function(kind, index), fast_mode=True)
 
 
 @pytest.mark.parametrize("kind", CELLS)
 def test_all_gradients_agree_with_a_dense_solve(kind: str) -> None:
-    """u = J(g + W'u) as a matrix, then one step of the cell; every map and adjoint solver must give the same."""
+    """The reference is a dense solve of u = J(g + W'u) and one step of the cell; all maps and adjoint solvers match it."""
     cell = make(kind)
     x = inputs(cell)
     z = unflat(flat(layer(PeacemanRachford(cell))(x)).detach(), cell.start(x))
@@ -585,7 +585,7 @@ def splittings_like(cell: MonotoneCell, adjoint: AdjointCell) -> list[Splitting]
 @torch.no_grad()
 @pytest.mark.parametrize("kind", SMALL)
 def test_the_published_reverse_iterations_find_the_adjoint(kind: str) -> None:
-    """With D = (1 - J) / J infinite where J = 0, and the entries there set to zero, as the paper has them."""
+    """As in the paper, D = (1 - J) / J is infinite where J = 0, and the entries there are set to zero."""
     cell = make(kind)
     z = layer(PeacemanRachford(cell))(inputs(cell))
     W, g, J = dense_w(cell), flat(cotangent(z)), (flat(z) > 0).double()
@@ -656,7 +656,7 @@ def counted() -> tuple[Counted, Readout, Tensor]:
 
 
 def fresh(cell: MonotoneLinear, x: Tensor) -> Tensor:
-    """The equilibrium by a cell that has kept nothing."""
+    """Return the equilibrium of a cell without a cached inverse."""
     other = MonotoneLinear(4, 6).to(cell.A.dtype)
     other.load_state_dict(cell.state_dict())
     stop = TIGHT if x.dtype == torch.float64 else eq.Stop(rtol=1e-6, max_steps=200)
@@ -865,7 +865,7 @@ def test_setting_an_invalid_alpha_raises() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["linear", "convolution", "tiers"])
 def test_monotone_cells_run_in_half_precision(kind: str, dtype: torch.dtype) -> None:
-    """torch has no inverse, eigenvalues or Fourier transform there: those are computed in float32."""
+    """torch has no inverse, eigenvalues or Fourier transform in half precision, so these are computed in float32."""
     torch.manual_seed(0)
     cells: dict[str, MonotoneCell] = {
         "linear": MonotoneLinear(5, 6),

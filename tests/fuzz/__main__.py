@@ -28,12 +28,12 @@ SHRINKING = 200  # cases run at most to make one smaller
 
 
 def category(kind: str, detail: str) -> str:
-    """Findings that are probably one: crashes by what they say and where, others by what is wrong."""
+    """Return a key that is equal for findings of probably one cause: message and place of a crash, else its kind."""
     return f"{kind}: {detail}" if kind == "unclear crash" else kind
 
 
 def minimal(case: Case, wanted: str) -> Case:
-    """A simpler case of the same category: every field in turn at the simplest choice that still shows it."""
+    """Return a simpler case of the same category: every field in turn gets the simplest choice that still shows it."""
     budget = SHRINKING
     for _ in range(2):
         for name in [field.name for field in dataclasses.fields(Case) if field.name != "seed"]:
@@ -48,7 +48,7 @@ def minimal(case: Case, wanted: str) -> Case:
 
 
 def machine() -> dict[str, Any]:
-    """Where the figures come from."""
+    """Return the machine and versions of the figures."""
     cpu = platform.processor()
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -60,7 +60,7 @@ def machine() -> dict[str, Any]:
 
 
 class Tally:
-    """Counts over all cases so far; as JSON, what another start goes on from."""
+    """Counts over all cases so far; stored as JSON, from which another start continues."""
 
     def __init__(self, seed: int, start: int, uncoupled: bool) -> None:
         self.counts: dict[str, Any] = {"seed": seed, "start": start, "uncoupled": uncoupled, "next": start, "seconds": 0.0}
@@ -96,7 +96,7 @@ class Tally:
                 entry["examples"].append({"number": number, "detail": finding.detail, "case": case.changed()})
 
     def merge(self, other: dict[str, Any]) -> None:
-        """Add another range of the same stream of cases."""
+        """Add the counts of another range of the same stream of cases."""
         for name in ("cases", "samples", "converged", "gradients", "refused", "lies", "unclear"):
             self.counts[name] += other[name]
         self.counts["seconds"] = round(self.counts["seconds"] + other["seconds"], 1)
@@ -152,7 +152,7 @@ def _merged(tally: Tally, parts: list[dict[str, Any]], file: Path | None) -> int
 
 
 def _reproductions(name: str, entry: dict[str, Any], tally: Tally) -> list[dict[str, str]]:
-    """The kept examples of a category made smaller, one for each set of choices that it takes."""
+    """Return minimal cases for the kept examples of a category, one for each set of changed fields."""
     found: dict[tuple[str, ...], dict[str, str]] = {}
     for example in entry["examples"]:
         smaller = minimal(tally.case(example["number"]), name)

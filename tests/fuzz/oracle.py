@@ -58,7 +58,7 @@ for _path in Path(PACKAGE).rglob("*.py"):
 
 @dataclass
 class Finding:
-    """Something said that is not so, or a crash that does not say what to do."""
+    """A false statement of the library, or a crash whose message has no remedy."""
 
     kind: str
     detail: str
@@ -86,7 +86,7 @@ class Verdict:
 
 @dataclass
 class Run:
-    """What came out of one call, with the cell as it was during the forward pass."""
+    """The result of one call, with the cell as it was during the forward pass."""
 
     problem: Problem
     cell: Cell
@@ -98,7 +98,7 @@ class Run:
 
 
 def judge(case: Case) -> Verdict:
-    """Run a case and compare all that is said about it with what is so."""
+    """Run a case and compare all reported statistics and gradients with the truth; returns the findings."""
     verdict = Verdict()
     problem = build(case)
     case = problem.case
@@ -124,7 +124,7 @@ def judge(case: Case) -> Verdict:
 
 
 def _before(problem: Problem) -> None:
-    """The first of two calls, where something is changed in between."""
+    """Make the first of two calls, for cases that change something in between."""
     case, cell = problem.case, problem.cell
     if case.change not in ("coupling", "gain", "weight"):
         return
@@ -149,7 +149,7 @@ def _mode(case: Case) -> contextlib.AbstractContextManager[Any]:
 
 
 def attempt(problem: Problem) -> Run | Verdict:
-    """Solve, and go backward where there is a graph; what is raised is judged here."""
+    """Solve, and run backward if there is a graph; errors that are raised are checked here."""
     case = problem.case
     as_it_was = copy.deepcopy(problem.cell)
     try:
@@ -235,7 +235,7 @@ def judge_error(error: Exception, problem: Problem, cell: Cell) -> Verdict:
 
 
 def _is_the_cells(error: Exception, problem: Problem, cell: Cell) -> bool:
-    """Does the cell raise this itself, called once by hand?"""
+    """Return True if the cell itself raises this error when it is called directly."""
     try:
         with problem.autocast():
             _evaluate(copy.deepcopy(cell), problem.z0, problem.x)
@@ -293,7 +293,7 @@ def _same_form(run: Run, verdict: Verdict) -> bool:
 
 
 class Dense:
-    """The equation in float64 at the returned state: value, Jacobian and what the cell's dtype makes of it."""
+    """The equation in float64 at the returned state: value, Jacobian and rounding of the cell's dtype."""
 
     def __init__(self, run: Run) -> None:
         self.problem, self.cell = run.problem, run.cell.widened()
@@ -308,13 +308,13 @@ class Dense:
         self.whole = problem.whole or self.cell.couples
 
     def __call__(self, z: Tensor, x: Tensor) -> Tensor:
-        """The map on float64 rows, complex numbers as pairs."""
+        """Return the map on float64 rows, with complex numbers as pairs."""
         y = z.reshape(*x.shape, 2) if x.is_complex() else z.reshape(x.shape)
         out = self.cell.core(torch.view_as_complex(y.contiguous()) if x.is_complex() else y, x, self.cell.w)
         return (torch.view_as_real(out) if out.is_complex() else out).reshape(z.shape)
 
     def rounding(self) -> Tensor:
-        """(rows,), how far the dtype may move the residual."""
+        """Return the rounding of the residual in the cell's dtype, (rows,)."""
         own = self.norm((self.rough - self.f).nan_to_num(0.0, 0.0, 0.0))  # a cell that is not finite is found elsewhere
         # |f(z + d) - f(z)| <= slope |d|: z is handed out rounded, f was evaluated before. Batch norm may have a larger slope
         slope = max(1.0, self.problem.case.gain + self.cell.coupling)
@@ -323,7 +323,7 @@ class Dense:
         return STATE_SPACINGS * self.problem.precision * (size + SUBNORMALS * smallest) + CELL_ROUNDING * own
 
     def jacobian(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """J of each of these rows, (rows, n, n), or of all as one, (1, m, m); and the derivative in x likewise."""
+        """Return J of each of these rows, (rows, n, n), or of all as one, (1, m, m), and the derivative in x likewise."""
         x = self.x if self.whole else self.x[rows]
         z = (self.z if self.whole else self.z[rows]).clone().requires_grad_()
         x = x.clone().requires_grad_()
@@ -339,7 +339,7 @@ class Dense:
         return J, B
 
     def pull(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of x and of the weight for cotangents u of the cell's output; rows of u that are nan are left out."""
+        """Return the gradients of x and of the weight for cotangents u of the output, without rows of u that are nan."""
         good = ~torch.isnan(u).any(dim=1)
         rows = slice(None) if self.whole else good
         x, z = self.x[rows].clone().requires_grad_(), self.z[rows]
@@ -375,7 +375,7 @@ class Dense:
         )
 
     def as_state(self, u: Tensor) -> list[Tensor]:
-        """Rows as the tensors of a state, in their dtypes."""
+        """Return rows as the tensors of a state, in their dtypes."""
         parts, place = [], 0
         for leaf in pytree.tree_leaves(self.problem.z0):
             numbers = (leaf.numel() if self.problem.whole else prod(leaf.shape[1:])) * (2 if leaf.is_complex() else 1)
@@ -421,7 +421,7 @@ def _compare_forward(run: Run, dense: Dense, verdict: Verdict) -> None:
 
 
 def _compare_growth(run: Run, dense: Dense, verdict: Verdict) -> None:
-    """z + x has no fixed point: its residual is |x| everywhere, which only growth of the state makes small beside it."""
+    """z + x has no fixed point: its residual is |x| everywhere, and only growth of the state makes it relatively small."""
     problem, cell, stats = run.problem, dense.cell, run.solution.stats
     shift = (
         cell.kind == "affine" and not cell.coupling and torch.equal(cell.factor * cell.w, torch.eye(len(cell.w)).to(cell.w))
@@ -439,7 +439,7 @@ def _compare_growth(run: Run, dense: Dense, verdict: Verdict) -> None:
 
 
 def _compare_told(run: Run, dense: Dense, told: Tensor, rows: Tensor, verdict: Verdict) -> None:
-    """Is what is told about these rows the length of their residual?"""
+    """Compare the reported residuals of these rows with the measured ones."""
     residual, rounding = dense.norm(dense.f - dense.z), dense.rounding()
     # a residual relative to a size below the normal numbers is too large for the dtype
     normal = dense.norm(dense.rough) >= torch.finfo(_matrix_dtype(run.problem)).smallest_normal
@@ -531,7 +531,7 @@ def _compare_gradients(run: Run, dense: Dense, verdict: Verdict) -> None:
 
 
 def _compare_tangents(run: Run, dense: Dense, verdict: Verdict) -> None:
-    """dz = J dz + B dx, where the solve of that system says it converged."""
+    """Compare tangents with dz = J dz + B dx, for systems that were reported as converged."""
     problem, stats, solved = run.problem, run.solution.stats, run.solution.adjoint
     if solved is None or problem.case.cotangent == "nan-row":
         return
@@ -566,7 +566,7 @@ def _compare_tangents(run: Run, dense: Dense, verdict: Verdict) -> None:
 
 
 def _adjoint_error(problem: Problem, J: Tensor, u: Tensor, v: Tensor, inverse: Tensor) -> Tensor:
-    """(systems,), how far |u| may be from the exact solution of its system."""
+    """Return the largest allowed distance of u from the exact solution of its system, (systems,)."""
     case = problem.case
     rtol = 1e-2 if case.gradient == "implicit-loose" else problem.rtol
     root = v.shape[1] ** 0.5 if case.norm == "max" else 1.0  # |r|_2 <= sqrt(n) |r|_max <= sqrt(n) rtol |v|_2
@@ -576,14 +576,14 @@ def _adjoint_error(problem: Problem, J: Tensor, u: Tensor, v: Tensor, inverse: T
 
 
 def _states(dense: Dense, index: Tensor) -> Tensor:
-    """What an error in a cotangent is multiplied by on its way to the weight."""
+    """Return the factor by which an error in a cotangent is multiplied on its way to the weight."""
     if dense.whole:
         return torch.linalg.vector_norm(dense.z)[None]
     return torch.linalg.vector_norm(dense.z[index], dim=1)
 
 
 def _check_finite(run: Run, dense: Dense, verdict: Verdict) -> None:
-    """A gradient that is not finite belongs to samples that say NONFINITE; that of the weight, to all of them."""
+    """Check that gradients are finite except for samples reported NONFINITE, and for the weight unless all are."""
     stats, adjoint, problem = run.solution.stats, run.solution.adjoint, run.problem
     flagged = stats.status == eq.Status.NONFINITE
     if adjoint is not None:
@@ -599,7 +599,7 @@ def _check_finite(run: Run, dense: Dense, verdict: Verdict) -> None:
 
 
 def _closure_is_clean(run: Run, dense: Dense) -> bool:
-    """True if nothing that a closure captured is out of range: the state, the cotangents and the products of both."""
+    """Return True if state, cotangents and their products, which a closure captured, are within the range of the dtype."""
     finite = bool((run.solution.stats.status != eq.Status.NONFINITE).all()) and bool(torch.isfinite(dense.rough).all())
     v = rows_of(run.problem.cotangents, run.problem.whole)
     sizes = [torch.linalg.vector_norm(t) for t in (v, dense.z, dense.x)]
@@ -607,7 +607,7 @@ def _closure_is_clean(run: Run, dense: Dense) -> bool:
 
 
 def _compare_steps(run: Run, dense: Dense, verdict: Verdict) -> None:
-    """Gradients by steps of the cell, in double precision: those of the same steps, taken here."""
+    """Compare gradients that are defined by steps of the cell with the same steps in double precision."""
     problem, case, stats = run.problem, run.problem.case, run.solution.stats
     plain = case.gradient == "unrolled-depth" or case.solver in ("picard", "picard-damped")
     if case.gradient not in ("unrolled", "unrolled-sqrt", "unrolled-depth") or not plain:
@@ -635,7 +635,7 @@ def _compare_steps(run: Run, dense: Dense, verdict: Verdict) -> None:
 
 
 def _matrix_dtype(problem: Problem) -> torch.dtype:
-    """In which the library keeps states and residuals."""
+    """Return the dtype in which the library keeps states and residuals."""
     return torch.float64 if problem.dtype in (torch.float64, torch.complex128) else torch.float32
 
 
@@ -648,7 +648,7 @@ def _numbers(off: Tensor, allowed: Tensor, size: Tensor) -> str:
 
 
 def _length(x: Tensor) -> Tensor:
-    """Divided by the largest entry first: the squares of 1e307 leave float64 too, and inf is no tolerance to judge by."""
+    """Return the norm of each row, scaled by its largest entry, since squares of 1e307 overflow in float64 too."""
     largest = _most(x)
     usable = (largest > 0) & (largest < float("inf"))
     unit = torch.where(usable, largest, torch.ones_like(largest))

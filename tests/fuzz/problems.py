@@ -46,7 +46,7 @@ class Cell(nn.Module):
         return split(out, self.structure, z)
 
     def core(self, y: Tensor, x: Tensor, w: Tensor) -> Tensor:
-        """The map on rows, (batch, width)."""
+        """Return the map on rows, (batch, width)."""
         t = self.factor * (y @ w.T)
         t = t.add_(x) if self.in_place == "own" and t.dtype == x.dtype else t + x
         if self.coupling:
@@ -66,7 +66,7 @@ class Cell(nn.Module):
         return self.coupling != 0 or (self.norm is not None and self.norm.training)
 
     def widened(self) -> Cell:
-        """The same function in double precision; nothing it holds is shared."""
+        """Return a copy of this function in double precision that shares nothing with it."""
         twin = copy.deepcopy(self)
         twin.in_place = "none"
         twin.w = nn.Parameter(self.w.detach().to(wide(self.w.dtype)))
@@ -76,7 +76,7 @@ class Cell(nn.Module):
 
 
 class PreparedCell(Cell):
-    """What does not depend on z is computed once per solve."""
+    """A cell whose terms without z are computed once per solve."""
 
     def prepare(self, x: Tensor) -> Tensor:
         return x * 1
@@ -87,7 +87,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def join(z: Any, like: Tensor) -> Tensor:
-    """The tensors of a state side by side, (batch, width), in one dtype."""
+    """Return the tensors of a state side by side, (batch, width), in one dtype."""
     leaves = pytree.tree_leaves(z)
     if len(leaves) == 1:
         return leaves[0].reshape(like.shape).to(like.dtype)
@@ -95,7 +95,7 @@ def join(z: Any, like: Tensor) -> Tensor:
 
 
 def split(y: Tensor, structure: str, like: Any = None) -> Any:
-    """Rows (batch, width) as a state of that structure; its tensors in the dtypes of those of `like`."""
+    """Return rows (batch, width) as a state with the structure and dtypes of `like`."""
     batch, width = y.shape
     if structure in ("tensor", "whole"):
         state: Any = y
@@ -115,7 +115,7 @@ def split(y: Tensor, structure: str, like: Any = None) -> Any:
 
 
 def rows_of(state: Any, whole: bool) -> Tensor:
-    """A state as a float64 matrix with a row per sample; complex numbers as pairs."""
+    """Return a state as a float64 matrix with a row per sample and complex numbers as pairs."""
     leaves = [leaf.detach() for leaf in pytree.tree_leaves(state)]
     real = [torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf for leaf in leaves]
     if whole:
@@ -139,20 +139,20 @@ class Problem:
 
     @property
     def precision(self) -> float:
-        """The coarsest spacing of the numbers that the cell computes with."""
+        """The coarsest spacing of the numbers with which the cell computes."""
         dtypes = [leaf.dtype for leaf in pytree.tree_leaves(self.z0)] + ([torch.bfloat16] if self.case.autocast else [])
         return max(torch.finfo(dtype).eps for dtype in dtypes)
 
     @property
     def rtol(self) -> float:
-        """The tolerance that is promised; if none is given, one that the dtype can reach."""
+        """The required tolerance; if none is given, one that the dtype can reach."""
         return max(eq.Stop().rtol, self.precision) if self.case.rtol is None else self.case.rtol
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast("cpu", dtype=torch.bfloat16) if self.case.autocast else contextlib.nullcontext()
 
     def tangent(self) -> Tensor:
-        """The cotangents once more, as a tangent of the input."""
+        """The cotangents, used as a tangent of the input."""
         return join(self.cotangents, self.x).detach().clone()
 
     def solve(self, x: Tensor) -> eq.Solution:
@@ -189,7 +189,7 @@ def stop_of(case: Case) -> eq.Stop:
 
 
 def build(case: Case) -> Problem:
-    """The problem as it is when it is judged: of what changes between two calls, the second."""
+    """Return the problem in the state in which it is checked, which is that of the second of two calls."""
     case = legal(case)
     dtype: torch.dtype = getattr(torch, case.dtype)
     draw = torch.Generator().manual_seed(case.seed)
@@ -213,7 +213,7 @@ def build(case: Case) -> Problem:
 
 
 def legal(case: Case) -> Case:
-    """The nearest case that means something."""
+    """Return the nearest valid case."""
     fixed: dict[str, Any] = {}
     complex_ = case.dtype.startswith("complex")
     if case.cell == "tanh" and complex_:
@@ -262,7 +262,7 @@ def make_cell(case: Case, dtype: torch.dtype, draw: torch.Generator) -> Cell:
 
 
 def make_input(case: Case, dtype: torch.dtype, draw: torch.Generator) -> Tensor:
-    """(batch, width), a view of a leaf where `memory` asks for one."""
+    """Return the input, (batch, width), as a view of a leaf if `memory` asks for one."""
     batch, n = case.batch, case.width
     x = torch.randn(batch, n, dtype=wide(dtype), generator=draw) * case.scale
     x = x * 10 ** (case.spread * (2 * torch.rand(batch, 1, dtype=torch.float64, generator=draw) - 1))
@@ -306,7 +306,7 @@ def make_start(case: Case, x: Tensor, draw: torch.Generator) -> Any:
 
 
 def make_cotangents(case: Case, z0: Any, draw: torch.Generator) -> Any:
-    """What comes back from the loss: a tensor for each of the state."""
+    """Return a cotangent for each tensor of the state."""
     sizes = {"tiny": 1e-20, "huge": 1e20}
     batch = case.batch
     factor = torch.ones(batch, dtype=torch.float64)

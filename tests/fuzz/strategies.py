@@ -66,7 +66,7 @@ NORMS = {"rms": eq.stop.rms_norm, "euclidean": eq.stop.euclidean_norm, "max": eq
 
 @dataclass(frozen=True)
 class Case:
-    """One problem, how it is solved and from where it is called. The first choice of every field is the simplest."""
+    """A problem, its solver settings and its call. The first choice of every field is the simplest."""
 
     cell: str = "affine"  # which map, see `problems.Cell`
     dtype: str = "float64"
@@ -101,7 +101,7 @@ class Case:
     seed: int = 0
 
     def changed(self) -> dict[str, Any]:
-        """The fields that differ from the simplest case: with these `Case(**...)` is this case again."""
+        """Return the fields that differ from the simplest case, so that `Case(**...)` is this case again."""
         return {f.name: value for f in dataclasses.fields(self) if (value := getattr(self, f.name)) != f.default}
 
     def __str__(self) -> str:
@@ -150,12 +150,12 @@ cases: st.SearchStrategy[Case] = st.builds(
 
 
 def numbered(seed: int, number: int) -> Case:
-    """Case `number` of the stream `seed`: the same on every machine, whichever others are run."""
+    """Return case `number` of the stream `seed`; it does not depend on the machine or on other cases."""
     draw = random.Random(f"{seed}:{number}")
     return Case(**{name: draw.choice(choices) for name, choices in CHOICES.items()}, seed=draw.randrange(SEEDS))
 
 
 def uncoupled(case: Case) -> Case:
-    """The case with rows that do not depend on each other, but for batch statistics."""
+    """Return the case with rows that do not depend on each other, except for batch statistics."""
     change = "none" if case.change == "coupling" else case.change
     return dataclasses.replace(case, coupling=0.0, change=change)

@@ -99,7 +99,7 @@ FOUND = [
 
 
 @pytest.mark.parametrize("case", FOUND, ids=str)
-def test_what_was_found_once_stays_mended(case: Case) -> None:
+def test_cases_that_once_failed_pass(case: Case) -> None:
     assert not judge(case).findings
 
 

@@ -21,7 +21,7 @@ REASON = "needs the extra `integrations`: pip install 'equilibria[integrations]'
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
-    """Without the warnings that these libraries give of themselves and of the machine."""
+    """Ignore warnings of these libraries about themselves and the machine."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         warnings.simplefilter("error", eq.ConvergenceWarning)
@@ -50,7 +50,7 @@ def dataset(rows: int = 32) -> torch.utils.data.TensorDataset:
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """The points of TensorBoard events, by name."""
+    """Return the points of TensorBoard events by name."""
     module: Any = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
     found: dict[str, list[tuple[int, float]]] = {}
     for file in sorted(folder.rglob("events*")):
@@ -102,7 +102,7 @@ def test_lightning_logs_a_row_per_batch_and_leaves_validation_out(tmp_path: Path
     assert sum(bool(row.split(",")[place]) for row in rows) == 4  # 2 epochs of 4 batches, every other one
 
 
-def test_a_training_that_breaks_off_leaves_no_monitor_on_a_lightning_module(tmp_path: Path) -> None:
+def test_an_interrupted_training_leaves_no_monitor_on_a_lightning_module(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch", reason=REASON)
 
     class Broken(lightning.LightningModule):  # type: ignore[name-defined]
@@ -128,7 +128,7 @@ def test_a_training_that_breaks_off_leaves_no_monitor_on_a_lightning_module(tmp_
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_the_hugging_face_trainer_logs_the_steps_it_logs(tmp_path: Path, accumulation: int) -> None:
+def test_the_hugging_face_trainer_logs_convergence_at_its_logging_steps(tmp_path: Path, accumulation: int) -> None:
     transformers = pytest.importorskip("transformers", reason=REASON)
     pytest.importorskip("accelerate", reason=REASON)
 
@@ -187,7 +187,7 @@ def test_accelerate_writes_the_step_of_every_row(tmp_path: Path) -> None:
     assert found["deq/1/adjoint/converged"] == [(step, 1.0) for step in range(10, 14)]
 
 
-def test_tensorboard_events_of_a_resumed_run(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_its_tensorboard_events(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason=REASON)
     net = network()
     for first in (0, 3):

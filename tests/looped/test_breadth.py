@@ -17,7 +17,7 @@ def double_well(z: Tensor, x: Tensor) -> Tensor:
 
 
 class Slow(nn.Module):
-    """From a positive start to 1 quickly; from a negative one to -1 by a factor of 0.99 per step."""
+    """A cell that converges to 1 quickly from positive starts, and to -1 by a factor of 0.99 per step from negative ones."""
 
     def forward(self, z: Tensor, x: Tensor) -> Tensor:
         rate = torch.where(z > 0, 0.1, 0.99).to(z)
@@ -76,7 +76,7 @@ def test_samples_that_converged_leave_early() -> None:
     assert found.sample_evaluations < together.sample_evaluations
 
 
-def test_states_of_several_tensors_and_bad_starts() -> None:
+def test_states_of_several_tensors_and_nonfinite_starts_are_handled() -> None:
     def cell(z: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
         bad = torch.where(z[0] < 0, torch.nan, 0.0).to(x)
         return 0.5 * z[1] + x + bad, 0.5 * z[0]
@@ -89,7 +89,7 @@ def test_states_of_several_tensors_and_bad_starts() -> None:
     assert bool(torch.isinf(found.residual).any()) and bool(found.converged.all())
 
 
-def test_what_breadth_refuses() -> None:
+def test_breadth_refuses_invalid_arguments() -> None:
     deq = eq.DEQ(double_well)
     with pytest.raises(ValueError, match=r"eq\.looped\.RandomStart\(\)"):
         eq.looped.breadth(deq, starts=2)(torch.zeros(3, 1))

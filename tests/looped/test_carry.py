@@ -50,7 +50,7 @@ def test_staggered_rows_reach_the_limit_at_different_times() -> None:
         eq.looped.Carry(stagger=0)
 
 
-def test_starts_are_drawn_for_the_samples_that_are_taken_alone() -> None:
+def test_starts_are_drawn_only_for_new_samples() -> None:
     asked: list[list[float]] = []
 
     def noted(samples: Any) -> Tensor:
@@ -76,7 +76,7 @@ def test_a_row_that_is_not_finite_halts() -> None:
     assert x.tolist() == [1, 4] and bool(torch.isfinite(state).all())
 
 
-def test_a_carry_comes_back_from_its_state_dict() -> None:
+def test_a_carry_is_restored_from_its_state_dict() -> None:
     carry, other = eq.looped.Carry(), eq.looped.Carry()
     like = (batch([0]), torch.zeros(1, 2))
     other.load_state_dict(carry.state_dict(), like)  # before the first batch there is nothing
@@ -94,7 +94,7 @@ def test_a_carry_comes_back_from_its_state_dict() -> None:
         other.load_state_dict(carry.state_dict(), (torch.zeros(1), torch.zeros(1)))
 
 
-def test_halting_by_head_and_by_convergence() -> None:
+def test_rows_halt_by_head_and_by_convergence() -> None:
     halt, residual = torch.tensor([1.0, 1.0, -1.0, -1.0]), torch.tensor([0.1, 0.9, 0.1, 0.9])
     expected = {
         "head": [True, True, False, False],
@@ -112,7 +112,7 @@ def test_halting_by_head_and_by_convergence() -> None:
         eq.looped.Halting(by="luck")  # type: ignore[arg-type]
 
 
-def test_exploring_rows_wait() -> None:
+def test_exploring_rows_do_not_halt_early() -> None:
     torch.manual_seed(0)
     many = torch.ones(4000)
     halting = eq.looped.Halting(max_steps=4, explore=0.3)
@@ -122,7 +122,7 @@ def test_exploring_rows_wait() -> None:
 
 
 def test_rows_leave_the_batch_in_evaluation() -> None:
-    """Row i halts at step i + 1; the cost is the sum of their steps."""
+    """Row i halts at step i + 1, so the cost is the sum of these steps."""
     sizes = []
 
     def step(x: Tensor, state: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:

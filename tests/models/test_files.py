@@ -28,7 +28,7 @@ from equilibria.stop import max_norm
 
 
 def made(name: str, **options: Any) -> nn.Module:
-    """A model that knows all it was made from, defaults too."""
+    """Return a model created by name, which stores its options and defaults."""
     torch.manual_seed(0)
     entry = info(name)
     bound = inspect.signature(entry.build).bind(**(dict(entry.options) | options))
@@ -45,7 +45,7 @@ def bits(tensor: Tensor) -> list[int]:
 
 
 def assert_same(a: nn.Module, b: nn.Module) -> None:
-    """Names, dtypes, shapes and bits."""
+    """Check that two states have equal names, dtypes, shapes and bits."""
     left, right = a.state_dict(), b.state_dict()
     assert list(left) == list(right)
     for name, tensor in left.items():
@@ -54,7 +54,7 @@ def assert_same(a: nn.Module, b: nn.Module) -> None:
 
 
 class Odd(nn.Module):
-    """Tensors of every kind, one of them of no place in memory that safetensors would take."""
+    """A module with tensors of every kind, one of them with a memory layout that safetensors refuses."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Odd(nn.Module):
 
 
 class Tied(nn.Module):
-    """A language model in small: what reads words writes them."""
+    """A small language model with tied input and output weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ def test_weights_that_differ_are_not_forced_into_tied_ones(tmp_path: Path) -> No
         lambda: made("resnet-56"),
     ],
 )
-def test_a_file_alone_makes_the_model_again(build: Callable[[], nn.Module], tmp_path: Path) -> None:
+def test_a_model_is_created_from_its_file_alone(build: Callable[[], nn.Module], tmp_path: Path) -> None:
     model = build()
     path = save(model, tmp_path / "model")
     torch.manual_seed(3)
@@ -183,7 +183,7 @@ def test_a_model_computes_the_same_after_it_was_stored(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_a_model_that_is_made_again_has_the_dtypes_that_were_saved(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_model_created_from_a_file_has_the_saved_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
     model = made("jfb-resnet-mnist").to(dtype)
     other = load(save(model, tmp_path / "m"))
     assert_same(model, other)
@@ -226,7 +226,7 @@ VALUES: list[Any] = [
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
-def test_values_survive_as_data(value: Any) -> None:
+def test_options_survive_as_json_data(value: Any) -> None:
     back = from_data(json.loads(json.dumps(to_data(value), allow_nan=False)))
     assert back == value and type(back) is type(value) and repr(back) == repr(value)
 
@@ -237,7 +237,7 @@ class Foreign:
 
 
 @pytest.mark.parametrize("value", [Foreign(), nn.Linear(1, 1), torch.zeros(1), lambda x: x, {1: 2}, eq.Stop, 1j])
-def test_other_values_are_no_data(value: Any) -> None:
+def test_other_values_cannot_become_json_data(value: Any) -> None:
     with pytest.raises(TypeError, match="A file can hold numbers, strings, lists"):
         to_data(value)
 
@@ -260,12 +260,12 @@ def test_other_values_are_no_data(value: Any) -> None:
         ({}, "Expected a value that the library wrote"),
     ],
 )
-def test_data_makes_nothing_but_settings(data: Any, said: str) -> None:
+def test_json_data_creates_only_settings(data: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         from_data(data)
 
 
-def test_a_model_remembers_in_copies_what_it_was_made_from() -> None:
+def test_copies_of_a_model_keep_its_name_and_options() -> None:
     model = small()
     for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         origin = origin_of(other)
@@ -274,14 +274,14 @@ def test_a_model_remembers_in_copies_what_it_was_made_from() -> None:
     assert "_origin" not in model.state_dict()
 
 
-def test_information_is_there_without_the_weights(tmp_path: Path) -> None:
+def test_information_is_read_without_the_weights(tmp_path: Path) -> None:
     saved = read_info(save(small(), tmp_path / "m"))
     assert (saved.kind, saved.name, saved.version) == ("SkipMLP", "skip-mlp-v2", eq.__version__)
     assert saved.options["width"] == 4 and saved.options["solver"] == SkipSolver()
     assert saved.shapes["head.weight"] == (3, 4)
 
 
-def test_options_that_are_no_data_are_named_and_the_weights_are_saved_all_the_same(tmp_path: Path) -> None:
+def test_options_that_cannot_be_stored_are_named_and_the_weights_are_saved(tmp_path: Path) -> None:
     config = LionConfig(features=6, image_channels=1, image_hidden=4, feature_hidden=8, groups=2)
     backbone = nn.Sequential(nn.Flatten(), nn.Linear(64, 6))
     model = remember_origin(Lion(backbone, config), "lion", {"backbone": backbone, "config": config})
@@ -294,7 +294,7 @@ def test_options_that_are_no_data_are_named_and_the_weights_are_saved_all_the_sa
     assert_same(model, load(path, Lion(nn.Sequential(nn.Flatten(), nn.Linear(64, 6)), config)))
 
 
-def test_a_model_made_by_hand_needs_one_to_go_into(tmp_path: Path) -> None:
+def test_a_file_of_a_model_made_by_hand_needs_a_model_to_load_into(tmp_path: Path) -> None:
     path = save(nn.Linear(2, 3), tmp_path / "m")
     with pytest.raises(
         ModelFileError, match=r"does not describe how to create its model\. It holds a Linear that create\(\) did not make"
@@ -315,7 +315,7 @@ def test_a_model_made_by_hand_needs_one_to_go_into(tmp_path: Path) -> None:
         (lambda: nn.Linear(4, 3), r"lacks weight, bias; the model has no encoder\.1\.bias, .* and 3 more\."),
     ],
 )
-def test_what_does_not_fit_is_named_and_nothing_is_changed(
+def test_weights_that_do_not_fit_are_named_and_nothing_is_changed(
     other: Callable[[], nn.Module], said: str, tmp_path: Path
 ) -> None:
     model = other()
@@ -326,7 +326,7 @@ def test_what_does_not_fit_is_named_and_nothing_is_changed(
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_one_sort_of_numbers_is_not_turned_into_another(tmp_path: Path) -> None:
+def test_real_complex_and_integer_tensors_are_not_converted(tmp_path: Path) -> None:
     counting, measuring = nn.Module(), nn.Module()
     counting.register_buffer("n", torch.ones((), dtype=torch.int64))
     measuring.register_buffer("n", torch.ones(()))
@@ -334,7 +334,7 @@ def test_one_sort_of_numbers_is_not_turned_into_another(tmp_path: Path) -> None:
         load(save(counting, tmp_path / "m"), measuring)
 
 
-def test_a_model_that_was_changed_after_it_was_made_is_not_made_again(tmp_path: Path) -> None:
+def test_a_model_that_was_changed_after_its_creation_is_refused(tmp_path: Path) -> None:
     model = small()
     model.register_module("more", nn.Linear(1, 1))
     with pytest.raises(ModelFileError, match=r"the model has no more\.bias, more\.weight\. The model was changed after"):
@@ -342,7 +342,7 @@ def test_a_model_that_was_changed_after_it_was_made_is_not_made_again(tmp_path: 
 
 
 def altered(path: Path, **changes: Any) -> Path:
-    """The file with other notes."""
+    """Write a copy of the file with changed metadata."""
     with safetensors.safe_open(str(path), framework="pt") as file:
         notes = json.loads(file.metadata()[KEY]) | changes
         tensors = {name: file.get_tensor(name).clone() for name in list(file.keys())}  # or they would stay in the file
@@ -350,7 +350,7 @@ def altered(path: Path, **changes: Any) -> Path:
     return path
 
 
-def test_damage_is_noticed(tmp_path: Path) -> None:
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
     path = save(small(), tmp_path / "m")
     data = path.read_bytes()
     path.write_bytes(data[:-5])
@@ -373,7 +373,7 @@ def test_other_files_are_refused(content: bytes, tmp_path: Path) -> None:
             read(path)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="does not exist: pass the path"):
         load(tmp_path / "none")
     with pytest.raises(FileNotFoundError, match="is a folder"):
@@ -400,7 +400,7 @@ def test_files_of_other_versions_are_reported(
         load(path)
 
 
-def test_models_without_numbers(tmp_path: Path) -> None:
+def test_meta_lazy_and_sparse_tensors_are_refused(tmp_path: Path) -> None:
     with torch.device("meta"):
         meta = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="weight is on the meta device"):
@@ -419,7 +419,7 @@ def test_models_without_numbers(tmp_path: Path) -> None:
 
 
 class Extra(nn.Module):
-    """State beside tensors."""
+    """A module with state that is not a tensor."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -432,7 +432,7 @@ class Extra(nn.Module):
         self.value = state
 
 
-def test_state_beside_tensors(tmp_path: Path) -> None:
+def test_state_that_is_no_tensor_is_stored(tmp_path: Path) -> None:
     path = save(nn.Sequential(Extra((3, {"epoch": 0.5}))), tmp_path / "m")
     assert load(path, nn.Sequential(Extra(None)))[0].value == (3, {"epoch": 0.5})
     with pytest.raises(TypeError, match=r"at 0\._extra_state that a file cannot hold"):

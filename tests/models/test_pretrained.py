@@ -33,7 +33,7 @@ def test_weights_load_into_the_model_of_their_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_files_are_small_and_those_of_their_cards(name: str) -> None:
+def test_files_are_small_and_match_their_cards(name: str) -> None:
     path, card = pretrained.weights(name), pretrained.card(name)
     assert path.stat().st_size <= 1e6
     assert hashlib.sha256(path.read_bytes()).hexdigest() == card["weights_sha256"]

@@ -117,7 +117,7 @@ class Task(ABC, Generic[Batch]):
     def pretrain(self, model: nn.Module, on: bool) -> None:
         """Switch the model to unrolled pre-training, or back; needed for `Training.pretrain_steps`."""
         raise NotImplementedError(
-            f"pretrain_steps needs {type(self).__name__}.pretrain(model, on), which switches to an unrolled network and back. "
+            f"pretrain_steps needs {type(self).__name__}.pretrain(model, on), which makes the model unrolled and back. "
             "Implement it, or set pretrain_steps=0."
         )
 

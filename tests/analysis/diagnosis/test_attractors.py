@@ -42,7 +42,7 @@ def test_a_contraction_has_one_equilibrium() -> None:
 
 
 def test_several_equilibria_are_counted() -> None:
-    """The first entry goes to 1 or -1 by the sign of its start: two equilibria."""
+    """The first entry converges to 1 or -1, depending on the sign of its start, so there are two equilibria."""
 
     def cell(z: Tensor, x: Tensor) -> Tensor:
         first = torch.tanh(3 * z[:, :1])
@@ -59,7 +59,7 @@ def test_several_equilibria_are_counted() -> None:
 
 
 def test_path_dependence_is_found_by_swapped_inputs() -> None:
-    """The start is the sign of the input; from another sample's equilibrium it may be the other one."""
+    """The start has the sign of the input, so that the equilibrium of another sample may lead to the other equilibrium."""
     x = batch(8, 1).sign() * (1 + batch(8, 1).abs())
     assert len(set(x.sign().flatten().tolist())) == 2
     model = layer(lambda z, x: torch.tanh(3 * z) + 0.0 * x, init=lambda x: x)
@@ -110,7 +110,7 @@ def test_invalid_arguments_raise() -> None:
         eq.diagnose(model, batch(), restarts=2, labels=torch.zeros(3, dtype=torch.int64))
 
 
-def test_nested_states_and_unbatched_problems() -> None:
+def test_nested_states_and_unbatched_problems_are_measured() -> None:
     def pair(z: tuple[Tensor, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
         return 0.4 * z[1] + x, 0.4 * torch.tanh(z[0])
 

@@ -153,7 +153,7 @@ def test_findings_on_a_residual_convolution_match_the_measurements() -> None:
 
 
 def test_a_measured_gradient_is_reported_where_samples_fail() -> None:
-    """A residual of 0.03 in the backward solve beside a cosine of 0.34."""
+    """The backward solve ends at a residual of 0.03 and the gradient has a cosine of 0.34."""
     (layer,) = eq.diagnose(*example_models.healthy()).layers
     e = layer.examination
     failed = {"converged": 24, "max_steps": 8}
@@ -175,7 +175,7 @@ def test_a_measured_gradient_is_reported_where_samples_fail() -> None:
 
 
 def test_an_adjoint_at_no_equilibrium_is_not_named_beside_the_failure_of_the_forward_solve() -> None:
-    """Plain iteration on an expansive cell ends anywhere; now and then the adjoint there misses its tolerance by little."""
+    """Plain iteration on an expansive cell ends anywhere; the adjoint there sometimes narrowly misses its tolerance."""
     e = eq.diagnose(*example_models.not_contractive()).layers[0].examination
     assert e.forward.failed == e.samples and e.adjoint is not None
     missed = dataclasses.replace(e.adjoint, status={"converged": 31, "max_steps": 1}, residual=[1.1e-3] * 32)

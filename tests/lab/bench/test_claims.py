@@ -67,7 +67,7 @@ def test_going_on_without_what_is_done_saves_two_thirds_of_the_work() -> None:
 
 
 def moved(case: Case, by: float) -> Case:
-    """The case after a step of training: every weight changed by this share of its size."""
+    """Return the case after a training step that changed every weight by this share of its size."""
     generator, double = torch.Generator().manual_seed(3), case.double()
     cell = double.cell.float()
     for parameter in cell.parameters():

@@ -23,7 +23,7 @@ from equilibria.solvers.picard import Picard
 
 
 class Standing(Method):
-    """Ours under another's name, so that there is something to compare with."""
+    """Our method under another name, as a peer to compare with."""
 
     library, name = TORCHDEQ, f"{TORCHDEQ} stand-in"
 

@@ -35,7 +35,7 @@ DEMANDING = ("jaxopt Anderson, GMRES", "optimistix Picard, GMRES")  # one differ
 
 @pytest.fixture(params=SMALL)
 def case(request: pytest.FixtureRequest) -> Case:
-    """With a start at which nothing is zero, or many a mistake would not be seen."""
+    """Return a case whose start has no zeros, since zeros would hide mistakes."""
     found = SMALL[request.param]()
     generator = torch.Generator().manual_seed(0)
     for weight in found.cell.parameters():
@@ -52,7 +52,7 @@ def twin(case: Case) -> JaxCase:
 
 
 def test_the_cell_and_its_products_are_the_same(case: Case, twin: JaxCase) -> None:
-    """Those with the Jacobian, its transpose, and the transpose of that as the normal equations take it."""
+    """Compared are products with the Jacobian and its transpose, also as the normal equations use them."""
     image, (weights, z, inputs), product, again = load().jit(products(twin))(twin.weights, twin.start, twin.inputs)
     start = pytree.tree_map(lambda part: part.clone().requires_grad_(), case.start)
     expected = case.cell(start, *case.inputs)
@@ -67,7 +67,7 @@ def test_the_cell_and_its_products_are_the_same(case: Case, twin: JaxCase) -> No
 
 
 def products(twin: JaxCase) -> Callable[[Any, Any, Any], Any]:
-    """All with the cotangent, and compiled together: one by one JAX takes ten times as long."""
+    """Return all products with the cotangent, compiled together: one by one JAX takes ten times as long."""
     jax, v = load(), twin.cotangent
 
     def all_of_them(weights: Any, start: Any, inputs: Any) -> Any:

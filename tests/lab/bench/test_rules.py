@@ -25,7 +25,7 @@ NEEDS_TORCHDEQ = pytest.mark.skipif(importlib.util.find_spec("torchdeq") is None
 
 
 class Iterating(Method):
-    """Plain iteration that stops where `enough(residual, tol)` says so."""
+    """Plain iteration that stops when `enough(residual, tol)` is True."""
 
     library, name = "fake", "iterating"
 
@@ -81,7 +81,7 @@ def test_an_answer_that_is_not_finite_is_never_good() -> None:
 
 
 class Backward(Function):
-    """Identity that notes when a gradient passes, and of how many rows."""
+    """The identity, which records backward passes and their numbers of rows."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, noted: list[int]) -> Tensor:
@@ -95,7 +95,7 @@ class Backward(Function):
 
 
 class NotingCell(AffineTanhCell):
-    """Counts its own calls, in its own way."""
+    """A cell that counts its calls independently."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__(weight)

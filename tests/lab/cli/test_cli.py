@@ -42,7 +42,7 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_diagnose_an_example(tmp_path: Path) -> None:
+def test_diagnose_names_the_problem_of_an_example(tmp_path: Path) -> None:
     code, text = run("diagnose", "--example", "tolerance-out-of-reach", "--output", str(tmp_path))
     assert code == 0, text
     assert "tolerance below the reach of the dtype" in text
@@ -50,7 +50,7 @@ def test_diagnose_an_example(tmp_path: Path) -> None:
     assert (tmp_path / "diagnosis.html").is_file()
 
 
-def test_diagnose_a_model_of_ones_own(script: Path, tmp_path: Path) -> None:
+def test_diagnose_examines_a_model_from_a_function_of_the_user(script: Path, tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -95,7 +95,7 @@ def test_bench_takes_its_own_options() -> None:
     assert "--quick" in text
 
 
-def test_version() -> None:
+def test_the_version_is_printed() -> None:
     assert run("--version") == (0, f"{eq.__version__}\n")
 
 
@@ -112,7 +112,7 @@ def test_without_typer_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         ("equilibria.lab.cli.generating", ModuleNotFoundError, r"equilibria\.lab\.cli\.generating"),
     ],
 )
-def test_only_packages_that_are_missing_are_to_be_installed(
+def test_an_import_error_names_only_missing_packages(
     module: str, error: type[BaseException], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(name: str) -> None:
@@ -129,7 +129,7 @@ def test_an_error_does_not_list_hundreds_of_names() -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_of_all_commands_says_what_each_says_itself(name: str) -> None:
+def test_help_texts_in_the_overview_equal_those_of_the_commands(name: str) -> None:
     assert load(name).help.splitlines()[0] == COMMANDS[name][-1]
 
 

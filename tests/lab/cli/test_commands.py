@@ -72,7 +72,7 @@ def test_every_command_has_help(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("table", ["skipdeq-mnist-mlp", "skipdeq-polynomial"])
-def test_reproduce_in_debug_scale(table: str, tmp_path: Path) -> None:
+def test_reproduce_runs_a_table_at_debug_scale(table: str, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["reproduce", table, "--scale", "debug", *ONE])
     assert result.exit_code == 0, result.output
     text = result.stdout
@@ -97,7 +97,7 @@ def test_reproduce_in_debug_scale(table: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "row", ["v2", pytest.param("deq", marks=pytest.mark.slow), pytest.param("skip-jr", marks=pytest.mark.slow)]
 )
-def test_the_continuous_table(row: str) -> None:
+def test_the_continuous_table_runs_at_debug_scale(row: str) -> None:
     found = parsed("reproduce", "skipdeq-mnist-mlp-tsit5", "--scale", "debug", "--row", row, *ONE)
     assert found["rows"][row]["ours"]["nfe"]["mean"] >= 11
     assert all(claim["held"] is None for claim in found["claims"] if "DEQ's" in claim["claim"])
@@ -105,13 +105,13 @@ def test_the_continuous_table(row: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(experiments()))
-def test_every_experiment_s_debug_flavour_takes_less_than_a_minute(name: str) -> None:
+def test_every_experiment_takes_less_than_a_minute_at_debug_scale(name: str) -> None:
     begin = time.process_time()  # of one thread; other programs do not count
     run("train", name, "--scale", "debug")
     assert time.process_time() - begin < 60
 
 
-def test_demo(tmp_path: Path) -> None:
+def test_demo_trains_measures_and_writes_a_page(tmp_path: Path) -> None:
     text = run("demo", "--scale", "debug")
     assert "explicit, 20 layers" in text and "Of the test digits: " in text and "slowest quarter" in text
     assert all(len(line) <= 80 for line in text.splitlines()), max(text.splitlines(), key=len)
@@ -133,7 +133,7 @@ def test_the_memory_of_an_equilibrium_does_not_grow_with_its_steps() -> None:
     assert peaks["equilibrium", 40] < 1.1 * peaks["equilibrium", 10]
 
 
-def test_train_evaluate_and_diagnose_a_run(tmp_path: Path) -> None:
+def test_a_run_is_trained_evaluated_and_diagnosed(tmp_path: Path) -> None:
     folder = str(tmp_path / "mine")
     summary = parsed("train", "digits-deq", "--scale", "debug", "--folder", folder, "--seed", "3", "--set", "width=32", *ONE)
     final = summary[folder]["final"]["split"]["test"]
@@ -150,7 +150,7 @@ def test_train_evaluate_and_diagnose_a_run(tmp_path: Path) -> None:
     assert Path(found["page"]).is_file()
 
 
-def test_train_several_seeds(tmp_path: Path) -> None:
+def test_several_seeds_are_trained_one_after_the_other(tmp_path: Path) -> None:
     text = run("train", "digits-explicit", "--scale", "debug", "--seeds", "2", *ONE)
     assert all(str(Path("runs/digits-explicit/debug") / f"seed-{seed}") in text for seed in (0, 1))
 
@@ -176,11 +176,11 @@ def test_train_several_seeds(tmp_path: Path) -> None:
         (["diagnose", "--example", "healty"], "Did you mean healthy"),
     ],
 )
-def test_what_is_asked_wrongly_ends_with_2_and_the_choices(arguments: list[str], complaint: str) -> None:
+def test_wrong_arguments_exit_with_2_and_list_the_choices(arguments: list[str], complaint: str) -> None:
     assert complaint in run(*arguments, code=2)
 
 
-def test_what_goes_wrong_ends_with_1(tmp_path: Path) -> None:
+def test_failures_exit_with_1(tmp_path: Path) -> None:
     assert "is not the folder of a run" in run("evaluate", str(tmp_path), code=1)
     run("train", "digits-explicit", "--scale", "debug", "--folder", "x", *ONE)
     text = run("train", "digits-explicit", "--scale", "debug", "--folder", "x", "--set", "training.epochs=2", code=1)
@@ -200,7 +200,7 @@ def test_what_goes_wrong_ends_with_1(tmp_path: Path) -> None:
         ({"training": None}, "has no object 'training'"),
     ],
 )
-def test_settings_of_a_run_that_make_no_sense_are_named(change: dict[str, Any], complaint: str, tmp_path: Path) -> None:
+def test_invalid_settings_of_a_run_are_named(change: dict[str, Any], complaint: str, tmp_path: Path) -> None:
     e = digits("deq", "debug")
     config = {**e.config(), "training": to_plain(e.training), **change}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -209,7 +209,7 @@ def test_settings_of_a_run_that_make_no_sense_are_named(change: dict[str, Any], 
         assert complaint in text and str(tmp_path / "config.json") in text
 
 
-def test_list() -> None:
+def test_list_shows_tables_models_and_datasets() -> None:
     found = parsed("list")
     assert {model["name"]: model["parameters"] for model in found["models"]}["skip-mlp-skip"] == 151_050
     listed = {name for table in found["tables"] for name in table["experiments"]}
@@ -222,7 +222,7 @@ def test_list() -> None:
     assert "200, 10" in text  # epochs and folds of ignn-cox2
 
 
-def test_report_judges_stored_reports_anew(tmp_path: Path) -> None:
+def test_report_checks_the_claims_of_stored_reports_again(tmp_path: Path) -> None:
     run("reproduce", "digits", "--scale", "debug", "--row", "deq", "--report", "stored/digits", *ONE)
     page = tmp_path / "stored" / "digits" / "report.md"
     before = page.read_text()
@@ -233,7 +233,7 @@ def test_report_judges_stored_reports_anew(tmp_path: Path) -> None:
     assert "has no report of a table" in run("report", "nothing", code=2)
 
 
-def test_publish_writes_what_a_hub_needs(tmp_path: Path) -> None:
+def test_publish_writes_weights_card_results_and_provenance(tmp_path: Path) -> None:
     folder = str(tmp_path / "mine")
     run("train", "digits-v2", "--scale", "debug", "--folder", folder, *ONE)
     found = parsed("publish", folder, "model")
@@ -250,7 +250,7 @@ def test_publish_writes_what_a_hub_needs(tmp_path: Path) -> None:
     assert "is not finished" in run("publish", folder, "other", code=1)
 
 
-def test_data_list_and_check(tmp_path: Path) -> None:
+def test_data_list_and_check_show_the_state_of_files(tmp_path: Path) -> None:
     file = info("mnist").files[0]
     (tmp_path / "data" / file.path).parent.mkdir(parents=True)
     (tmp_path / "data" / file.path).write_bytes(b"not MNIST")
@@ -264,7 +264,7 @@ def test_data_list_and_check(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_processes_run_a_table_and_go_on_after_an_interruption(tmp_path: Path) -> None:
+def test_processes_run_a_table_and_resume_after_an_interruption(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "equilibria", "reproduce", "digits", "--scale", "debug", "--jobs", "2"]
     words += ["--set", "training.epochs=30"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

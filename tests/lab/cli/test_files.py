@@ -63,7 +63,7 @@ def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def told(line: str, paths: dict[str, str]) -> str:
-    """What a command that fails writes; it must end as a program does, not by an exception."""
+    """Return the output of a command that must fail with an exit code, not with an exception."""
     result = CliRunner().invoke(app, line.format(**paths).split())
     assert isinstance(result.exception, SystemExit), result.exception
     assert result.exit_code in (1, 2) and "Traceback" not in result.output, result.output
@@ -72,7 +72,7 @@ def told(line: str, paths: dict[str, str]) -> str:
 
 @pytest.mark.parametrize("place", ["missing", "file", "empty"])
 @pytest.mark.parametrize("line", READ)
-def test_a_path_that_is_no_run_is_named(line: str, place: str, paths: dict[str, str]) -> None:
+def test_a_path_that_is_not_a_run_is_named(line: str, place: str, paths: dict[str, str]) -> None:
     text = told(line.replace("RUN", f"{{{place}}}"), paths)
     assert paths[place] in text and text.rstrip(" ╯│─╰\n").endswith(".")
     assert not Path("other").exists()

@@ -55,13 +55,13 @@ def test_prompts_become_tokens_and_text_again() -> None:
     assert [TOY_WORDS[i] for i in encode("", TOY_WORDS, "word").tolist()] == ["<eos>"]
 
 
-def test_words_that_a_model_does_not_know() -> None:
+def test_unknown_words_become_unk_or_raise() -> None:
     assert [TOY_WORDS[i] for i in encode("the zebra", TOY_WORDS, "word").tolist()] == ["the", "<unk>"]
     with pytest.raises(ValueError, match="does not know 'zebra', 'yak': its vocabulary has 2 words"):
         encode("zebra yak zebra", ("<eos>", "cat"), "word")
 
 
-def test_text_from_a_run(run: Path) -> None:
+def test_generate_prints_text_from_a_run(run: Path) -> None:
     text = called(str(run), "--prompt", "the old cat", "--length", "12", "--seed", "3")
     assert text.startswith("the old cat") and len(text.split()) + text.strip().count("\n") >= 13
     assert set(text.split()) <= set(TOY_WORDS)
@@ -76,13 +76,13 @@ def test_text_from_a_run(run: Path) -> None:
     assert sample(run, "a", 12, temperature=1e-300) == sample(run, "a", 12, temperature=0.0)
 
 
-def test_characters(tmp_path: Path) -> None:
+def test_text_is_generated_by_characters(tmp_path: Path) -> None:
     folder = trained(characters("deq", "debug"), tmp_path)
     text = sample(folder, "the ", 9, which="last")
     assert text.startswith("the") and len(text) >= 12
 
 
-def test_the_folder_of_a_run_is_all_that_is_needed(run: Path, tmp_path: Path) -> None:
+def test_generate_needs_only_the_folder_of_a_run(run: Path, tmp_path: Path) -> None:
     moved = tmp_path / "elsewhere"
     shutil.copytree(run, moved)
     assert {path.suffix for path in (moved / "checkpoints").rglob("*") if path.is_file()} == {".json", ".safetensors"}
@@ -92,7 +92,7 @@ def test_the_folder_of_a_run_is_all_that_is_needed(run: Path, tmp_path: Path) ->
     assert "no checkpoint in" in called(str(moved), code=1)
 
 
-def test_what_is_no_language_model(run: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_not_a_language_model_is_refused(run: Path, tmp_path: Path) -> None:
     assert "is not the folder of a run" in called(str(tmp_path), code=1)
     other, e = tmp_path / "digits", digits("explicit", "debug")
     other.mkdir()

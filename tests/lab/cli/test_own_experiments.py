@@ -65,7 +65,7 @@ number = 3
 """
 
 
-def test_what_a_file_may_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_may_hold_an_experiment_a_task_or_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "others.py").write_text(OTHER)
     monkeypatch.syspath_prepend(str(FILE.parent))
 
@@ -87,7 +87,7 @@ def test_what_a_file_may_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         own.load_experiment("no_such_package:experiment", "full")
 
 
-def test_entry_points_of_installed_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experiments_of_installed_packages_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(FILE.parent))
     entry = EntryPoint("their-digits", "own_experiment:experiment", own.GROUP)
     monkeypatch.setattr(own, "entry_points", lambda group: [entry] if group == own.GROUP else [])
@@ -97,7 +97,7 @@ def test_entry_points_of_installed_packages(monkeypatch: pytest.MonkeyPatch) -> 
     assert found.name == "my-digits" and found.reference == "their-digits"
 
 
-def test_settings_of_files_go_below_those_of_the_line(tmp_path: Path) -> None:
+def test_settings_of_the_command_line_override_those_of_files(tmp_path: Path) -> None:
     files = {
         "a.yaml": "width: 8\ntraining:\n  epochs: 1\n  optimizer: {lr: 3e-3, betas: [0.8, 0.9]}\n  clip_norm: null\n",
         "a.toml": 'width = 8\n[training]\nepochs = 1\noptimizer = {lr = 3e-3, betas = [0.8, 0.9]}\nclip_norm = "none"\n',
@@ -164,7 +164,7 @@ def test_a_misspelt_setting_of_a_grid_ends_before_any_run(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of submitit
-def test_a_sweep_runs_by_submitit(tmp_path: Path) -> None:
+def test_a_sweep_runs_with_submitit(tmp_path: Path) -> None:
     pytest.importorskip("submitit", reason="needs the extra `cluster`")
     options = ["--cluster", "local", "--cluster-set", "timeout_min=10"]
     shown = run("sweep", MINE, "--grid", "width=4,8", *SMALL[:4], *options)

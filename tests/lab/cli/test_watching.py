@@ -52,8 +52,8 @@ def test_the_view_fits_into_80_columns(run: Path) -> None:
     assert len(table) >= 12 and all(len(line) <= COLUMNS and "…" not in line for line in table)
 
 
-def test_the_view_of_a_run_that_trains(run: Path, tmp_path: Path) -> None:
-    """After its first steps there are no epochs, before them only settings, in runs of older versions no steps."""
+def test_the_view_shows_a_run_that_is_training(run: Path, tmp_path: Path) -> None:
+    """The view works with only settings, with steps but no epoch, and for runs of older versions without steps."""
     (tmp_path / "config.json").write_bytes((run / "config.json").read_bytes())
     assert "epoch 0 of 2, step 0, written" in shown(tmp_path)
     lines: list[dict[str, Any]] = [
@@ -73,7 +73,7 @@ def test_the_run_written_to_last_is_taken_from_a_folder_of_runs(run: Path, tmp_p
     assert result.exit_code == 1 and "is not the folder of a run" in result.output
 
 
-def test_sparklines() -> None:
+def test_sparklines_show_means_and_blanks() -> None:
     assert sparkline([0.0, 1.0, 2.0, 7.0]) == "▁▂▃█"
     assert sparkline([1e-6, 1e1, 0.0], logarithmic=True) == "▁█ "
     assert sparkline([5.0, 5.0]) == "▁▁" and sparkline([math.nan, math.inf]) == "  "

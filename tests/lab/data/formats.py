@@ -29,7 +29,7 @@ def idx(values: Tensor) -> bytes:
 
 
 def idx_root(root: Path, folder: str = "mnist", zipped: bool = True) -> dict[str, Tensor]:
-    """Four images for training and three for testing."""
+    """Write four training and three test images."""
     arrays = {}
     for name, n in (("train", 4), ("t10k", 3)):
         arrays[f"{name}-images-idx3-ubyte"] = random_bytes(n, 28, 28, seed=n)
@@ -41,7 +41,7 @@ def idx_root(root: Path, folder: str = "mnist", zipped: bool = True) -> dict[str
 
 
 def cifar_root(root: Path) -> Tensor:
-    """Two images in each of the six files: rows of label and pixels."""
+    """Write two images to each of the six files, as rows of label and pixels."""
     rows = random_bytes(12, 3073)
     rows[:, 0] %= 10
     names = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
@@ -56,7 +56,7 @@ def tu_root(root: Path, name: str, files: Mapping[str, Sequence[str]]) -> None:
 
 
 def ppi_root(root: Path, links: Sequence[tuple[int, int]], graph_id: Sequence[int], directed: bool = False) -> Tensor:
-    """The same graphs in each split; features tell the nodes apart."""
+    """Write the same graphs for each split, with features that identify the nodes."""
     nodes = len(graph_id)
     x = torch.arange(nodes * 2, dtype=torch.float64).view(nodes, 2)
     for split in ("train", "valid", "test"):
@@ -83,7 +83,7 @@ def _int(value: int) -> bytes:
 
 
 def old_array(values: Tensor, kind: str = "f4", order: str = "<") -> bytes:
-    """Opcodes that put numpy's array on the stack."""
+    """Return the pickle opcodes that put an old numpy array on the stack."""
     dtype = b"cnumpy\ndtype\n(" + _text(kind.encode()) + _int(0) + _int(1) + b"tR"
     dtype += b"(" + _int(3) + _text(order.encode()) + b"NNN" + _int(-1) * 2 + _int(0) + b"tb"
     empty = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(" + _int(0) + b"t" + _text(b"b") + b"tR"
@@ -111,7 +111,7 @@ def old_pickle(opcodes: bytes) -> bytes:
 
 
 def planetoid_root(root: Path, name: str = "pubmed") -> tuple[Tensor, Tensor]:
-    """Eight nodes of three classes: 0 to 3 known, of these 0 and 1 for training; 4, 5 and 7 tested, 6 left out."""
+    """Write eight nodes of three classes: 0 to 3 known, 0 and 1 of them for training; 4, 5 and 7 for testing; 6 left out."""
     x = torch.arange(1.0, 17).view(8, 2)
     x[:, 1] *= torch.arange(8) % 2  # zeros, for the sparse form to leave out
     y = torch.eye(3)[torch.arange(8) % 3]

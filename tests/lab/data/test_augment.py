@@ -14,7 +14,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def images(n: int, size: int = 8) -> Tensor:
-    """No pixel is black, all of an image differ."""
+    """Return images without black pixels, in which all pixels of an image differ."""
     return (torch.arange(size * size) + 1).view(1, 1, size, size).repeat(n, 3, 1, 1).to(torch.uint8)
 
 
@@ -30,7 +30,7 @@ def test_crops_are_windows_of_the_padded_image_at_every_offset() -> None:
     assert same is y and found.dtype == torch.uint8
 
 
-def test_flips_are_half_and_whole_images() -> None:
+def test_half_of_the_images_are_mirrored_as_a_whole() -> None:
     x, y = images(1000), torch.arange(1000)
     flip = data.Flip()
     draws = flip.draw(1000, generator())

@@ -25,7 +25,7 @@ def same(a: list[tuple[Tensor, Tensor]], b: list[tuple[Tensor, Tensor]]) -> bool
     return len(a) == len(b) and all(torch.equal(s, t) for p, q in zip(a, b, strict=True) for s, t in zip(p, q, strict=True))
 
 
-def test_each_sample_once_in_an_order_of_its_own_per_epoch() -> None:
+def test_every_epoch_has_each_sample_once_in_its_own_order() -> None:
     batches = data.Batches(SPLIT, 5)
     first, second = labels(batches), labels(batches)
     assert [len(batch) for batch in first] == [5, 5, 5, 5, 3] and len(batches) == 5
@@ -35,7 +35,7 @@ def test_each_sample_once_in_an_order_of_its_own_per_epoch() -> None:
     assert all(torch.equal(x[:, 0], 2.0 * y) for x, y in data.Batches(SPLIT, 5))
 
 
-def test_without_shuffling_and_without_the_last() -> None:
+def test_batches_may_be_unshuffled_and_leave_out_the_last() -> None:
     batches = data.Batches(SPLIT, 5, shuffle=False, drop_last=True)
     assert list(itertools.chain(*labels(batches))) == list(range(20)) and len(batches) == 4
     assert labels(batches) == labels(batches)
@@ -64,7 +64,7 @@ def test_resuming_continues_exactly(handed_out: int) -> None:
     assert same(endless(resumed)[: 12 - handed_out], whole[handed_out:])
 
 
-def test_a_loop_that_was_left_goes_on_unless_restarted() -> None:
+def test_a_loop_that_was_left_continues_unless_restarted() -> None:
     batches = data.Batches(SPLIT, 5)
     whole = labels(data.Batches(SPLIT, 5))
     next(iter(batches))
@@ -94,7 +94,7 @@ def test_processes_share_the_same_batches(world: int) -> None:
     assert len({len(batches) for batches in ranks}) == 1
 
 
-def test_resuming_on_another_number_of_processes() -> None:
+def test_batches_resume_on_another_number_of_processes() -> None:
     batches = data.Batches(SPLIT, 6, drop_last=True)
     next(iter(batches))
     rest = labels(data_from(batches.state(), 0, 1))
@@ -118,7 +118,7 @@ def data_from(state: dict[str, int], rank: int, world: int) -> data.Batches:
         ({"batch_size": 22, "world_size": 2}, "leaves some of 2 processes without any: use drop_last=True"),
     ],
 )
-def test_arguments_that_make_no_batches(arguments: dict[str, int], complaint: str) -> None:
+def test_invalid_arguments_of_batches_raise(arguments: dict[str, int], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         data.Batches(SPLIT, **arguments)  # type: ignore[arg-type]
 
@@ -159,7 +159,7 @@ def test_graph_batches_are_joined() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "length"), [(101, 5), (100, 5), (103, 7), (9, 3)])
-def test_text_is_read_in_rows_that_go_on(tokens: int, length: int) -> None:
+def test_rows_of_a_text_continue_from_segment_to_segment(tokens: int, length: int) -> None:
     batches = data.TextBatches(torch.arange(tokens, dtype=torch.int32), 4, length)
     segments = list(batches)
     x, y = (torch.cat(parts, dim=1) for parts in zip(*segments, strict=True))
@@ -184,7 +184,7 @@ def test_text_resumes_and_is_shared_by_rows() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "length"), [(4, 1), (100, 0)])
-def test_text_that_makes_no_segment(tokens: int, length: int) -> None:
+def test_text_that_is_too_short_for_a_segment_raises(tokens: int, length: int) -> None:
     with pytest.raises(ValueError, match=f"{tokens} tokens are too few for a segment of {length}"):
         data.TextBatches(torch.arange(tokens), 4, length)
 
@@ -198,7 +198,7 @@ def test_a_split_needs_a_target_for_each_sample() -> None:
     assert len(SPLIT[:4]) == 4 and repr(SPLIT) == "Split(x: float32 (23, 2), y: int64 (23,))"
 
 
-def test_holding_out() -> None:
+def test_hold_out_moves_samples_from_training_to_validation() -> None:
     found = data.Dataset("some", SPLIT, SPLIT)
     held = data.hold_out(found, 5)
     assert held.valid is not None and len(held.valid) == 5 and found.valid is None

@@ -20,7 +20,7 @@ def camvid_root(root: Path, labels_high: int = 12) -> tuple[torch.Tensor, torch.
     return images, labels
 
 
-def test_void_is_ignored(tmp_path: Path) -> None:
+def test_void_pixels_have_the_label_ignore(tmp_path: Path) -> None:
     images, labels = camvid_root(tmp_path)
     found = data.load("camvid", tmp_path)
     assert found.valid is not None and len(found.classes) == 11
@@ -37,7 +37,7 @@ def test_void_is_ignored(tmp_path: Path) -> None:
         ({"images": np.zeros((1, 72, 96, 3), np.uint8), "labels": np.full((1, 72, 96), 12, np.uint8)}, "labels from 12"),
     ],
 )
-def test_files_of_another_kind(
+def test_files_of_another_kind_are_refused(
     tmp_path: Path, content: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.uint8]]], complaint: str
 ) -> None:
     camvid_root(tmp_path)
@@ -47,7 +47,7 @@ def test_files_of_another_kind(
     assert "val.npz" in str(caught.value)
 
 
-def test_no_pickles_inside(tmp_path: Path) -> None:
+def test_pickles_inside_files_are_refused(tmp_path: Path) -> None:
     camvid_root(tmp_path)
     np.savez(tmp_path / "camvid" / "val.npz", images=np.array([print], dtype=object), labels=np.zeros(1))
     with pytest.raises(data.DataError, match="allow_pickle=False"):

@@ -26,7 +26,7 @@ def test_the_root_is_the_argument_then_the_environment_then_a_cache(monkeypatch:
     assert data.data_root("~/data") == Path("/home/someone/data")
 
 
-def test_every_name_has_its_facts() -> None:
+def test_every_dataset_has_a_complete_description() -> None:
     assert len(data.names()) == len(set(data.names())) > 20
     for name in data.names():
         info = data.info(name)
@@ -47,7 +47,7 @@ def test_names_are_found_in_any_spelling() -> None:
     ("name", "hint"),
     [("cifar", "Did you mean cifar10"), ("wikitext", "Did you mean wikitext-"), ("zzz", "There are: digits, ")],
 )
-def test_unknown_names_get_the_nearest(name: str, hint: str) -> None:
+def test_unknown_names_are_refused_with_the_nearest(name: str, hint: str) -> None:
     for function in (data.info, data.load, data.fetch, data.check):
         with pytest.raises(ValueError, match=f"There is no dataset '{name}'. {hint}"):
             function(name)
@@ -61,7 +61,7 @@ def test_unknown_options_are_refused_before_anything_is_read() -> None:
     assert data.info("mutag").options == {"fold": 0, "folds": 10, "seed": 0, "attributes": False}
 
 
-def test_check_tells_the_official_files_from_others(tmp_path: Path) -> None:
+def test_check_distinguishes_official_files_from_others(tmp_path: Path) -> None:
     idx_root(tmp_path)
     (tmp_path / "mnist" / "t10k-images-idx3-ubyte.gz").rename(tmp_path / "mnist" / "t10k-images-idx3-ubyte")
     (tmp_path / "mnist" / "t10k-labels-idx1-ubyte.gz").unlink()
@@ -74,7 +74,7 @@ def test_check_tells_the_official_files_from_others(tmp_path: Path) -> None:
     assert data.check("polynomial", tmp_path) == {}
 
 
-def test_the_state_of_a_file(tmp_path: Path) -> None:
+def test_the_state_of_a_file_depends_on_its_checksum(tmp_path: Path) -> None:
     path = write(tmp_path / "a", b"abc")
     good = "sha256:ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     assert digest(path) == good.removeprefix("sha256:")
@@ -84,7 +84,7 @@ def test_the_state_of_a_file(tmp_path: Path) -> None:
     assert state_of(File("b"), tmp_path) is data.FileState.MISSING
 
 
-def test_fetch_leaves_what_is_there_alone(tmp_path: Path) -> None:
+def test_fetch_does_not_change_present_files(tmp_path: Path) -> None:
     idx_root(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.gz")}
     assert set(data.fetch("mnist", tmp_path)) == set(before)

@@ -26,7 +26,7 @@ MD5 = "md5:" + hashlib.md5(CONTENT).hexdigest()
 
 @dataclass
 class Site:
-    """What the server has, and how it behaves."""
+    """The files of the test server, and its behaviour."""
 
     address: str = ""
     files: dict[str, bytes] = field(default_factory=dict)
@@ -75,7 +75,7 @@ def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 
 
 def nowhere() -> str:
-    """An address where nobody listens."""
+    """Return an address where no server listens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{free.getsockname()[1]}/a"
@@ -85,7 +85,7 @@ def part(target: Path) -> Path:
     return target.with_name(target.name + ".part")
 
 
-def test_progress_ends_with_the_whole(tmp_path: Path, site: Site) -> None:
+def test_progress_ends_with_the_total_size(tmp_path: Path, site: Site) -> None:
     site.files["/a"] = CONTENT
     calls: list[tuple[str, int, int | None]] = []
     fetch_file([site.url("a")], tmp_path / "x" / "a", MD5, lambda *call: calls.append(call))
@@ -106,7 +106,7 @@ def test_an_interrupted_transfer_is_resumed(tmp_path: Path, site: Site) -> None:
     assert [wanted for _, wanted in site.asked] == [None, "bytes=300000-"]
 
 
-def test_another_mirror_goes_on_where_the_first_broke_off(tmp_path: Path, site: Site) -> None:
+def test_another_mirror_resumes_the_transfer_of_the_first(tmp_path: Path, site: Site) -> None:
     site.files["/a"] = site.files["/b"] = CONTENT
     site.cut = 300_000
     fetch_file([nowhere(), site.url("none"), site.url("a"), site.url("b")], tmp_path / "a", MD5)
@@ -129,7 +129,7 @@ def test_a_part_that_is_complete_is_not_fetched_again(tmp_path: Path, site: Site
 
 
 @pytest.mark.parametrize("stale", [b"x" * 1000, CONTENT + b"more", b"x" * len(CONTENT)])
-def test_a_part_of_something_else_is_given_up(tmp_path: Path, site: Site, stale: bytes) -> None:
+def test_a_part_of_another_file_is_discarded(tmp_path: Path, site: Site, stale: bytes) -> None:
     site.files["/a"] = CONTENT
     write(part(tmp_path / "a"), stale)
     fetch_file([site.url("a")], tmp_path / "a", MD5)
@@ -177,7 +177,7 @@ MEMBERS = {"set//a.txt": b"a", "set/b.txt": CONTENT, "../../evil.txt": b"evil"}
 
 
 @pytest.mark.parametrize("pack", [zipped, tarred])
-def test_members_are_found_by_name_and_written_where_we_say(tmp_path: Path, pack: object) -> None:
+def test_members_are_found_by_base_name_and_written_to_the_given_paths(tmp_path: Path, pack: object) -> None:
     assert callable(pack)
     archive = write(tmp_path / "in" / "archive", pack(MEMBERS))
     wanted = {name: tmp_path / "in" / "out" / name for name in ("a.txt", "b.txt", "evil.txt")}
@@ -193,7 +193,7 @@ def test_members_are_found_by_name_and_written_where_we_say(tmp_path: Path, pack
 
 
 def spoiled(content: bytes) -> bytes:
-    """A zip file whose members fail their checksums."""
+    """Return a zip file whose members fail their checksums."""
     return content.replace(CONTENT[1000:1010], b"0123456789")
 
 
@@ -213,7 +213,7 @@ def archived(site: Site, content: bytes) -> list[File]:
     return [File(f"set/{name}", archive=archive) for name in ("a.txt", "b.txt")]
 
 
-def test_files_of_an_archive_are_fetched_together_and_the_archive_goes(tmp_path: Path, site: Site) -> None:
+def test_files_of_an_archive_are_fetched_together_and_the_archive_is_removed(tmp_path: Path, site: Site) -> None:
     files = archived(site, zipped(MEMBERS))
     paths = obtain("some", files, tmp_path)
     assert {name: path.read_bytes() for name, path in paths.items()} == {"a.txt": b"a", "b.txt": CONTENT}
@@ -222,7 +222,7 @@ def test_files_of_an_archive_are_fetched_together_and_the_archive_goes(tmp_path:
     assert len(site.asked) == 1
 
 
-def test_an_archive_brought_by_hand_is_used_and_kept(tmp_path: Path, site: Site) -> None:
+def test_an_archive_that_was_put_there_by_hand_is_used_and_kept(tmp_path: Path, site: Site) -> None:
     files = archived(site, zipped(MEMBERS))
     write(tmp_path / "set.zip", zipped(MEMBERS))
     obtain("some", files, tmp_path)

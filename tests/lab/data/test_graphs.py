@@ -30,7 +30,7 @@ def edges_of(graph: data.Graph) -> set[tuple[int, ...]]:
     return {tuple(edge) for edge in graph.edge_index.t().tolist()}
 
 
-def test_tu(tmp_path: Path) -> None:
+def test_tu_sets_are_read_with_labels_and_features(tmp_path: Path) -> None:
     tu_root(tmp_path, "MUTAG", MUTAG)
     found = data.load("mutag", tmp_path, folds=3)
     path = graphs_of(found)[-1]
@@ -48,7 +48,7 @@ def test_every_graph_is_tested_in_one_fold(tmp_path: Path) -> None:
         data.load("mutag", tmp_path, fold=10)
 
 
-def test_tu_attributes_and_degrees(tmp_path: Path) -> None:
+def test_tu_features_are_attributes_or_degrees(tmp_path: Path) -> None:
     attributes = [f"{i}.5, -{i}" for i in range(8)]
     tu_root(tmp_path, "COX2", {**MUTAG, "node_attributes": attributes})
     path = graphs_of(data.load("cox2", tmp_path, folds=3, attributes=True))[-1]
@@ -81,12 +81,12 @@ def test_tu_files_must_fit_together(tmp_path: Path, part: str, lines: list[str],
         data.load("mutag", tmp_path, folds=3)
 
 
-def test_tables_of_integers_hold_no_others(tmp_path: Path) -> None:
+def test_tables_of_integers_refuse_other_numbers(tmp_path: Path) -> None:
     with pytest.raises(data.DataError, match=r"1\.5"):
         read_table(write(tmp_path / "t", b"1.5\n"))
 
 
-def test_ppi(tmp_path: Path) -> None:
+def test_ppi_is_read_with_three_splits(tmp_path: Path) -> None:
     x = ppi_root(tmp_path, [(0, 1), (1, 0), (1, 1), (2, 4), (4, 3)], [1, 1, 2, 2, 2])
     found = data.load("ppi", tmp_path)
     first, second = found.train
@@ -96,7 +96,7 @@ def test_ppi(tmp_path: Path) -> None:
     assert found.valid is not None and len(found.valid) == len(found.test) == 2
 
 
-def test_ppi_directed_links_stay_so(tmp_path: Path) -> None:
+def test_directed_links_of_ppi_stay_directed(tmp_path: Path) -> None:
     ppi_root(tmp_path, [(0, 1)], [5, 5], directed=True)
     assert edges_of(data.load("ppi", tmp_path).test[0]) == {(0, 1)}
 
@@ -135,7 +135,7 @@ def test_a_joined_graph_is_block_diagonal() -> None:
         data.join([parts[0], data.load("chains").train[0]])
 
 
-def test_as_torch_geometric_data() -> None:
+def test_a_graph_converts_to_torch_geometric_data() -> None:
     geometric = pytest.importorskip("torch_geometric.data")
     found = data.load("chains").train[0]
     converted = found.to_geometric()

@@ -28,7 +28,7 @@ def load(name: str, root: Path) -> data.Dataset[data.Split]:
         ("fashion-mnist", "FashionMNIST/raw", False),
     ],
 )
-def test_idx_sets(tmp_path: Path, name: str, folder: str, zipped: bool) -> None:
+def test_idx_sets_are_read(tmp_path: Path, name: str, folder: str, zipped: bool) -> None:
     arrays = idx_root(tmp_path, folder, zipped)
     found = load(name, tmp_path)
     for split, file in ((found.train, "train"), (found.test, "t10k")):
@@ -79,7 +79,7 @@ def test_idx_files_must_fit_together(tmp_path: Path, file: str, values: torch.Te
         load("mnist", tmp_path)
 
 
-def test_cifar(tmp_path: Path) -> None:
+def test_cifar_is_read_with_its_channels(tmp_path: Path) -> None:
     rows = cifar_root(tmp_path)
     found = load("cifar10", tmp_path)
     assert torch.equal(torch.cat([found.train.x, found.test.x]).flatten(1), rows[:, 1:])
@@ -106,7 +106,7 @@ def svhn_root(root: Path, **arrays: np.ndarray[tuple[int, ...], np.dtype[np.uint
         savemat(root / "svhn" / f"{split}_32x32.mat", arrays)
 
 
-def test_svhn(tmp_path: Path) -> None:
+def test_svhn_is_read_with_the_digit_0_as_0(tmp_path: Path) -> None:
     pixels = random_bytes(32, 32, 3, 4).numpy()
     svhn_root(tmp_path, X=pixels, y=np.array([[1], [10], [9], [2]], dtype=np.uint8))
     found = load("svhn", tmp_path)
@@ -125,7 +125,7 @@ def test_svhn(tmp_path: Path) -> None:
         ({"X": np.zeros((32, 32, 3, 1), np.uint8), "y": np.array([[11]], np.uint8)}, "labels from 11"),
     ],
 )
-def test_svhn_files_of_another_kind(
+def test_svhn_files_of_another_kind_are_refused(
     tmp_path: Path, arrays: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.uint8]]], complaint: str
 ) -> None:
     svhn_root(tmp_path, **arrays)
@@ -142,7 +142,7 @@ def test_truncated_svhn_files_are_named(tmp_path: Path, keep: int) -> None:
         load("svhn", tmp_path)
 
 
-def test_digits() -> None:
+def test_digits_are_split_with_equal_shares_of_classes() -> None:
     pytest.importorskip("sklearn")
     found = data.load("digits")
     assert (len(found.train), len(found.test)) == data.info("digits").counts[::2]

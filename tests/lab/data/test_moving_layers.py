@@ -26,7 +26,7 @@ def scenes(n: int = 6, **changes: Tensor) -> tuple[Scenes, Tensor]:
     return dataclasses.replace(found, **changes), pixels(SIZE, torch.float64).expand(n, *SIZE, 2)
 
 
-def test_what_is_seen_keeps_its_colour_along_the_flow() -> None:
+def test_visible_points_keep_their_colour_along_the_flow() -> None:
     found, points = scenes()
     for time in (0.0, 3.0):
         flow, visible = found.flow(points, time, time + 1)
@@ -46,7 +46,7 @@ def test_the_background_without_motion_stands_still() -> None:
 
 
 def test_a_layer_moves_by_its_affine_map() -> None:
-    """The flow of one pixel against the map written out, and flows back and forth."""
+    """The flow of one pixel must equal the explicit map, and flows forth and back must cancel."""
     found, points = scenes()
     flow, visible = found.flow(points, 1.0, 2.0)
     _, layer = found.render(points, 1.0)
@@ -63,7 +63,7 @@ def test_a_layer_moves_by_its_affine_map() -> None:
 
 
 def warp(image: Tensor, flow: Tensor) -> Tensor:
-    """image (n, c, h, w) at the points where flow (n, 2, h, w) leads."""
+    """Return image (n, c, h, w) sampled at the points to which flow (n, 2, h, w) leads."""
     height, width = image.shape[-2:]
     ends = pixels((height, width)) + flow.movedim(1, -1)
     grid = 2 * ends / torch.tensor([width - 1, height - 1]) - 1
@@ -71,7 +71,7 @@ def warp(image: Tensor, flow: Tensor) -> Tensor:
 
 
 def test_the_second_frame_warped_by_the_flow_is_the_first() -> None:
-    """On stored frames, where a point and its neighbours are seen in both: at edges interpolation mixes two layers."""
+    """Compared are points that are visible with their neighbours in both frames; at edges interpolation mixes two layers."""
     found = data.load("moving-layers", size=SIZE, train=8, test=4, frames=4)
     for split in (found.train, found.test):
         for t in range(split.y.shape[1]):
@@ -86,7 +86,7 @@ def test_the_second_frame_warped_by_the_flow_is_the_first() -> None:
             assert error.quantile(0.999) < INTERPOLATION
 
 
-def test_shapes_and_seeds() -> None:
+def test_frames_have_their_shapes_and_depend_only_on_the_seed() -> None:
     options: dict[str, Any] = {"size": (16, 24), "train": 40, "test": 3, "frames": 5}
     found = data.load("moving-layers", **options)
     assert found.train.x.shape == (40, 2, 3, 16, 24) and found.train.y.shape == (40, 1, 3, 16, 24)
@@ -108,13 +108,13 @@ def test_validation_scenes_are_scenes_of_their_own() -> None:
     assert torch.equal(found.train.x, without.train.x) and torch.equal(found.test.x, without.test.x)
 
 
-def test_motions_have_the_size_that_is_asked_for() -> None:
+def test_motions_have_the_requested_size() -> None:
     slow, fast = (data.load("moving-layers", train=64, test=1, motion=motion).train.y[:, :, :2] for motion in (1.0, 6.0))
     lengths = [float(flow.norm(dim=2).mean()) for flow in (slow, fast)]
     assert 0.1 < lengths[0] < 1.0 and 4 < lengths[1] / lengths[0] < 8
 
 
 @pytest.mark.parametrize("options", [{"size": (4, 64)}, {"layers": 0}, {"frames": 1}, {"motion": -1.0}])
-def test_impossible_scenes(options: dict[str, Any]) -> None:
+def test_impossible_scenes_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="moving-layers needs"):
         data.load("moving-layers", **options)

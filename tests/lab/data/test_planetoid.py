@@ -12,7 +12,7 @@ from equilibria.lab import data
 from tests.lab.data.formats import old_array, old_csr, old_neighbours, old_pickle, planetoid_root, write
 
 
-def test_nodes_edges_and_splits(tmp_path: Path) -> None:
+def test_nodes_edges_and_splits_are_read(tmp_path: Path) -> None:
     x, y = planetoid_root(tmp_path)
     found = data.load("pubmed", tmp_path)
     graph = found.train[0]
@@ -25,7 +25,7 @@ def test_nodes_edges_and_splits(tmp_path: Path) -> None:
     assert found.valid is not None and found.valid[0].x is graph.x
 
 
-def test_pickles_of_today_are_read_too(tmp_path: Path) -> None:
+def test_pickles_of_current_protocols_are_read_too(tmp_path: Path) -> None:
     sparse = pytest.importorskip("scipy.sparse")
     planetoid_root(tmp_path)
     x = torch.eye(4, 2)

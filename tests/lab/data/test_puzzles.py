@@ -16,7 +16,7 @@ from equilibria.lab.data.sudoku import BOXES, make_board, peers, signature, solv
 
 
 def brute_force(board: list[int]) -> int:
-    """The number of solutions, cell by cell without any cleverness."""
+    """Return the number of solutions by brute force, cell by cell."""
     size = int(len(board) ** 0.5)
     if 0 not in board:
         return 1
@@ -63,7 +63,7 @@ def test_a_symmetry_keeps_the_signature_the_rules_and_the_solution(size: int) ->
 
 
 def test_no_test_board_of_4x4_is_an_image_of_a_training_board() -> None:
-    """By brute force over all 128 movements of the cells and all names of digits."""
+    """Checked by brute force over all 128 symmetries of the cells and all permutations of digits."""
     sudoku = data.load("sudoku", size=4, train=60, test=30, givens=(4, 7))
     line_orders = [
         [2 * bands[i // 2] + insides[bands[i // 2]][i % 2] for i in range(4)]
@@ -107,7 +107,7 @@ def test_three_splits_are_disjoint_under_symmetry(name: str, options: dict[str, 
     assert data.load(name, train=20, test=12, **options).valid is None
 
 
-def test_difficulty_and_bounds_of_sudoku() -> None:
+def test_sudoku_has_the_requested_difficulty_and_refuses_impossible_requests() -> None:
     hard = data.load("sudoku", size=6, train=4, test=2, givens=(8, 10), guesses=(1, 50))
     assert all(1 <= solve_board(board).guesses <= 50 for board in hard.train.x.tolist())
     with pytest.raises(ValueError, match=r"Only \d+ of \d+ different boards were found"):
@@ -118,7 +118,7 @@ def test_difficulty_and_bounds_of_sudoku() -> None:
     assert not torch.equal(same.train.x, data.load("sudoku", size=4, train=60, test=30, givens=(4, 7)).train.x)
 
 
-def test_mazes_have_one_path_of_the_asked_length() -> None:
+def test_mazes_have_one_path_of_the_requested_length() -> None:
     mazes = data.load("mazes", size=9, train=20, test=10, lengths=(6, 16))
     lengths = set()
     for x, y in zip(mazes.train.x.view(-1, 9, 9), mazes.train.y.view(-1, 9, 9), strict=True):
@@ -143,7 +143,7 @@ def test_mazes_have_one_path_of_the_asked_length() -> None:
     assert torch.equal(torch.where(y == PATH, 1, y), x)
 
 
-def test_bounds_of_mazes_and_prefix_sums() -> None:
+def test_mazes_and_prefix_sums_refuse_impossible_requests() -> None:
     with pytest.raises(ValueError, match="size must be odd"):
         data.load("mazes", size=8)
     with pytest.raises(ValueError, match="different mazes of size 5"):

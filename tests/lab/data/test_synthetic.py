@@ -28,7 +28,7 @@ def test_seeds_decide_and_nothing_else(name: str) -> None:
     assert not all(map(torch.equal, tensors(first), tensors(data.load(name, seed=7, **options))))
 
 
-def test_polynomial() -> None:
+def test_polynomial_has_noisy_training_and_exact_test_targets() -> None:
     found = data.load("polynomial")
 
     def h(x: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,7 @@ def test_polynomial() -> None:
 
 
 @pytest.mark.parametrize("length", [10, 30])
-def test_chains(length: int) -> None:
+def test_only_the_first_node_of_a_chain_shows_its_class(length: int) -> None:
     found = data.load("chains", length=length)
     graph = found.train[0]
     assert graph.x.shape == (40 * length, 100) and graph.edge_index.shape == (2, 40 * (length - 1))
@@ -58,13 +58,13 @@ def test_chains(length: int) -> None:
     assert masks.sum(dim=1).tolist() == [20, 100, 200] and int(masks.sum(dim=0).max()) == 1
 
 
-def test_chains_that_are_too_few() -> None:
+def test_too_few_chains_are_refused() -> None:
     with pytest.raises(ValueError, match=r"make 200 nodes .*: too few .* 20 \+ 100 \+ 200"):
         data.load("chains", length=5)
     assert data.load("chains", length=5, test=50).test[0].mask.sum() == 50
 
 
-def test_copy_memory() -> None:
+def test_copy_memory_repeats_the_symbols_after_the_delay() -> None:
     found = data.load("copy-memory", delay=30, train=200, test=20)
     x, y = found.train.x, found.train.y
     assert x.shape == y.shape == (200, 50) and len(found.test) == 20
@@ -75,7 +75,7 @@ def test_copy_memory() -> None:
         data.load("copy-memory", delay=0)
 
 
-def test_shapes() -> None:
+def test_shapes_have_images_and_a_label_per_pixel() -> None:
     found = data.load("shapes", train=200, valid=10, test=20, noise=0)
     x, y = found.train.x, found.train.y
     assert x.shape == (200, 3, 32, 32) and x.dtype == torch.uint8 and y.shape == (200, 32, 32)
@@ -97,19 +97,19 @@ def test_shapes_have_the_areas_of_their_kind() -> None:
             assert len(rows) / box == pytest.approx(fill, abs=0.04)
 
 
-def test_colours_do_not_tell_shapes() -> None:
+def test_colours_do_not_depend_on_shapes() -> None:
     found = data.load("shapes", train=2000, valid=1, test=1)
     pixels = [found.train.x.permute(0, 2, 3, 1)[found.train.y == kind].float().mean() for kind in (1, 2, 3)]
     assert float(torch.stack(pixels).std()) < 5  # of 255
 
 
-def test_impossible_shapes() -> None:
+def test_impossible_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="size=4 and most=3"):
         data.load("shapes", size=4)
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_what_the_catalogue_says(name: str) -> None:
+def test_the_catalogue_describes_the_generated_data(name: str) -> None:
     found, info = data.load(name), data.info(name)
     splits = (found.train, found.valid, found.test)
     counts = tuple(0 if s is None else int(s[0].mask.sum()) if info.kind == "nodes" else len(s) for s in splits)

@@ -27,7 +27,7 @@ def words(found: data.Dataset[torch.Tensor], tokens: torch.Tensor) -> list[str]:
     return [found.classes[i] for i in tokens.tolist()]
 
 
-def test_words_with_an_end_for_every_line(tmp_path: Path) -> None:
+def test_words_are_tokens_with_an_end_for_every_line(tmp_path: Path) -> None:
     found = data.load("ptb", ptb_root(tmp_path))
     assert words(found, found.train) == TRAIN.replace("\n", " <eos> ").split()
     assert found.train.dtype == torch.int32
@@ -39,7 +39,7 @@ def test_the_most_frequent_come_first_and_ties_in_order_of_appearance(tmp_path: 
     assert found.classes == ("the", "<eos>", "cat", "saw", "dog", "<unk>", "ran")
 
 
-def test_characters(tmp_path: Path) -> None:
+def test_characters_are_tokens_with_single_spaces(tmp_path: Path) -> None:
     found = data.load("ptb", ptb_root(tmp_path, "ab  a\n", "a b\n", "b\n"), level="character")
     assert words(found, found.train) == ["a", "b", " ", "a", "<eos>"]
     assert set(found.classes) == {"a", "b", " ", "<eos>"}
@@ -73,7 +73,7 @@ def test_the_vocabulary_is_cached_as_json_for_this_very_text(tmp_path: Path, mon
     assert not list(tmp_path.rglob("*.tmp"))
 
 
-def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_write_access_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path) -> None:
         raise PermissionError(path)
 
@@ -90,6 +90,6 @@ def test_damaged_files_are_named(tmp_path: Path, content: bytes, complaint: str)
     assert "ptb.valid.txt" in str(caught.value)
 
 
-def test_an_unknown_level(tmp_path: Path) -> None:
+def test_an_unknown_level_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'word' or 'character', got 'byte'"):
         data.load("ptb", ptb_root(tmp_path), level="byte")

@@ -47,7 +47,7 @@ class Outer:
         ("inner.kind=b", "inner.kind", "b"),
     ],
 )
-def test_values_take_their_field_s_type(text: str, name: str, value: Any) -> None:
+def test_values_are_converted_to_the_type_of_their_field(text: str, name: str, value: Any) -> None:
     found = fields(assign({"": Outer()}, [text])[""])[name]
     assert found == value
     assert type(found) is type(value)
@@ -70,7 +70,7 @@ def test_values_take_their_field_s_type(text: str, name: str, value: Any) -> Non
         ("other.count=1", "There is no setting 'other.count'"),
     ],
 )
-def test_what_cannot_be_set_is_explained(text: str, message: str) -> None:
+def test_invalid_assignments_are_explained(text: str, message: str) -> None:
     with pytest.raises(SettingError, match=message):
         assign({"": Outer()}, [text])
 

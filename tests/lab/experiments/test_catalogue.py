@@ -28,7 +28,7 @@ def test_every_experiment_has_all_scales_and_survives_its_config(name: str) -> N
 
 
 @pytest.mark.parametrize("name", tables())
-def test_claims_and_published_figures_name_what_there_is(name: str) -> None:
+def test_claims_and_published_figures_name_existing_rows_and_columns(name: str) -> None:
     found = table(name)
     names, rows = [c.name for c in (*found.columns, *found.hidden)], [r.name for r in found.rows]
     columns = set(names)
@@ -50,7 +50,7 @@ def test_the_protocols_are_those_of_the_papers() -> None:
     assert (polynomial.settings.solver.method, polynomial.seeds) == ("bs3", (1, 11, 1111))
 
 
-def test_unknown_names_lead_to_the_nearest() -> None:
+def test_unknown_names_are_refused_with_the_nearest() -> None:
     with pytest.raises(UnknownName, match="Did you mean skipdeq-polynomial"):
         table("skipdeq-polynom")
     with pytest.raises(UnknownName, match="skipdeq-mnist-mlp-v2"):
@@ -74,7 +74,7 @@ def test_a_plan_runs_the_first_seed_of_every_row_first(tmp_path: Path) -> None:
         plan(table("skipdeq-mnist-mlp"), "full", tmp_path, rows=["v4"])
 
 
-def test_more_seeds_than_the_paper_s_are_new_ones() -> None:
+def test_more_seeds_than_in_the_paper_are_new_ones() -> None:
     e = experiment("skipdeq-polynomial-deq")
     assert [seed_number(e, i) for i in range(6)] == [1, 11, 1111, 0, 2, 3]
 

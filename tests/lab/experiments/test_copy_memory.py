@@ -22,7 +22,7 @@ DELAY = 6
 
 
 class Fixed(nn.Module):
-    """Knows the zeros for sure and nothing about the symbols."""
+    """A model that predicts the zeros with certainty and the symbols uniformly."""
 
     def forward(self, x: Tensor, memory: Any = None, targets: Tensor | None = None) -> tuple[Tensor, Any]:
         scores = torch.full((*x.shape, 10), -40.0)
@@ -58,7 +58,7 @@ def test_the_models_are_of_one_size() -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_all_scales(name: str) -> None:
+def test_the_experiment_has_all_scales(name: str) -> None:
     for scale in SCALES:
         e = copying(name, scale)
         assert (e.name, e.scale) == (f"copy-memory-{name}", scale)
@@ -66,14 +66,14 @@ def test_all_scales(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_debug_run(name: str, tmp_path: Path) -> None:
+def test_a_debug_run_reports_its_figures(name: str, tmp_path: Path) -> None:
     e = copying(name, "debug")
     split = Trainer(e.task(), e.training, tmp_path).fit().final["split"]["test"]
     assert set(split) >= {"loss", "recalled"} and math.isfinite(split["loss"])
 
 
 def test_a_few_sequences_are_learnt() -> None:
-    """By heart, and far below what can be had without memory."""
+    """The loss falls far below the best loss without memory."""
     torch.manual_seed(0)
     task = Copy(CopySettings(model=LanguageModel(kind="gru", size="60"), delay=1, train=8, test=4))
     net, batch = task.model(), next(iter(loaders(task).train))
@@ -85,7 +85,7 @@ def test_a_few_sequences_are_learnt() -> None:
     assert float(task.evaluate(net, batch).loss) < 0.5 * 10 * math.log(8) / 21
 
 
-def test_pretraining_is_for_the_equilibrium() -> None:
+def test_only_the_equilibrium_is_pretrained() -> None:
     assert copying("deq").training.pretrain_steps and not copying("gru").training.pretrain_steps
     task = copying("deq", "debug").task()
     net: Any = task.model()

@@ -37,7 +37,7 @@ def settings(**changes: Any) -> LanguageSettings:
 
 
 def begun(chosen: LanguageSettings | None = None) -> tuple[Language, Any, Any]:
-    """A task, its model and its batches."""
+    """Return a task, its model and its batches."""
     torch.manual_seed(0)
     task = Language(chosen or settings())
     task.prepare(None, FEW)
@@ -45,7 +45,7 @@ def begun(chosen: LanguageSettings | None = None) -> tuple[Language, Any, Any]:
 
 
 def lively(net: Any) -> Any:
-    """In float64, with weights that matter and a cell that still contracts."""
+    """Return the model in float64 with large weights and a cell that still contracts."""
     net = net.double()
     with torch.no_grad():
         for name, weight in net.named_parameters():
@@ -65,7 +65,7 @@ def losses(task: Language, model: Any, segments: Segments) -> list[Tensor]:
 # data
 
 
-def test_segments_say_where_they_stand() -> None:
+def test_segments_have_their_split_and_position() -> None:
     segments = Segments("valid", torch.arange(50), 2, 4)
     found = list(segments)
     assert [s.position for s in found] == list(range(6)) and {s.split for s in found} == {"valid"}
@@ -85,17 +85,17 @@ def test_the_toy_text_needs_no_files(level: Any) -> None:
     assert torch.equal(found.train, toy_text(level).train)
 
 
-def test_what_is_used_of_a_text() -> None:
+def test_the_requested_part_of_a_text_is_used() -> None:
     assert {name: len(tokens) for name, tokens in DATA.splits(None).items()} == {"train": 121, "valid": 101, "test": 101}
     with pytest.raises(ValueError, match="tokens of toy, got"):
         TextData(name="toy", train=10**6).splits(None)
-    with pytest.raises(ValueError, match=r"data\.length counts tokens, at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"data\.length is a number of tokens and must be at least 1, got 0"):
         TextData(length=0)
     with pytest.raises(ValueError, match=r"Count them and set data\.tokens"):
         _ = TextData(name="wikitext-103", level="character").vocabulary
 
 
-def test_a_text_with_more_words_than_the_model_is_made_for(tmp_path: Path) -> None:
+def test_a_text_with_more_words_than_the_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ptb").mkdir()
     for split in ("train", "valid", "test"):
         (tmp_path / "ptb" / f"ptb.{split}.txt").write_text("a b c d\n")
@@ -114,7 +114,7 @@ def test_vocabularies_are_known_without_the_files() -> None:
 
 
 def test_perplexity_is_the_exponential_of_the_mean_over_the_whole_split() -> None:
-    """Segments of an equilibrium with enough memory are one long segment, the last one shorter than the others."""
+    """With enough memory, segments of an equilibrium give the result of one long segment; the last segment is shorter."""
     model = dataclasses.replace(SMALL, memory=200, tolerance=1e-9, forward_steps=100)
     task, net, _ = begun(settings(model=model, data=dataclasses.replace(DATA, length=9)))
     net = lively(net).eval()
@@ -131,7 +131,7 @@ def test_perplexity_is_the_exponential_of_the_mean_over_the_whole_split() -> Non
     assert found["bits"] == pytest.approx(float(expected) / math.log(2), rel=1e-7)
 
 
-def test_summaries_of_variants_and_of_losses_beyond_all_bounds() -> None:
+def test_summaries_cover_variants_and_infinite_perplexity() -> None:
     task = Language(settings())
     found = task.summarise({"nll": 1.0, "nll_at_2": 2.0, "loss": 5.0})
     assert found["perplexity_at_2"] == pytest.approx(math.exp(2)) and found["loss"] == 5.0
@@ -139,7 +139,7 @@ def test_summaries_of_variants_and_of_losses_beyond_all_bounds() -> None:
     assert task.summarise({}) == {}
 
 
-def test_every_split_has_a_memory_of_its_own_that_begins_anew() -> None:
+def test_every_split_has_its_own_memory_that_begins_empty() -> None:
     task, model, loaders = begun()
     alone = losses(task, model, loaders.train)
     again, other, batches = begun()
@@ -167,7 +167,7 @@ def test_the_memory_goes_through_state_and_resume(model: LanguageModel) -> None:
     assert torch.equal(other.loss(net, batches[2], 2).loss, task.loss(net, batches[2], 2).loss)
 
 
-def test_a_memory_that_is_not_finite_is_forgotten() -> None:
+def test_a_memory_that_is_not_finite_is_dropped() -> None:
     task, net, loaders = begun()
     task._keep("train", (torch.tensor([[1.0, math.nan]]),))
     assert task.state()["memory"] == []
@@ -194,7 +194,7 @@ def test_penalty_and_steps_follow_their_schedules() -> None:
     assert "jacobian" not in task.loss(net, segment, 3).metrics
 
 
-def test_auxiliary_losses_and_activation_penalties_of_trellisnet() -> None:
+def test_trellisnet_is_trained_with_auxiliary_losses_and_activation_penalties() -> None:
     model = dataclasses.replace(TRELLIS, size="word-ptb", depth=13)
     task, net, loaders = begun(settings(model=model, activation=(2.0, 1.0)))
     segment = loaders.train.batch(0, 0)
@@ -211,7 +211,7 @@ def test_auxiliary_losses_and_activation_penalties_of_trellisnet() -> None:
 # what is measured beside
 
 
-def test_peak_memory_is_measured_without_a_trace() -> None:
+def test_measuring_peak_memory_has_no_side_effects() -> None:
     chosen = settings(model=dataclasses.replace(SMALL, dropout=0.2), memory_depths=(3,))
     task, net, loaders = begun(chosen)
     segment = next(s for s in (loaders.train.batch(0, i) for i in range(6)) if s.look)
@@ -230,7 +230,7 @@ def test_peak_memory_is_measured_without_a_trace() -> None:
     assert found["inner_parameters"] == inner and "peak_bytes_step" not in expected.metrics
 
 
-def test_the_softmax_is_left_out_of_the_layer_s_memory() -> None:
+def test_the_memory_of_a_layer_excludes_the_softmax() -> None:
     peaks = {}
     for tokens in (50, 5_000):
         task, net, loaders = begun(settings(data=dataclasses.replace(DATA, tokens=tokens)))
@@ -294,7 +294,7 @@ def test_changes_are_those_of_plain_iteration(model: LanguageModel) -> None:
         assert value == pytest.approx(float(expected), rel=1e-9)
 
 
-def test_other_limits_on_the_same_weights() -> None:
+def test_perplexity_is_measured_with_other_limits_on_the_same_weights() -> None:
     task, net, loaders = begun(settings(at=(1, 10), memories=(0, 8)))
     net = lively(net).eval()
     for i in range(2):
@@ -324,12 +324,12 @@ def test_other_limits_on_the_same_weights() -> None:
         ({"checkpoint": "sqrt"}, "pass a depth as well"),
     ],
 )
-def test_models_that_there_are_not(options: dict[str, Any], complaint: str) -> None:
+def test_unknown_models_are_refused(options: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         LanguageModel(**options)
 
 
-def test_heads_share_the_width() -> None:
+def test_heads_must_divide_the_width() -> None:
     assert LanguageModel(width=24, heads=3).transformer(10).head_width == 8
     with pytest.raises(ValueError, match="width must be divisible by heads, got width=24 and heads=5"):
         LanguageModel(width=24, heads=5).transformer(10)
@@ -363,8 +363,8 @@ def test_the_published_adjoint_takes_all_its_steps() -> None:
     assert backward["gmres"] < 15 == backward["broyden"]
 
 
-def test_it_learns(tmp_path: Path) -> None:
-    """Towards the best there is: of the eight words of a sentence six are open, with 4, 6, 8, 5, 6 and 8 choices."""
+def test_a_model_learns_the_toy_text(tmp_path: Path) -> None:
+    """The perplexity approaches its optimum: six of eight words are free, with 4, 6, 8, 5, 6 and 8 choices."""
     model = LanguageModel(width=16, heads=2, inner=32, memory=8, forward_steps=8, backward_steps=8, gradient="jfb")
     chosen = LanguageSettings(data=TextData(name="toy", train=3_201, valid=400, test=400, length=8), model=model)
     # over six seeds the ratio to the best is 1.4 to 1.8 after two epochs, 1.6 to 3.5 after one
@@ -385,7 +385,7 @@ def test_pretraining_switches_the_equilibrium() -> None:
     assert net.layer.gradient is net.gradient and not task.unrolled
 
 
-def test_settings_that_fit_only_together_are_set_together() -> None:
+def test_settings_that_are_valid_only_together_are_set_together() -> None:
     experiment = ptb("deq", "debug").changed(["model.kind=gru", "model.size=12"])
     assert (experiment.settings.model.kind, experiment.settings.model.size) == ("gru", "12")
 

@@ -42,7 +42,7 @@ def test_every_row_has_all_scales_and_survives_its_config(table: Table, row: Tab
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
-def test_claims_and_published_figures_name_what_there_is(table: Table) -> None:
+def test_claims_and_published_figures_name_existing_rows_and_columns(table: Table) -> None:
     columns = {column.name for column in (*table.columns, *table.hidden)}
     names = {row.name for row in table.rows}
     used = {c.column for c in table.claims} | {c.against for c in table.claims if c.against}
@@ -54,7 +54,7 @@ def test_claims_and_published_figures_name_what_there_is(table: Table) -> None:
 
 
 def counted(row: str, table: str, scale: Any) -> tuple[int, int]:
-    """Parameters, and those without embedding."""
+    """Return the number of parameters with and without embedding."""
     found = next(t for t in TABLES if t.name == table).row(row).experiment(scale)
     with torch.device("meta"):
         net = network(found.task().model())
@@ -62,7 +62,7 @@ def counted(row: str, table: str, scale: Any) -> tuple[int, int]:
     return sum(w.numel() for w in net.parameters()), sum(w.numel() for w in inner)
 
 
-def test_what_is_compared_has_as_many_parameters() -> None:
+def test_compared_rows_have_equal_numbers_of_parameters() -> None:
     for scale, deq, untied in (("reduced", 717_010, 718_674), ("full", 3_623_952, 3_630_544)):
         assert counted("deq", "ptb-transformer", scale)[0] == counted("tied", "ptb-transformer", scale)[0] == deq
         assert counted("untied", "ptb-transformer", scale)[0] == untied

@@ -24,7 +24,7 @@ TIMES = {"predict_seconds", "spectral_radius"}  # the radius is measured on the 
         ("digits-v2", ["training.epochs=2"]),
     ],
 )
-def test_counts_and_metrics_agree(name: str, changes: list[str], tmp_path: Path) -> None:
+def test_evaluate_reports_the_counts_and_metrics_of_the_run(name: str, changes: list[str], tmp_path: Path) -> None:
     e = experiment(name, "debug").changed(["width=8", "training.batch_size=480", "solver.together=false", *changes])
     Trainer(e.task(), e.training, tmp_path, config=e.config(), accelerator="cpu", listener=Silent()).fit()
     run = Run.open(tmp_path)

@@ -40,14 +40,14 @@ def parameters(model: nn.Module) -> int:
 
 
 def fit(e: Experiment[Any], folder: Path, root: Path | None = None) -> list[dict[str, Any]]:
-    """The records of its epochs."""
+    """Train an experiment and return the records of its epochs."""
     summary = Trainer(e.task(), e.training, folder, config=e.config(), root=root, listener=Silent()).fit()
     assert summary.finished
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES.keys())
-def test_tables_name_what_there_is_and_survive_their_configs(table: Table) -> None:
+def test_tables_name_existing_rows_and_survive_their_configs(table: Table) -> None:
     columns, rows = {c.name for c in (*table.columns, *table.hidden)}, {r.name for r in table.rows}
     assert {c.column for c in table.claims} <= columns
     assert {c.left for c in table.claims} | {c.right for c in table.claims if c.right} <= rows
@@ -99,8 +99,8 @@ def test_every_graph_is_tested_in_one_fold_and_never_trained_on_there() -> None:
         FoldSettings(folds=2, hold_out=True)
 
 
-def test_folds_of_files_in_the_format_of_the_collection(tmp_path: Path) -> None:
-    """30 paths of 7 nodes, whose labels count up, or down."""
+def test_folds_are_read_from_files_in_the_format_of_the_collection(tmp_path: Path) -> None:
+    """The files hold 30 paths of 7 nodes whose labels increase or decrease."""
     graphs, nodes = 30, 7
     starts = range(0, graphs * nodes, nodes)
     edges = [(s + i, s + i + 1) for s in starts for i in range(1, nodes)]
@@ -128,7 +128,7 @@ def _key(graph: Graph) -> tuple[int, ...]:
 # data
 
 
-def test_random_graphs_of_both_kinds_have_as_many_edges() -> None:
+def test_random_graphs_of_both_kinds_have_equally_many_edges() -> None:
     for i, graph in enumerate(random_graphs(10)):
         n = len(graph.x)
         adjacency = torch.zeros(n, n).index_put_(tuple(graph.edge_index), torch.tensor(1.0), accumulate=True)
@@ -150,7 +150,7 @@ def test_random_nodes_are_split_without_overlap() -> None:
     assert torch.equal(graph.y, (mean > 0.5).float())
 
 
-def test_whole_graphs_are_handed_out_as_they_are_and_resumed() -> None:
+def test_whole_graphs_are_batches_that_can_be_resumed() -> None:
     graphs = random_graphs(3)
     loader = WholeGraphs(graphs, passes=2, shuffle=True)
     seen = list(loader)
@@ -165,7 +165,7 @@ def test_whole_graphs_are_handed_out_as_they_are_and_resumed() -> None:
         WholeGraphs(graphs, passes=0)
 
 
-def test_one_graph_is_not_shared() -> None:
+def test_several_processes_are_refused_for_one_graph() -> None:
     task = Nodes(NodeSettings(data="random"))
     with pytest.raises(ValueError, match=r"training\.batch_size=32 and 2 processes\. Set training\.batch_size=1"):
         task.batches(None, Training(batch_size=32), 0, 2)
@@ -175,7 +175,7 @@ def test_one_graph_is_not_shared() -> None:
 
 
 class Given(nn.Module):
-    """Scores that were chosen beforehand."""
+    """A model that returns given scores."""
 
     def __init__(self, scores: Tensor) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def test_only_nodes_of_the_split_count() -> None:
     torch.testing.assert_close(outcome.loss, expected)
 
 
-def test_micro_f1_is_that_of_the_whole_split_however_it_is_cut() -> None:
+def test_micro_f1_is_that_of_the_whole_split_for_any_batches() -> None:
     draws = torch.Generator().manual_seed(0)
     scores = torch.randn(30, 5, generator=draws, dtype=torch.float64)
     y = (torch.rand(30, 5, generator=draws) < 0.3).double()
@@ -233,7 +233,7 @@ def test_networks_of_all_lengths_train_as_each_would_alone() -> None:
 
 
 def _steps(task: Chains, model: nn.Module) -> None:
-    """Three of each network, without dropout: its masks would be drawn in another order."""
+    """Take three steps of each network without dropout, whose masks would be drawn in another order."""
     model.eval()
     optimizer = torch.optim.Adam(model.parameters(), 1e-2, weight_decay=5e-4)
     loader = task.batches(None, Training(batch_size=1), 0, 1).train
@@ -244,14 +244,14 @@ def _steps(task: Chains, model: nn.Module) -> None:
             optimizer.zero_grad()
 
 
-def test_training_nodes_are_a_share_of_each_length_and_all_is_double() -> None:
+def test_training_nodes_are_a_share_of_each_length_in_float64() -> None:
     task = Chains(ChainSettings(lengths=(10, 20)))
     batches = list(task.batches(None, Training(batch_size=1), 0, 1).train)
     assert [int(batch.mask.sum()) for batch in batches if batch.mask is not None] == [20, 40]
     assert {batch.x.dtype for batch in batches} | {w.dtype for w in task.model().parameters()} == {torch.float64}
 
 
-def test_the_gradient_of_each_parameter_is_shortened_by_itself() -> None:
+def test_the_gradient_of_each_parameter_is_clipped_separately() -> None:
     task = Chains(ChainSettings(lengths=(4,), chains=3, train=0.3, valid=4, test=4, clip=0.5))
     model = nn.Linear(2, 1)
     model.weight.grad, model.bias.grad = torch.tensor([[3.0, 4.0]]), torch.tensor([0.1])
@@ -259,7 +259,7 @@ def test_the_gradient_of_each_parameter_is_shortened_by_itself() -> None:
     task.improve(model, torch.optim.SGD(model.parameters(), 1.0))
     torch.testing.assert_close(before - model.weight.detach(), torch.tensor([[0.3, 0.4]]))
     torch.testing.assert_close(model.bias.grad, torch.tensor([0.1]))
-    with pytest.raises(ValueError, match=r"lengths must differ from each other, and there must be one: got \(4, 4\)"):
+    with pytest.raises(ValueError, match=r"lengths must be different numbers, at least one, got \(4, 4\)"):
         ChainSettings(lengths=(4, 4))
 
 
@@ -267,7 +267,7 @@ def test_the_gradient_of_each_parameter_is_shortened_by_itself() -> None:
 
 
 def _slow_layer(solver: SolverName) -> tuple[IGNNLayer, Adjacency, Tensor]:
-    """X = A'X W' + b on a ring of 24 nodes with features that are positive: W contracts by 0.98, and A not at all."""
+    """Return X = A'X W' + b on a ring of 24 nodes with positive features: W contracts by 0.98, and A does not contract."""
     layer = IGNNLayer(2, 2, kappa=0.98, **LayerOptions(**{**to_plain(TIGHT), "solver": solver}).parts()).double()
     with torch.no_grad():
         layer.cell.W.copy_(torch.tensor([[0.58, 0.4], [0.4, 0.58]]))
@@ -280,7 +280,7 @@ def _slow_layer(solver: SolverName) -> tuple[IGNNLayer, Adjacency, Tensor]:
 
 
 @pytest.mark.parametrize("solver", ["picard", "anderson", "broyden"])
-def test_solvers_find_what_dense_algebra_finds_and_their_gradients(solver: SolverName) -> None:
+def test_solvers_match_dense_algebra_in_value_and_gradient(solver: SolverName) -> None:
     layer, adjacency, x = _slow_layer(solver)
     x.requires_grad_()
     solution = layer.solve(x, adjacency)
@@ -322,7 +322,7 @@ def test_anderson_needs_at_most_half_of_picards_evaluations() -> None:
         ("ignn-solvers", "broyden"),
     ],
 )
-def test_debug_runs_have_what_the_columns_ask_for(table: str, name: str, tmp_path: Path) -> None:
+def test_debug_runs_have_the_figures_of_all_columns(table: str, name: str, tmp_path: Path) -> None:
     from equilibria.lab.reports.measured import value
     from equilibria.lab.training.folder import Run
 
@@ -336,7 +336,7 @@ def test_debug_runs_have_what_the_columns_ask_for(table: str, name: str, tmp_pat
         assert known or column.name in explicit | phantom | lengths, column.name
 
 
-def test_a_chain_run_tells_of_every_length(tmp_path: Path) -> None:
+def test_a_chain_run_reports_every_length(tmp_path: Path) -> None:
     record = fit(row("ignn-chains", "upg", "debug"), tmp_path)[-1]["split"]
     for split, sizes in (("train", (7, 11)), ("valid", (6, 6)), ("test", (8, 8))):
         assert {"accuracy_4", "accuracy_6", "evaluations_4", "evaluations_6"} <= set(record[split])
@@ -345,7 +345,7 @@ def test_a_chain_run_tells_of_every_length(tmp_path: Path) -> None:
 
 
 def test_ppi_is_trained_from_files_in_its_format(tmp_path: Path) -> None:
-    """Two graphs in each split, with 50 features and 121 labels that features tell."""
+    """The files hold two graphs per split, with 50 features and 121 labels that depend on the features."""
     folder = tmp_path / "data" / "PPI" / "raw"
     folder.mkdir(parents=True)
     draws = torch.Generator().manual_seed(0)

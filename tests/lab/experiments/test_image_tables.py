@@ -43,7 +43,7 @@ def test_every_row_trains(name: str, tmp_path: Path) -> None:
     assert summary.epochs == 1 and summary.parameters > 0
 
 
-def test_images_are_cut_and_scaled_the_same_way_every_time() -> None:
+def test_images_are_drawn_and_scaled_the_same_way_every_time() -> None:
     half, again = (ImageData(name="digits", train=10, size=4).load(None) for _ in range(2))
     assert torch.equal(half.train.x, again.train.x) and half.train.x.shape == (10, 1, 4, 4)
     whole = ImageData(name="digits").load(None)
@@ -79,7 +79,7 @@ def test_a_residual_step_keeps_the_cell_contracting() -> None:
 
 
 @pytest.mark.parametrize("method", ["peaceman-rachford", "forward-backward"])
-def test_the_step_of_a_splitting_survives_a_checkpoint(method: Any) -> None:
+def test_the_alpha_of_a_splitting_survives_a_checkpoint(method: Any) -> None:
     torch.manual_seed(0)
     settings = MonotoneSettings(data=DIGITS, channels=(8,), method=method)
     task, model = Monotone(settings), Monotone(settings).model()

@@ -39,7 +39,7 @@ def test_every_row_runs(row: str, tmp_path: Path) -> None:
     assert float(model.moved()) == test["moved"]
 
 
-def test_the_numbers_of_parameters() -> None:
+def test_rows_have_the_known_numbers_of_parameters() -> None:
     assert sum(p.numel() for p in Backbone().parameters()) == 23_408
     for tuning, trained in {"probe": 325, "lion": 3_685, "finetune": 23_733}.items():
         tuned = Tuned(Backbone(), tuning, CONFIG)  # type: ignore[arg-type]
@@ -83,7 +83,7 @@ def test_a_frozen_backbone_stays_in_eval_mode(tuning: Tuning) -> None:
     assert all(p.requires_grad for p in backbone.parameters())  # it was a copy
 
 
-def test_moved_sees_weights_and_statistics() -> None:
+def test_moved_measures_weights_and_statistics() -> None:
     tuned = Tuned(Backbone(), "finetune", CONFIG).train()
     tuned(torch.randn(4, 1, 8, 8))
     assert tuned.moved() > 0  # running statistics
@@ -104,7 +104,7 @@ def pruned_run(folder: Path, stop_at: int | None = None, training: Training = SH
     return task
 
 
-def test_pruning_goes_on_after_a_break_to_the_bit(tmp_path: Path) -> None:
+def test_pruning_resumes_bit_by_bit(tmp_path: Path) -> None:
     every_step = dataclasses.replace(SHORT, checkpoint_minutes=0.0)
     whole = pruned_run(tmp_path / "whole").state()
     for stop_at in (2, 6):  # before the first choice is in a checkpoint, and after the removal
@@ -118,7 +118,7 @@ def test_pruning_goes_on_after_a_break_to_the_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("epochs", [1, 3])
-def test_what_is_pruned_stays_zero(epochs: int, tmp_path: Path) -> None:
+def test_pruned_weights_stay_zero(epochs: int, tmp_path: Path) -> None:
     task = pruned_run(tmp_path, training=dataclasses.replace(SHORT, epochs=epochs))
     model = Run.open(tmp_path).model(task)
     assert isinstance(model, Tuned) and isinstance(model.net, Lion)
@@ -135,7 +135,7 @@ def test_a_backbone_of_timm_needs_timm() -> None:
         Prompt(dataclasses.replace(SMALL, backbone="resnet18")).prepare(None, SHORT)
 
 
-def test_settings_are_checked() -> None:
+def test_invalid_settings_are_refused() -> None:
     with pytest.raises(ValueError, match='keep needs tuning="lion"'):
         PromptSettings(tuning="probe", keep=0.5)
     with pytest.raises(ValueError, match="pretrain_steps must be at least 1"):

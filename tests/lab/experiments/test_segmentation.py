@@ -38,7 +38,7 @@ def settings(**changes: object) -> SegmentSettings:
 
 
 def labelled(images: int, classes: int) -> tuple[Tensor, Tensor]:
-    """Scores and labels, a fifth of them without a class."""
+    """Return scores and labels, a fifth of them without a class."""
     draws = torch.Generator().manual_seed(0)
     y = torch.randint(classes, (images, 6, 7), generator=draws)
     return torch.randn(images, classes, 6, 7, generator=draws), y.masked_fill(
@@ -47,7 +47,7 @@ def labelled(images: int, classes: int) -> tuple[Tensor, Tensor]:
 
 
 def by_hand(predicted: Tensor, y: Tensor, classes: int) -> tuple[float, float]:
-    """Accuracy and mean IoU, pixel by pixel."""
+    """Return accuracy and mean IoU, counted pixel by pixel."""
     table = [[0] * classes for _ in range(classes)]
     for label, guess in zip(y.flatten().tolist(), predicted.flatten().tolist(), strict=True):
         if label != IGNORE:
@@ -74,7 +74,7 @@ def test_mean_iou_over_batches_is_that_of_the_whole_split() -> None:
     assert found["mean_iou"] == pytest.approx(iou, abs=1e-12)
 
 
-def test_iou_by_class() -> None:
+def test_iou_of_every_class_matches_the_definition() -> None:
     y = torch.tensor([[[0, 0, 1, IGNORE]]])
     predicted = torch.tensor([[[0, 1, 1, 2]]])
     found = overlaps(predicted, y, 3)
@@ -91,7 +91,7 @@ def test_an_epoch_without_a_label_has_no_ratios() -> None:
     assert ratios({}, 3) == {}
 
 
-def test_rare_classes_weigh_more() -> None:
+def test_rare_classes_have_larger_weights() -> None:
     y = torch.tensor([[0, 0, 0, 1, IGNORE, IGNORE]])
     expected = 1 / torch.log(torch.tensor([1.1 + 0.75, 1.1 + 0.25, 1.1]))
     torch.testing.assert_close(class_weights(y, 3, 1.1), expected)
@@ -103,7 +103,7 @@ def test_scores_have_the_size_of_the_image() -> None:
     assert sum(p.numel() for p in net.parameters()) == 31_007
 
 
-def test_classes_are_weighted_in_training_alone() -> None:
+def test_classes_are_weighted_only_in_training() -> None:
     task = Segmentation(settings(balance=1.02))
     loaders = task.batches(None, experiment("mdeq", "debug").training, 0, 1)
     torch.manual_seed(0)
@@ -153,7 +153,7 @@ def test_the_gallery_shows_images_labels_and_predictions() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_colours() -> None:
+def test_every_label_has_its_colour() -> None:
     found = coloured(torch.tensor([[0, 3, IGNORE]]))
     assert found.tolist() == [[list(PALETTE[0]), list(PALETTE[3]), [0, 0, 0]]]
     assert len(set(PALETTE)) == len(PALETTE) >= 11
@@ -162,7 +162,7 @@ def test_colours() -> None:
     assert bars({"road": 0.5, "nowhere": float("nan")}).startswith(SIGNATURE)
 
 
-def test_settings_are_checked() -> None:
+def test_invalid_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="balance must be above 1"):
         SegmentSettings(balance=1.0)
     with pytest.raises(ValueError, match="test must be at least 1 image"):

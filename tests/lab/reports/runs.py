@@ -13,7 +13,7 @@ from equilibria.lab.experiments.definitions import Scale, Table, run_folder
 def write_run(
     base: Path, table: Table, row: str, seed: int, test: dict[str, float], scale: Scale = "full", **more: Any
 ) -> Path:
-    """A finished run of two epochs whose last one has these test metrics; `more` goes to every record."""
+    """Write a finished run of two epochs whose last one has these test metrics; `more` is added to every record."""
     e = table.row(row).experiment(scale).seeded(seed)
     folder = run_folder(base, row, seed)
     folder.mkdir(parents=True)

@@ -34,20 +34,20 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 @pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json"])
-def test_a_run_of_a_table(name: str, damage: Callable[[Path], None], run: Path, tmp_path: Path) -> None:
+def test_a_damaged_run_of_a_table_is_named(name: str, damage: Callable[[Path], None], run: Path, tmp_path: Path) -> None:
     damage(run / name)
     refused(lambda: write_report(DIGITS, "full", tmp_path / "table"), run / name)
     refused(lambda: write_run_report(run), run / name)
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_the_settings_of_a_run(damage: Callable[[Path], None], run: Path) -> None:
+def test_damaged_settings_of_a_run_are_named(damage: Callable[[Path], None], run: Path) -> None:
     damage(run / "config.json")
     refused(lambda: write_run_report(run), run if (run / "config.json").is_dir() else run / "config.json")
 
 
 @pytest.mark.parametrize("damage", BROKEN.values(), ids=BROKEN)
-def test_what_is_beside_a_run(damage: Callable[[Path], None], run: Path, tmp_path: Path) -> None:
+def test_damaged_files_next_to_a_run_are_named(damage: Callable[[Path], None], run: Path, tmp_path: Path) -> None:
     write_gallery(run, {"some": ("Some picture", b"png")})
     damage(run / "gallery" / "titles.json")
     refused(lambda: write_run_report(run), run / "gallery" / "titles.json")
@@ -56,14 +56,14 @@ def test_what_is_beside_a_run(damage: Callable[[Path], None], run: Path, tmp_pat
     refused(lambda: write_report(DIGITS, "full", tmp_path / "table"), run / "machine.json")
 
 
-def test_a_picture_that_is_gone(run: Path) -> None:
+def test_a_missing_picture_is_named(run: Path) -> None:
     write_gallery(run, {"some": ("Some picture", b"png")})
     (run / "gallery" / "some.png").unlink()
     refused(lambda: write_run_report(run), run / "gallery" / "some.png")
 
 
 @pytest.mark.parametrize("damage", BROKEN.values(), ids=BROKEN)
-def test_the_numbers_of_a_table(damage: Callable[[Path], None], run: Path, tmp_path: Path) -> None:
+def test_damaged_numbers_of_a_table_are_named(damage: Callable[[Path], None], run: Path, tmp_path: Path) -> None:
     write_report(DIGITS, "full", tmp_path / "table", tmp_path / "digits")
     assert reported_scale(tmp_path / "digits") == "full"
     file = tmp_path / "digits" / "table.json"
@@ -72,7 +72,7 @@ def test_the_numbers_of_a_table(damage: Callable[[Path], None], run: Path, tmp_p
     refused(lambda: write_overview(tmp_path, {"digits": DIGITS}), file)
 
 
-def test_numbers_of_a_table_without_its_rows(tmp_path: Path) -> None:
+def test_numbers_of_a_table_without_its_rows_are_refused(tmp_path: Path) -> None:
     (tmp_path / "digits").mkdir()
     (tmp_path / "digits" / "table.json").write_text("{}")
     refused(lambda: write_overview(tmp_path, {"digits": DIGITS}), tmp_path / "digits" / "table.json")

@@ -33,7 +33,7 @@ def results(tmp_path: Path) -> TableResults:
     return collect(JR, "full", tmp_path)
 
 
-def test_a_profile_has_a_line_through_the_columns_there_are(results: TableResults) -> None:
+def test_a_profile_has_a_line_through_the_known_columns(results: TableResults) -> None:
     drawn = pictures(results)
     title, content = drawn["accuracy-nfe"]
     assert title == JR.profiles[0].title and content.startswith(PNG)
@@ -70,7 +70,7 @@ def test_a_column_takes_one_of_the_epochs_or_all(tmp_path: Path) -> None:
         assert value(run, Column("a", "", "test.accuracy", epochs=epochs)) == pytest.approx(expected)  # type: ignore[arg-type]
 
 
-def test_pictures_of_the_data_stay_beside_the_runs(results: TableResults, tmp_path: Path) -> None:
+def test_pictures_of_the_data_are_not_in_other_reports(results: TableResults, tmp_path: Path) -> None:
     run = results.runs["mdeq"][0].folder
     write_gallery(run, {"looks": ("what it sees", PNG), "segmentation": ("images", PNG)})
     runs, elsewhere = run.parent.parent, tmp_path / "elsewhere"

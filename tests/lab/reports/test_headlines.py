@@ -41,7 +41,7 @@ def test_other_tables_have_no_speed_ups(tmp_path: Path) -> None:
     assert lines(numbers) == [] and "Speed-ups" not in page(numbers, [])
 
 
-def test_rows_of_different_machines_are_not_divided(tmp_path: Path) -> None:
+def test_rows_of_different_machines_are_not_compared(tmp_path: Path) -> None:
     for row, machine in (("deq-discrete", "abacus"), ("v2-discrete", "slide rule")):
         folder = write_run(tmp_path, SKIP, row, 0, {"accuracy": 0.9, "predict_seconds": 0.1, "depth": 3.0})
         (folder / "machine.json").write_text(f'{{"processor": "{machine}"}}')

@@ -53,6 +53,6 @@ def test_an_unfinished_run_says_so(tmp_path: Path) -> None:
     assert "2 of 3 epochs, not finished" in write_run_report(make_run(tmp_path / "run", finished=False)).read_text()
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
         write_run_report(tmp_path)

@@ -55,7 +55,7 @@ def test_claims_are_judged_by_the_runs(results: TableResults) -> None:
     assert word(results, "Jacobian regularization at least halves") == "undecided"
 
 
-def test_a_claim_that_fails_is_said_to_fail(tmp_path: Path) -> None:
+def test_a_claim_that_fails_is_reported_as_such(tmp_path: Path) -> None:
     for seed in (1, 2, 3):
         write_run(tmp_path, MNIST, "deq", seed, {"accuracy": 0.98, "nfe": 18.0})
         write_run(tmp_path, MNIST, "v2", seed, {"accuracy": 0.97, "nfe": 17.0})
@@ -85,7 +85,7 @@ def test_a_claim_that_fails_is_said_to_fail(tmp_path: Path) -> None:
         (Claim(text="", column="explicit", left="deq", at_most=1.0), None),
     ],
 )
-def test_every_kind_of_claim(results: TableResults, claim: Claim, held: bool | None) -> None:
+def test_every_kind_of_claim_is_decided_by_its_bounds(results: TableResults, claim: Claim, held: bool | None) -> None:
     assert judge(claim, results).held is held
 
 
@@ -99,7 +99,7 @@ def test_equal_counts_are_equal_whatever_their_last_bits(tmp_path: Path) -> None
     assert judge(Claim(text="", column="accuracy", left="deq", at_most=99.31), found).held
 
 
-def test_what_was_published_of_a_claim() -> None:
+def test_claims_are_shown_with_published_figures() -> None:
     ratio = Claim(text="", column="nfe", left="v2", right="deq", at_most=0.5)
     deq, v2 = (MNIST.row(row).published["nfe"].mean for row in ("deq", "v2"))
     assert as_published(ratio, MNIST).endswith(f"= {v2 / deq:.4g}")

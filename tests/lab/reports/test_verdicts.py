@@ -23,7 +23,7 @@ JFB = table("jfb-svhn")
 
 
 def runs(base: Path, row: str, accuracies: Sequence[float], machine: str = "abacus", **test: float) -> None:
-    """Runs of seeds 0, 1, ... with these accuracies in per cent."""
+    """Write runs of seeds 0, 1, ... with these accuracies in per cent."""
     for seed, accuracy in enumerate(accuracies):
         folder = write_run(base, MNIST, row, seed, {"accuracy": accuracy / 100, **test})
         (folder / "machine.json").write_text(json.dumps({"processor": machine, "commit": "0123456789ab"}))
@@ -59,7 +59,7 @@ def test_fewer_than_three_runs_decide_nothing(tmp_path: Path) -> None:
 
 
 def test_equal_seeds_are_compared_in_pairs(tmp_path: Path) -> None:
-    """Folds differ by ten points, the rows by half a point on each of them."""
+    """Folds differ by ten points, but rows differ by half a point on each fold."""
     runs(tmp_path, "deq", (80.0, 90.0, 85.0))
     runs(tmp_path, "v2", (80.5, 90.6, 85.4))
     assert judge(AHEAD, results(tmp_path)).held is True
@@ -71,7 +71,7 @@ def test_equal_seeds_are_compared_in_pairs(tmp_path: Path) -> None:
     assert unpaired is not None and unpaired > 4.0  # seeds differ: the folds' own deviation counts
 
 
-def test_errors_of_quotients_and_differences() -> None:
+def test_errors_of_quotients_and_differences_match_their_formulas() -> None:
     left, right = {"a/seed-0": 2.0, "a/seed-1": 4.0, "a/seed-2": 6.0}, {"b/seed-0": 1.0, "b/seed-1": 2.0, "b/seed-2": 3.0}
     assert quotient_error(left, right) == pytest.approx(0.0)  # every pair has the quotient 2
     assert difference_error(left, right) == mean_error([1.0, 2.0, 3.0]) == pytest.approx(1 / 3**0.5)
@@ -134,7 +134,7 @@ def test_machines_are_kept_apart(tmp_path: Path) -> None:
     assert any("abacus" in line and "seeds: 0, 1, 2; commit: 0123456789ab" in line for line in protocol(found))
 
 
-def test_a_stored_report_is_judged_as_its_runs_were(tmp_path: Path) -> None:
+def test_a_stored_report_has_the_verdicts_of_its_runs(tmp_path: Path) -> None:
     polynomial = table("skipdeq-polynomial")
     for row, nfe in (("deq", 84.0), ("skip", 30.0), ("v2", 56.0)):
         for seed in range(3):

@@ -26,7 +26,7 @@ TRAINING = Training(epochs=5, batch_size=4, optimizer=Optimizer(lr=0.02), ema=0.
 
 
 def start(folder: Path) -> int:
-    """The process that trains."""
+    """Start and return the training process."""
     process = os.fork()
     if process:
         return process
@@ -46,7 +46,7 @@ def finish(folder: Path) -> float:
 
 
 def kill_after(folder: Path, seconds: float) -> bool:
-    """Was it still running?"""
+    """Kill the process after a delay; returns True if it was still running."""
     process = start(folder)
     time.sleep(seconds)
     os.kill(process, signal.SIGKILL)
@@ -55,7 +55,7 @@ def kill_after(folder: Path, seconds: float) -> bool:
 
 
 def kill_before_its_end(folder: Path, seconds: float) -> None:
-    """At a random moment. Where the run was faster than that, begin anew: a machine is not equally busy all the time."""
+    """Kill the run at a random moment before its end; start again if it ended earlier, since load varies."""
     while not kill_after(folder, random.uniform(0, seconds)):
         shutil.rmtree(folder)
         seconds /= 2

@@ -21,7 +21,7 @@ TIGHT = eq.Stop(rtol=1e-12, atol=0.0, max_steps=200, on_failure="ignore")
 
 
 class Prepared(TanhCell):
-    """The same, with its product of the input taken once per solve."""
+    """The same cell, with the product of the input computed once per solve."""
 
     def prepare(self, x: Tensor) -> Tensor:
         return x @ self.u.T
@@ -31,7 +31,7 @@ class Prepared(TanhCell):
 
 
 class Shared(Classifying):
-    """In float64, and without what differs between processes: masks and batch statistics."""
+    """The task in float64, without dropout and batch statistics, which differ between processes."""
 
     def __init__(self) -> None:
         super().__init__(TIGHT, torch.float64)

@@ -22,7 +22,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 def points(count: int, dtype: torch.dtype = torch.float32) -> data.Split:
-    """Points around as many centres as there are classes."""
+    """Return points around one centre per class."""
     draws = torch.Generator().manual_seed(count)
     y = torch.randint(CLASSES, (count,), generator=draws)
     centres = 2 * torch.eye(CLASSES, WIDTH, dtype=torch.float64)
@@ -31,7 +31,7 @@ def points(count: int, dtype: torch.dtype = torch.float32) -> data.Split:
 
 
 class Classifying(Task[Pair]):
-    """Three classes of points by a small DEQ with dropout in front of it."""
+    """A task that classifies three classes of points by a small DEQ after dropout."""
 
     better: tuple[str, Literal["max", "min"]] = ("accuracy", "max")
 
@@ -62,7 +62,7 @@ class Classifying(Task[Pair]):
 
 
 class Noted(Silent):
-    """Keeps what it is told; at a given step it raises, as a run may be cut off anywhere."""
+    """A listener that records all events and raises at a given step to interrupt the run."""
 
     def __init__(self, stop_at: int | None = None, error: type[BaseException] = RuntimeError) -> None:
         self.stop_at, self.error = stop_at, error
@@ -87,6 +87,6 @@ def weights(folder: Path, task: Task[Any]) -> dict[str, Tensor]:
 
 
 def timeless(folder: Path) -> list[dict[str, Any]]:
-    """The metrics without times and memory, all that may differ between equal runs."""
+    """Return the metrics without times and memory, which may differ between equal runs."""
     free = ("seconds_train", "seconds_step", "seconds_backward", "peak_bytes")
     return [{key: value for key, value in line.items() if key not in free} for line in Run.open(folder).metrics]

@@ -81,12 +81,12 @@ def test_tied_weights_are_stored_under_both_names(tmp_path: Path) -> None:
     assert torch.equal(found["a"], weight) and torch.equal(found["b"], weight) and torch.equal(found["c"], weight[1:])
 
 
-def test_what_cannot_be_stored_is_named(tmp_path: Path) -> None:
+def test_a_value_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"got object at 'a\.0'"):
         Checkpoints(tmp_path).write(1, {"model": {"a": [object()]}})
 
 
-def test_the_last_two_are_kept(tmp_path: Path) -> None:
+def test_the_last_two_checkpoints_are_kept(tmp_path: Path) -> None:
     checkpoints = _three(tmp_path)
     assert [path.name for path in checkpoints.paths()] == ["step-00000002", "step-00000003"]
     found = checkpoints.newest(pytest.fail)
@@ -95,7 +95,7 @@ def test_the_last_two_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_corrupt_one_is_named_and_the_one_before_is_used(damage: Callable[[Path], None], tmp_path: Path) -> None:
+def test_a_corrupt_checkpoint_is_named_and_the_one_before_is_used(damage: Callable[[Path], None], tmp_path: Path) -> None:
     checkpoints, told = _three(tmp_path), list[str]()
     damage(tmp_path / "step-00000003")
     found = checkpoints.newest(told.append)
@@ -106,7 +106,7 @@ def test_a_corrupt_one_is_named_and_the_one_before_is_used(damage: Callable[[Pat
     assert found is not None and found.step == 3
 
 
-def test_without_any_sound_one_it_is_an_error(tmp_path: Path) -> None:
+def test_corrupt_checkpoints_alone_raise(tmp_path: Path) -> None:
     checkpoints = _three(tmp_path)
     for path in checkpoints.paths():
         _flip(path)
@@ -115,7 +115,7 @@ def test_without_any_sound_one_it_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("writes", [0, 1, 2])
-def test_a_full_disk_leaves_the_last_one(writes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_last_checkpoint(writes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints, done = _three(tmp_path), list[Path]()
 
     def full(path: Path, data: bytes) -> None:

@@ -26,7 +26,7 @@ def trainer(folder: Path, listener: Noted | None = None) -> Trainer:
 
 @pytest.fixture(scope="module")
 def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 15 steps that was cut off during step 8: checkpoints after steps 6 and 7, metrics of one epoch."""
+    """Return the folder of a run that was interrupted in step 8 of 15, with checkpoints of steps 6 and 7 and one epoch."""
     folder = tmp_path_factory.mktemp("cut")
     with pytest.raises(RuntimeError, match="cut off"):
         trainer(folder, Noted(stop_at=8)).fit()
@@ -46,7 +46,7 @@ def finished(cut: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file of a folder but the lock."""
+    """Return the content of every file of a folder except the lock."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -68,7 +68,7 @@ def without(*names: str) -> Callable[[dict[str, Any]], Any]:
     return lambda state: {name: part for name, part in state.items() if name not in names}
 
 
-def test_without_a_sound_checkpoint_every_start_refuses_and_changes_nothing(folder: Path) -> None:
+def test_without_an_intact_checkpoint_every_start_raises_and_changes_nothing(folder: Path) -> None:
     for path in checkpoints(folder):
         flip(path / "model.safetensors")
     before = contents(folder)
@@ -80,7 +80,7 @@ def test_without_a_sound_checkpoint_every_start_refuses_and_changes_nothing(fold
 
 
 def test_checkpoints_set_aside_by_an_earlier_start_are_remembered(folder: Path) -> None:
-    """Versions before this one renamed all of them before they refused."""
+    """Earlier versions renamed all checkpoints before they raised."""
     for path in checkpoints(folder):
         path.rename(path.with_name(f"{path.name}.corrupt"))
     before = contents(folder)
@@ -100,7 +100,7 @@ def test_missing_checkpoints_of_a_run_with_metrics_are_refused(finished: Path, t
 
 
 def test_a_kill_between_the_two_renames_loses_nothing(folder: Path, finished: Path) -> None:
-    """A checkpoint of the same step is replaced: the old one has been set aside, the new one has not got its name."""
+    """A checkpoint of the same step is being replaced: the old one is set aside, and the new one is not renamed yet."""
     older, newest = checkpoints(folder)
     shutil.rmtree(older)
     shutil.copytree(newest, newest.with_name(f".{newest.name}.tmp-77"))
@@ -219,7 +219,7 @@ def test_a_line_of_metrics_that_is_wrong_is_named(line: str, seen: str, folder: 
     assert contents(folder) == before
 
 
-def test_a_file_that_may_not_be_read_is_no_corrupt_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_without_read_access_is_not_a_corrupt_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     newest, before = checkpoints(folder)[-1], contents(folder)
     read_bytes = Path.read_bytes
 
@@ -236,7 +236,7 @@ def test_a_file_that_may_not_be_read_is_no_corrupt_checkpoint(folder: Path, monk
 
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may read every file")
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl"])
-def test_a_file_of_a_run_that_may_not_be_read_is_named(name: str, folder: Path) -> None:
+def test_a_file_of_a_run_without_read_access_is_named(name: str, folder: Path) -> None:
     (folder / name).chmod(0)
     with pytest.raises(PermissionError, match=name):
         trainer(folder).fit()

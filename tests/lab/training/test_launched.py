@@ -61,7 +61,7 @@ def test_sharded_processes_have_the_curve_of_one(alone: Path, tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_processes_that_were_cut_off_go_on_together(strategy: str, alone: Path, tmp_path: Path) -> None:
+def test_interrupted_processes_resume_together(strategy: str, alone: Path, tmp_path: Path) -> None:
     assert "cut off" in torchrun(strategy, tmp_path / "cut", 6).stderr
     run(strategy, tmp_path / "cut")
     run(strategy, tmp_path / "whole")
@@ -70,7 +70,7 @@ def test_processes_that_were_cut_off_go_on_together(strategy: str, alone: Path, 
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_another_number_of_processes(alone: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_with_another_number_of_processes(alone: Path, tmp_path: Path) -> None:
     assert "cut off" in torchrun("ddp", tmp_path, 6).stderr
     listener = main("auto", tmp_path)
     assert listener.messages[1].startswith("There were 2 processes, now there are 1")
@@ -78,8 +78,8 @@ def test_a_run_goes_on_with_another_number_of_processes(alone: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_language_model_is_trained_in_shards_and_its_penalty_refused(tmp_path: Path) -> None:
-    """What is measured on copies is left out, and a second derivative is not to be had."""
+def test_a_language_model_is_trained_in_shards_and_its_penalty_is_refused(tmp_path: Path) -> None:
+    """Measurements on copies are left out, and the penalty is refused because it needs a second derivative."""
 
     def train(name: str) -> subprocess.CompletedProcess[str]:
         words = [

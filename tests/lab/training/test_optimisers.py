@@ -48,7 +48,7 @@ def test_learning_rates_follow_their_formulas(schedule: Schedule, step: int, fac
         (Optimizer(name="rmsprop", lr=0.1), 0.1 / math.sqrt(0.01)),
     ],
 )
-def test_first_step_of_every_optimiser(settings: Optimizer, moved: float) -> None:
+def test_the_first_step_of_every_optimiser_matches_its_formula(settings: Optimizer, moved: float) -> None:
     weight = nn.Parameter(torch.tensor([3.0], dtype=torch.float64))
     optimizer = make_optimizer(settings, [weight])
     weight.grad = torch.tensor([2.0], dtype=torch.float64)
@@ -56,7 +56,7 @@ def test_first_step_of_every_optimiser(settings: Optimizer, moved: float) -> Non
     assert 3.0 - weight.item() == pytest.approx(moved, rel=1e-6)  # Adam and RMSprop divide by |g| + 1e-8
 
 
-def test_average_is_the_recursion_with_its_warm_up() -> None:
+def test_the_average_follows_its_recursion() -> None:
     model = nn.Linear(1, 1, bias=False).double()
     average, expected = Average(model, 0.5), model.weight.item()
     for n, value in enumerate((1.0, 4.0, -2.0, 7.0, 3.0, 8.0, 1.0, 5.0, 6.0, 2.0)):
@@ -71,7 +71,7 @@ def test_average_is_the_recursion_with_its_warm_up() -> None:
 
 
 @pytest.mark.parametrize("settings", [Optimizer(lr=0.01), Optimizer(name="sgd", lr=0.05, momentum=0.9)])
-def test_one_cycle_is_that_of_torch(settings: Optimizer) -> None:
+def test_one_cycle_equals_the_schedule_of_torch(settings: Optimizer) -> None:
     weight, schedule = nn.Parameter(torch.zeros(1)), Schedule(name="one-cycle")
     ours, theirs = make_optimizer(settings, [weight]), make_optimizer(settings, [weight])
     cycle = torch.optim.lr_scheduler.OneCycleLR(theirs, settings.lr, total_steps=STEPS)

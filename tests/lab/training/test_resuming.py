@@ -29,7 +29,7 @@ def trainer(folder: Path, training: Training = EVERY_STEP, listener: Noted | Non
 
 
 def same(a: Path, b: Path) -> None:
-    """Weights, averages, metrics: all of it to the bit."""
+    """Check that weights, averages and metrics of two runs are equal bit by bit."""
     for which in ("raw", "last", "best"):
         first, second = (Run.open(folder).model(Classifying(), which).state_dict() for folder in (a, b))
         assert all(torch.equal(first[name], second[name]) for name in first), which
@@ -72,7 +72,7 @@ class _CutAfterMetrics(Noted):
             raise RuntimeError("cut off")
 
 
-def test_metrics_ahead_of_the_checkpoint_are_cut(uninterrupted: Path, tmp_path: Path) -> None:
+def test_metrics_ahead_of_the_checkpoint_are_removed(uninterrupted: Path, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="cut off"):
         trainer(tmp_path, listener=_CutAfterMetrics()).fit()
     assert len(Run.open(tmp_path).metrics) == 2
@@ -84,7 +84,7 @@ def test_metrics_ahead_of_the_checkpoint_are_cut(uninterrupted: Path, tmp_path: 
 
 
 class _Interrupting(Noted):
-    """Ctrl-C during a step; the run itself must not end before it is complete."""
+    """A task that sends Ctrl-C during a step, which must still be completed."""
 
     def step_done(self, step: int, loss: float, seconds: float) -> None:
         super().step_done(step, loss, seconds)
@@ -104,7 +104,7 @@ def test_ctrl_c_ends_with_a_checkpoint(uninterrupted: Path, tmp_path: Path) -> N
     same(tmp_path, uninterrupted)
 
 
-def test_ctrl_c_during_evaluation(uninterrupted: Path, tmp_path: Path) -> None:
+def test_ctrl_c_during_evaluation_repeats_the_evaluation(uninterrupted: Path, tmp_path: Path) -> None:
     class Interrupting(Classifying):
         def evaluate(self, model: nn.Module, batch: Pair) -> Outcome:
             os.kill(os.getpid(), signal.SIGINT)
@@ -126,7 +126,7 @@ def test_ctrl_c_twice_interrupts_at_once(tmp_path: Path) -> None:
         trainer(tmp_path, listener=Impatient()).fit()
 
 
-def test_a_corrupt_checkpoint_is_named_and_costs_nothing(uninterrupted: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_from_the_checkpoint_before_a_corrupt_one(uninterrupted: Path, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="cut off"):
         trainer(tmp_path, listener=Noted(stop_at=8)).fit()
     newest = tmp_path / "checkpoints" / "step-00000007"
@@ -141,7 +141,7 @@ def test_a_corrupt_checkpoint_is_named_and_costs_nothing(uninterrupted: Path, tm
     same(tmp_path, uninterrupted)
 
 
-def test_a_full_disk_ends_the_run_and_it_goes_on(
+def test_a_full_disk_ends_the_run_which_can_be_resumed(
     uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, data: bytes) -> None:
@@ -163,7 +163,7 @@ def test_a_finished_run_is_left_alone(uninterrupted: Path) -> None:
     assert listener.messages == [f"The run in {uninterrupted} is finished."]
 
 
-def test_another_config_is_refused_with_what_differs(uninterrupted: Path, tmp_path: Path) -> None:
+def test_another_config_is_refused_with_its_differences(uninterrupted: Path, tmp_path: Path) -> None:
     other = dataclasses.replace(EVERY_STEP, epochs=4, optimizer=Optimizer(lr=0.1))
     with pytest.raises(ValueError, match=r"training\.epochs was 3, now 4; training\.optimizer\.lr was 0\.05, now 0\.1"):
         trainer(uninterrupted, other).fit()
@@ -183,7 +183,7 @@ def test_other_versions_are_reported(uninterrupted: Path, tmp_path: Path) -> Non
 
 
 class _Remembering(Classifying):
-    """Has a state of its own, which its loss depends on."""
+    """A task with a state on which its loss depends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,10 +225,10 @@ def _check_killed(found: list[dict[str, Any]]) -> None:
     assert all(each["weights"] and each["metrics"] for each in found), found
 
 
-def test_kill_9_at_a_random_moment(tmp_path: Path) -> None:
+def test_a_run_killed_at_a_random_moment_ends_the_same(tmp_path: Path) -> None:
     _check_killed(_killed(tmp_path, moments=2, chain=0))
 
 
 @pytest.mark.slow
-def test_kill_9_at_ten_random_moments_and_again_and_again(tmp_path: Path) -> None:
+def test_a_run_killed_at_ten_random_moments_ends_the_same(tmp_path: Path) -> None:
     _check_killed(_killed(tmp_path, moments=10, chain=10))

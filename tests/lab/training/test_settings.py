@@ -19,7 +19,7 @@ def test_settings_survive_json() -> None:
     assert from_plain(Training, json.loads(json.dumps(to_plain(training)))) == training
 
 
-def test_what_is_left_out_keeps_its_default_and_whole_numbers_are_floats_too() -> None:
+def test_missing_settings_keep_their_defaults_and_integers_become_floats() -> None:
     training = from_plain(Training, {"optimizer": {"lr": 1}, "clip_norm": 2})
     assert training == Training(optimizer=Optimizer(lr=1.0), clip_norm=2.0)
     assert isinstance(training.clip_norm, float)
@@ -50,7 +50,7 @@ def test_what_is_left_out_keeps_its_default_and_whole_numbers_are_floats_too() -
         ({"optimizer": {"nesterov": True}}, ValueError, "for sgd with momentum"),
     ],
 )
-def test_mistakes_are_named(values: dict[str, Any], error: type[Exception], told: str) -> None:
+def test_invalid_settings_are_named(values: dict[str, Any], error: type[Exception], told: str) -> None:
     with pytest.raises(error, match=told):
         from_plain(Training, values)
 

@@ -71,7 +71,7 @@ def test_steps_are_timed_by_work_where_one_thread_does_it(monkeypatch: pytest.Mo
 
 
 def test_metrics_are_the_means_over_samples(tmp_path: Path) -> None:
-    """At lr 0 the weights stay: evaluation by hand must agree, the last batch being smaller."""
+    """With lr 0 the weights do not change, so that evaluation by hand must agree, also with a smaller last batch."""
     fit(tmp_path, eval_batch_size=10, optimizer=Optimizer(lr=0.0))
     task, run = Classifying(), Run.open(tmp_path)
     loader = task.batches(None, dataclasses.replace(TRAINING, eval_batch_size=24), 0, 1).valid
@@ -123,13 +123,13 @@ def test_the_seed_decides_everything(tmp_path: Path) -> None:
     assert not torch.equal(a["3.weight"], c["3.weight"])
 
 
-def test_torch_is_left_as_it_was(tmp_path: Path) -> None:
+def test_global_settings_of_torch_are_restored(tmp_path: Path) -> None:
     fit(tmp_path, epochs=1)
     assert not torch.are_deterministic_algorithms_enabled()
 
 
 class _Bad(Classifying):
-    """The loss, or the gradient alone, is not finite at some steps."""
+    """A task whose loss, or only its gradient, is not finite at some steps."""
 
     def __init__(self, steps: set[int], gradient_alone: bool = False) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(gradient_alone: bool, 
     ]
 
 
-def test_too_many_of_them_in_a_row_end_the_run(tmp_path: Path) -> None:
+def test_too_many_skipped_steps_in_a_row_end_the_run(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="3 steps in a row were skipped, the last one, step 7, because the loss is nan"):
         fit(tmp_path, _Bad({4, 5, 6}), max_bad_steps=3)
     assert Run.open(tmp_path).summary is None
@@ -174,20 +174,20 @@ def test_failed_solves_are_counted(tmp_path: Path) -> None:
     assert line["bad_steps"] == 0 and line["failed_share"] == 1.0 == line["split"]["valid"]["failed"]
 
 
-def test_failed_solves_are_skipped_if_asked_for(tmp_path: Path) -> None:
+def test_steps_with_failed_solves_are_skipped_if_requested(tmp_path: Path) -> None:
     listener = Noted()
     with pytest.raises(TrainingError, match=r"2 steps in a row .* solves failed \(8 forward, 0 adjoint of 8 "):
         fit(tmp_path, Classifying(FAILING), listener, failed_solves="skip", max_bad_steps=2)
     assert len(listener.messages) == 2
 
 
-def test_failed_solves_stop_if_asked_for(tmp_path: Path) -> None:
+def test_failed_solves_stop_the_run_if_requested(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r'Step 1: solves failed .* failed_solves is "stop"'):
         fit(tmp_path, Classifying(FAILING), failed_solves="stop")
 
 
 class _Watched(Classifying):
-    """Notes the weights at the beginning of every step."""
+    """A task that records the weights at the beginning of every step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ def test_pretraining_is_switched_on_and_off(tmp_path: Path) -> None:
         fit(tmp_path / "without", pretrain_steps=7)
 
 
-def test_a_run_that_kept_nothing_may_begin_anew_with_other_settings(tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_may_restart_with_other_settings(tmp_path: Path) -> None:
     class Failing(Classifying):
         def model(self) -> nn.Module:
             raise ValueError("heads must divide the width.")
@@ -273,7 +273,7 @@ def test_a_run_that_kept_nothing_may_begin_anew_with_other_settings(tmp_path: Pa
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "64-true", "bf16-true"])
-def test_other_precisions(precision: str, tmp_path: Path) -> None:
+def test_a_run_trains_in_other_precisions(precision: str, tmp_path: Path) -> None:
     fit(tmp_path, Classifying(eq.Stop(rtol=1e-2, max_steps=20, on_failure="ignore")), precision=precision)
     assert Run.open(tmp_path).metrics[-1]["split"]["train"]["loss"] < 1.2
     if precision == "64-true":
@@ -286,7 +286,7 @@ class _WithoutSplits(Classifying):
         return Loaders(super().batches(root, training, rank, world_size).train)
 
 
-def test_a_model_without_equilibria_and_a_task_without_other_splits(tmp_path: Path) -> None:
+def test_a_model_without_equilibria_and_other_splits_is_trained(tmp_path: Path) -> None:
     class Plain(_WithoutSplits):
         def model(self) -> nn.Module:
             return nn.Linear(6, 3)
@@ -296,14 +296,14 @@ def test_a_model_without_equilibria_and_a_task_without_other_splits(tmp_path: Pa
     assert summary.best["by"]["split"] == "train" and summary.final["failed_share"] == 0.0
 
 
-def test_a_metric_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_metric_is_named(tmp_path: Path) -> None:
     task = Classifying()
     task.better = ("f1", "max")
     with pytest.raises(ValueError, match="better is 'f1', but the metrics of valid are loss, accuracy"):
         fit(tmp_path, task)
 
 
-def test_what_is_not_a_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"not the folder of a run: it has no config\.json"):
         Run.open(tmp_path)
     with pytest.raises(FileNotFoundError, match="it does not exist"):
@@ -326,7 +326,7 @@ def test_strict_json_has_no_nan(tmp_path: Path) -> None:
     assert Run.open(tmp_path).metrics[0]["split"]["valid"]["ratio"] is None
 
 
-def test_only_the_first_run_of_a_process_has_a_peak_of_its_own(tmp_path: Path) -> None:
+def test_only_the_first_run_of_a_process_reports_peak_memory(tmp_path: Path) -> None:
     for name in ("first", "second"):
         fit(tmp_path / name, epochs=1)
     assert Run.open(tmp_path / "second").metrics[-1]["peak_bytes"] is None

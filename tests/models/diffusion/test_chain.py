@@ -20,7 +20,7 @@ FORMS = ["velocity", "noise", "step"]
 
 
 def denoiser() -> Denoiser:
-    """Untrained, but with an output that depends on its input."""
+    """Return an untrained denoiser whose output depends on its input."""
     torch.manual_seed(0)
     net = Denoiser(DenoiserConfig(image=(1, 2, 2), width=16, blocks=1, embedding=8)).double()
     with torch.no_grad():

@@ -23,7 +23,7 @@ KINDS = ["siren", "fourier", "gabor"]
 
 
 def small(kind: str, **changes: Any) -> EquilibriumField:
-    """In double precision, solved tightly, with exact gradients."""
+    """Return a field in double precision, solved tightly and with exact gradients."""
     torch.manual_seed(0)
     config = dataclasses.replace(SMALL, kind=kind)  # type: ignore[arg-type]
     return EquilibriumField(config, **{"stop": TIGHT, "gradient": EXACT, **changes}).double().eval()
@@ -34,7 +34,7 @@ def points(count: int = 5) -> Tensor:
 
 
 def filtered(x: Tensor, filter: nn.Module) -> Tensor:
-    """A filter written out."""
+    """Return a filter by its formula."""
     w = dict(filter.named_parameters())
     out = torch.sin(x @ w["waves.map.weight"].T + w["waves.map.bias"])
     if "centres" not in w:
@@ -44,7 +44,7 @@ def filtered(x: Tensor, filter: nn.Module) -> Tensor:
 
 
 def equilibrium(field: EquilibriumField, x: Tensor) -> Tensor:
-    """The equilibrium of a multiplicative filter cell by a dense linear solve per point."""
+    """Return the equilibrium of a multiplicative filter cell by a dense linear solve per point."""
     cell: Any = field.layer.cell
     g, h = filtered(x, cell.first), filtered(x, cell.second)
     weight = cell.state.weight

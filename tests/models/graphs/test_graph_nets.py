@@ -85,7 +85,7 @@ def largest_row(model: nn.Module) -> float:
 # ---- sizes ----
 
 
-def test_published_numbers_of_parameters() -> None:
+def test_models_have_the_published_numbers_of_parameters() -> None:
     assert parameters(GraphClassifier(GraphClassifierConfig(features=35))) == 37_634  # COX2
     assert parameters(GraphClassifier(GraphClassifierConfig(features=3))) == 33_538  # PROTEINS
     assert parameters(ChainNet()) == 3_504
@@ -146,7 +146,7 @@ def test_chain_embeddings_have_length_one() -> None:
     torch.testing.assert_close(seen[0].norm(dim=1), torch.ones(6))
 
 
-def test_a_graph_convolution_against_the_dense_one() -> None:
+def test_a_graph_convolution_equals_the_dense_one() -> None:
     layer, g = GCNLayer(FEATURES, 5), graph(6, torch.zeros(6), 0)
     a = torch.zeros(6, 6).index_put_((g.edge_index[0], g.edge_index[1]), torch.tensor(1.0), accumulate=True) + torch.eye(6)
     scale = a.sum(dim=1).rsqrt()
@@ -246,7 +246,7 @@ def test_torch_geometric_batches_are_taken() -> None:
 # ---- parts ----
 
 
-def test_pooling_and_row_sums() -> None:
+def test_pooling_and_row_sums_match_their_formulas() -> None:
     x = torch.arange(6.0).view(3, 2)
     assert sum_pool(x, None).tolist() == [[6.0, 9.0]]
     assert sum_pool(x, torch.tensor([1, 0, 1])).tolist() == [[2.0, 3.0], [4.0, 6.0]]
@@ -255,7 +255,7 @@ def test_pooling_and_row_sums() -> None:
         sum_pool(x, torch.tensor([0, 1]))
 
 
-def test_wrong_choices_are_named() -> None:
+def test_invalid_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="layers must be at least 1"):
         GraphClassifierConfig(features=3, layers=0)
     with pytest.raises(ValueError, match="layers must be at least 1"):

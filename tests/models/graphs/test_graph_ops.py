@@ -70,7 +70,7 @@ def test_products_are_those_of_the_dense_matrix(count: int, weighted: bool) -> N
     assert len(set(map(tuple, adjacency.edge_index.t().tolist()))) == adjacency.edges
 
 
-def test_derivatives_of_any_order_and_transforms() -> None:
+def test_propagation_has_derivatives_of_any_order_and_transforms() -> None:
     n = 5
     adjacency = Adjacency(edges(n, 12), weights(12), n)
     x = features(n, 2).requires_grad_()
@@ -90,7 +90,7 @@ def test_graphs_side_by_side_are_a_block_diagonal_matrix() -> None:
     torch.testing.assert_close(out, torch.cat(alone), rtol=ROUNDING, atol=ROUNDING)
 
 
-def test_precision_and_device_go_along() -> None:
+def test_an_adjacency_moves_to_another_dtype_and_device() -> None:
     adjacency = Adjacency(edges(6, 20), weights(20), 6)
     value = adjacency.perron
     single = adjacency.to(dtype=torch.float32)
@@ -142,7 +142,7 @@ KNOWN = {
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_known_values(name: str) -> None:
+def test_perron_values_of_known_graphs_are_exact(name: str) -> None:
     e, n, value = KNOWN[name]
     assert Adjacency(e, num_nodes=n).perron == pytest.approx(value, rel=BRACKET, abs=0.0)
 
@@ -150,7 +150,7 @@ def test_known_values(name: str) -> None:
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("undirected", [False, True])
 @pytest.mark.parametrize("density", [1, 3])
-def test_values_of_random_graphs(seed: int, undirected: bool, density: int) -> None:
+def test_perron_values_of_random_graphs_match_dense_eigenvalues(seed: int, undirected: bool, density: int) -> None:
     n = 20
     e = edges(n, density * n, seed)
     w = weights(density * n, seed + 100) * 10.0 ** (seed - 4)
@@ -174,7 +174,7 @@ def test_slow_graphs_give_a_bound_from_above() -> None:
     assert exact <= Adjacency(e, num_nodes=300).perron * (1 + ROUNDING) <= exact * (1 + 1e-3)
 
 
-def test_components() -> None:
+def test_connected_components_are_found() -> None:
     e = torch.tensor([[0, 1, 2, 2, 3, 4, 5, 7], [1, 2, 0, 3, 4, 3, 5, 6]])  # 0 1 2 | 3 4 | 5 | 6 | 7
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), e[0].bincount(minlength=8).cumsum(0)])
     found = strong_components(offsets, e[1]).tolist()
@@ -198,14 +198,14 @@ def test_strong_components_are_mutual_reachability() -> None:
         assert torch.equal(found[:, None] == found, reach & reach.T)
 
 
-def test_a_long_path_is_no_deep_recursion() -> None:
+def test_a_long_path_does_not_exceed_the_recursion_limit() -> None:
     assert Adjacency(path(20_000)).perron == 0.0
 
 
 # ---- projection ----
 
 
-def test_projection_on_the_ball_of_a_graph() -> None:
+def test_projection_respects_the_bound_of_a_graph() -> None:
     bound = 0.9 / Adjacency(edges(9, 40), num_nodes=9).perron
     w = torch.randn(6, 6, generator=rng()) * torch.tensor([1e-3, 0.1, 1.0, 10.0, 0.05, 3.0]).unsqueeze(1)
     w[4] *= bound / w[4].abs().sum() * 0.999
@@ -259,7 +259,7 @@ def test_a_graph_is_read_in_every_form() -> None:
     assert read_graph(Graph(x, e, torch.zeros(n)), normalize=True).adjacency.perron == 1.0
 
 
-def test_one_adjacency_serves_the_same_tensors_until_they_change_or_die() -> None:
+def test_an_adjacency_is_cached_until_its_tensors_change_or_are_freed() -> None:
     e, x, w = edges(6, 14), features(6, 2), weights(14)
     first = read_graph(x, e, w, normalize=False).adjacency
     assert read_graph(2 * x, e, w, normalize=False).adjacency is first
@@ -277,14 +277,14 @@ def test_one_adjacency_serves_the_same_tensors_until_they_change_or_die() -> Non
     assert alive() is None
 
 
-def test_features_of_inference_mode_are_taken() -> None:
+def test_features_of_inference_mode_are_accepted() -> None:
     with torch.inference_mode():
         e, x = edges(4, 6), features(4, 2)
         first = read_graph(x, e, normalize=False).adjacency
         assert read_graph(x, e, normalize=False).adjacency is not first
 
 
-def test_wrong_input_is_named() -> None:
+def test_invalid_input_is_named() -> None:
     e, x = edges(4, 6), features(4, 2)
     with pytest.raises(ValueError, match=r"integers of shape \(2, edges\): got torch.int64 of shape \(6, 2\)"):
         Adjacency(e.t())

@@ -91,7 +91,7 @@ def test_gradients_are_those_of_the_closed_form_on_a_directed_graph() -> None:
 
 
 @pytest.mark.parametrize("activation", [torch.tanh, torch.relu], ids=["tanh", "relu"])
-def test_gradcheck_on_a_small_directed_graph(activation: Callable[[Tensor], Tensor]) -> None:
+def test_the_layer_passes_gradcheck_on_a_small_directed_graph(activation: Callable[[Tensor], Tensor]) -> None:
     n, p, m = 3, 2, 2
     cell = IGNNCell(p, m, omega2=True, bias=True, activation=activation).double()
     cell.reset_parameters(rng(3))
@@ -144,7 +144,7 @@ def test_the_unrolled_phantom_gradient_is_that_of_its_steps(steps: int, damping:
     ids=lambda value: type(value).__name__,
 )
 @pytest.mark.parametrize("solver", [eq.Picard(), eq.Anderson(), eq.Broyden()], ids=lambda value: type(value).__name__)
-def test_any_solver_with_any_gradient(solver: Any, gradient: Any) -> None:
+def test_any_solver_works_with_any_gradient(solver: Any, gradient: Any) -> None:
     model = layer(solver=solver, gradient=gradient, activation=torch.tanh)
     u = features()
     out = model(u, edges(), weights())
@@ -188,7 +188,7 @@ def test_columns_can_be_bounded_too() -> None:
     assert model.cell.W.abs().sum(dim=0).max() <= bound and model.cell.W.abs().sum(dim=1).max() <= bound
 
 
-def test_two_graphs_before_one_backward() -> None:
+def test_two_graphs_are_solved_before_one_backward() -> None:
     u, sparse, crowded = features(), edges(), edges(count=70, seed=3)
     model = layer()
     (model(u, sparse).sum() + model(u, crowded).sum()).backward()  # the second one shortens W after the first was solved
@@ -227,7 +227,7 @@ def test_a_parametrized_weight_is_projected_as_it_is_used() -> None:
 
 
 def at_the_bound(kappa: float, solver: Any, stop: eq.Stop) -> eq.Solution:
-    """A graph on which W is at its bound and has a rotation: nothing but kappa makes it contract."""
+    """Return a layer and a graph with W at its bound and rotating, so that the contraction factor is kappa."""
     model = layer(8, 8, kappa=kappa, solver=solver, stop=stop, normalize=True)
     with torch.no_grad():
         order = torch.tensor([1, 2, 3, 0, 5, 6, 7, 4])
@@ -267,7 +267,7 @@ def test_the_defaults_are_the_published_ones() -> None:
 # ---- graphs ----
 
 
-def test_permutation_equivariance() -> None:
+def test_permuting_the_nodes_permutes_the_equilibrium() -> None:
     model, e, w, u = layer(), edges(), weights(), features()
     order = torch.randperm(N, generator=rng())
     place = torch.empty_like(order).index_copy_(0, order, torch.arange(N))
@@ -282,7 +282,7 @@ def test_a_batch_of_graphs_is_each_graph_alone() -> None:
     torch.testing.assert_close(out, torch.cat([model(graph) for graph in graphs]), rtol=CLOSE, atol=CLOSE)
 
 
-def test_every_form_of_a_graph_gives_the_same() -> None:
+def test_every_form_of_a_graph_gives_the_same_equilibrium() -> None:
     model, e, w, u = layer(), edges(), weights(), features()
     expected = model(u, e, w)
     data = SimpleNamespace(x=u, edge_index=e, edge_weight=w, batch=torch.zeros(N, dtype=torch.int64))
@@ -292,7 +292,7 @@ def test_every_form_of_a_graph_gives_the_same() -> None:
     torch.testing.assert_close(normalized, layer()(u, Adjacency(e, w, N).normalized()), rtol=CLOSE, atol=CLOSE)
 
 
-def test_inside_a_stack_with_torch_geometric() -> None:
+def test_the_layer_works_inside_a_stack_with_torch_geometric() -> None:
     data: Any = pytest.importorskip("torch_geometric.data")
     geometric: Any = pytest.importorskip("torch_geometric.nn")
     graphs = [data.Data(x=features(n, 4, n).float(), edge_index=edges(n, 3 * n, n)) for n in (5, 6)]
@@ -317,7 +317,7 @@ def test_a_new_solve_starts_where_an_earlier_one_ended() -> None:
     assert len(solutions) == 1
 
 
-def test_copies_and_state_dicts() -> None:
+def test_copies_and_state_dicts_keep_the_layer() -> None:
     model, e, u = layer(), edges(), features()
     expected = model(u, e)
     other = layer()
@@ -334,7 +334,7 @@ def test_copies_and_state_dicts() -> None:
 
 
 class _Sizes(TorchDispatchMode):
-    """Remembers the size of the largest tensor that is made."""
+    """Records the size of the largest tensor that is created."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -368,7 +368,7 @@ def test_raw_adjacency_and_its_value_stay_sparse() -> None:
     assert sizes.largest <= 4 * count
 
 
-def test_wrong_choices_are_named() -> None:
+def test_invalid_arguments_are_named() -> None:
     with pytest.raises(ValueError, match=r"kappa must lie in \(0, 1\)"):
         IGNNLayer(3, 4, kappa=1.0)
     with pytest.raises(ValueError, match="start must be one of injection, zeros"):

@@ -100,7 +100,7 @@ def test_the_untied_twin_has_a_cell_for_every_step_and_begins_as_the_tied_one(de
     assert len(gradients) == depth and all(g is not None for g in gradients)
 
 
-def test_the_original_is_left_alone() -> None:
+def test_the_original_model_is_not_modified() -> None:
     implicit = model()
     untied(implicit, 2)
     weight_tied(implicit, 2)
@@ -125,7 +125,7 @@ def test_widths_are_matched_to_a_count(count: int) -> None:
     assert distances[width] == min(distances.values())
 
 
-def test_what_has_no_equilibrium_has_no_twin() -> None:
+def test_a_model_without_an_equilibrium_has_no_twin() -> None:
     with pytest.raises(ValueError, match=r"This Linear contains no eq\.DEQ"):
         weight_tied(nn.Linear(2, 2), 3)
     with pytest.raises(TypeError, match="can be untied"):

@@ -157,7 +157,7 @@ def test_a_batch_is_one_equation_only_while_its_statistics_are_used(latent_norm:
 
 
 def grown(latent_norm: bool) -> tuple[ImplicitResNet, Tensor]:
-    """A model whose latent convolutions have become three times as large as they began."""
+    """Return a model with latent convolutions three times as large as initialised."""
     torch.manual_seed(0)
     model = ImplicitResNet(tiny(MNISTResNet, latent_norm))
     with torch.no_grad():
@@ -196,7 +196,7 @@ def test_the_published_norm_is_the_longest_vector_of_channels() -> None:
     torch.testing.assert_close(norm(x.reshape(1, -1)), expected.max().view(1))
 
 
-def test_wrong_choices_are_named() -> None:
+def test_invalid_arguments_are_named() -> None:
     with pytest.raises(ValueError, match=r"gamma must lie in \(0, 1\)"):
         MNISTResNet(gamma=1.0)
     with pytest.raises(ValueError, match=r"leave \(2, 2\) pixels"):

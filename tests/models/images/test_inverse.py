@@ -40,7 +40,7 @@ def image(batch: int = 2, channels: int = 1) -> Tensor:
 
 
 def dense(operator: models.Operator) -> Tensor:
-    """A as a matrix."""
+    """Return A as a matrix."""
     basis = torch.eye(SIZE * SIZE, dtype=torch.float64).view(-1, 1, SIZE, SIZE)
     return operator(basis).flatten(1).T
 

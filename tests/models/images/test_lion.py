@@ -17,7 +17,7 @@ CONFIG = LionConfig(features=6, classes=4, image_channels=1, image_hidden=4, fea
 
 
 class Tokens(nn.Module):
-    """A backbone that gives (batch, tokens, features)."""
+    """A backbone that returns (batch, tokens, features)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def test_a_model_round_trips() -> None:
     torch.testing.assert_close(other(x), model(x))
 
 
-def test_what_is_trained_is_counted() -> None:
+def test_trained_parameters_are_counted() -> None:
     model = tiny()
     before, behind = 2 * 4 * 9 + 4 + 2 * 4 + 4 * 9, 2 * 6 * 8 + 8 + 2 * 8 + 8 * 6
     assert parameters(model) == before + behind + 6 * 4 + 4
@@ -129,7 +129,7 @@ def test_pruning_removes_the_share_of_its_settings(keep: float) -> None:
     assert min(losses) < 0.7
 
 
-def test_the_largest_scores_are_critical_and_the_rest_only_fades() -> None:
+def test_the_largest_scores_are_critical_and_the_rest_decays() -> None:
     w = nn.Parameter(torch.tensor([1.0, -2.0, 3.0, 4.0]))
     optimizer = torch.optim.SGD([w], lr=0.1, momentum=0.9, weight_decay=0.1)
     pruning = Pruning({"w": w}, PruningConfig(keep=0.5, decay=0.5))
@@ -146,7 +146,7 @@ def test_the_largest_scores_are_critical_and_the_rest_only_fades() -> None:
     assert pruning.remove_() == 2 and w.detach()[[1, 3]].tolist() == [0.0, 0.0]
 
 
-def test_pruning_goes_on_from_a_checkpoint() -> None:
+def test_pruning_resumes_from_a_checkpoint() -> None:
     model = tiny()
     pruning = Pruning(model.prunable())
     train(model, pruning, steps=2)
@@ -161,7 +161,7 @@ def test_pruning_goes_on_from_a_checkpoint() -> None:
         Pruning({"w": nn.Parameter(torch.ones(2))}).load_state_dict(pruning.state_dict())
 
 
-def test_wrong_choices_are_named() -> None:
+def test_invalid_arguments_are_named() -> None:
     with pytest.raises(ValueError, match=r"returned shape \(8, 5\), but 6 features per image"):
         tiny(nn.Sequential(nn.Flatten(), nn.Linear(64, 5)))(batch()[0])
     with pytest.raises(ValueError, match=r"keep must lie in"):

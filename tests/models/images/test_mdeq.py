@@ -35,7 +35,7 @@ def images(batch: int = BATCH, size: int = 8) -> Tensor:
 
 
 def small(config: MDEQConfig = SMALL, **options: Any) -> MDEQ:
-    """With a cell that contracts: norms undo every change of scale, so the end of a block is shifted off instead."""
+    """Return a model whose cell contracts; norms undo a change of scale, so the outputs of blocks are shifted instead."""
     torch.manual_seed(0)
     model = MDEQ(config, **options)
     with torch.no_grad():
@@ -116,7 +116,7 @@ def test_published_sizes_are_kept_and_lie_within_11_percent(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "with_predictor"), [("skip-mnist", 91_306), ("skip-cifar", 229_450)])
-def test_a_predictor_adds_what_it_does_in_the_paper(name: str, with_predictor: int) -> None:
+def test_a_predictor_adds_the_published_number_of_parameters(name: str, with_predictor: int) -> None:
     assert count(MDEQ_CONFIGS[name], variant="skip") == with_predictor
 
 
@@ -143,7 +143,7 @@ def test_states_have_the_published_size(name: str, side: int, size: int) -> None
 
 
 def by_hand(cell: Any, z: tuple[Tensor, Tensor], x: Tensor, config: MDEQConfig) -> tuple[Tensor, Tensor]:
-    """f(z, x) of two resolutions from the formula."""
+    """Return f(z, x) of two resolutions by the formula."""
     eager = config.conventions.eager
     act = F.gelu if eager else F.relu
 
@@ -164,7 +164,7 @@ def by_hand(cell: Any, z: tuple[Tensor, Tensor], x: Tensor, config: MDEQConfig) 
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_the_cell_is_the_formula(style: str) -> None:
+def test_the_cell_follows_the_formula(style: str) -> None:
     cell, x = MDEQCell(STYLES[style]), torch.randn(2, 4, 6, 6)
     z = torch.randn(2, 4, 6, 6), torch.randn(2, 8, 3, 3)
     torch.testing.assert_close(cell(z, x), by_hand(cell, z, x, STYLES[style]))
@@ -201,7 +201,7 @@ def test_convolutions_begin_small() -> None:
         assert conv.bias is None or conv.bias.detach().abs().max() < 0.05
 
 
-def test_sides_that_are_odd_are_rounded_up() -> None:
+def test_odd_sides_are_rounded_up() -> None:
     config = replace(SMALL, channels=(4, 4, 8, 8), head=(1, 1, 2, 2))
     _, z, _ = solved(small(config), torch.randn(2, 3, 9, 7))
     assert tuple(tuple(part.shape[1:]) for part in z) == config.shapes(9, 7) == ((4, 9, 7), (4, 5, 4), (8, 3, 2), (8, 2, 1))
@@ -328,7 +328,7 @@ def test_segmentation_scores_every_place_of_the_highest_resolution() -> None:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_the_explicit_twin_shares_its_weights_and_comes_to_the_same(style: str) -> None:
+def test_the_explicit_twin_shares_its_weights_and_reaches_the_same_state(style: str) -> None:
     model = small(STYLES[style], stop=TIGHT).eval()
     twin = MDEQ(STYLES[style], depth=80).eval()
     twin.load_state_dict(model.state_dict())
@@ -357,7 +357,7 @@ def test_pretraining_is_the_explicit_network_of_that_depth(style: str) -> None:
 # errors
 
 
-def test_wrong_choices_are_named() -> None:
+def test_invalid_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="variant must be one of vanilla, skip, v2, got 'v3'"):
         MDEQ(SMALL, variant="v3")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"divide into 8 groups, got \(28, 56, 112, 224\)"):

@@ -39,7 +39,7 @@ def tiny(config: MonotoneConfig, **options: Any) -> MonotoneNet:
 
 
 def train(model: MonotoneNet, enough: float = 0.3, steps: int = 90) -> float:
-    """Until the loss is below `enough`, which takes about thirty steps."""
+    """Train until the loss is below `enough`, which takes about thirty steps."""
     x, y = batch()
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-2)
     for _ in range(steps):
@@ -59,7 +59,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def smallest_eigenvalue(model: MonotoneNet) -> float:
-    """Of the symmetric part of I - W, W as a matrix."""
+    """Return the smallest eigenvalue of the symmetric part of I - W with W as a matrix."""
     cell = copy.deepcopy(model.splitting.cell).double()
     x = model.config.prepared(batch()[0][:1].double())
     leaves, structure = pytree.tree_flatten(cell.start(x))
@@ -128,7 +128,7 @@ def test_both_splittings_give_the_same_answer_and_gradient(config: MonotoneConfi
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-2, atol=1e-4)
 
 
-def test_monotone_however_large_the_weights() -> None:
+def test_networks_stay_monotone_for_large_weights() -> None:
     model = tiny(TINY[0])
     with torch.no_grad():
         for p in model.parameters():
@@ -154,14 +154,14 @@ def test_the_step_is_tuned_to_the_fewest_steps() -> None:
     assert steps(tuned) <= steps(1.0)
 
 
-def test_other_solvers_and_gradients_are_passed_through() -> None:
+def test_other_solvers_and_gradients_are_used() -> None:
     model = tiny(TINY[0], solver=eq.Anderson(), gradient=eq.JFB())
     deq: Any = model.layer.deq
     assert deq.solver == eq.Anderson() and deq.gradient == eq.JFB()
     assert train(model) < 0.5
 
 
-def test_wrong_choices_are_named() -> None:
+def test_invalid_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="method must be one of peaceman-rachford, forward-backward, got 'douglas'"):
         SplittingConfig(method="douglas")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"share must lie in \(0, 1\)"):

@@ -14,7 +14,7 @@ def stack(blocks: int) -> ReversibleStack:
 
 
 def plain(model: ReversibleStack, x: Tensor) -> Tensor:
-    """The same blocks under autograd."""
+    """Return the output of the same blocks by plain autograd."""
     left, right = x.chunk(2, dim=1)
     for f, g in model.pairs():
         left = left + f(right)

@@ -18,7 +18,7 @@ TIGHT = SkipSolver(tolerance=1e-5, adjoint_tolerance=1e-5)
 
 
 def tamed(model: SkipMLP) -> SkipMLP:
-    """With a cell that contracts: at this width the weights it begins with may not."""
+    """Return a model whose cell contracts; at this width the initial weights may not."""
     cell: Any = model.layer.cell
     with torch.no_grad():
         cell.state.weight.mul_(0.5)
@@ -143,7 +143,7 @@ def test_weights_begin_as_published() -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_model_learns_one_batch_by_heart(variant: Any) -> None:
-    """Until it knows it: nothing bounds this cell, and trained further its radius passes 1 and single steps undo it all."""
+    """Training stops once the batch is learnt: nothing bounds this cell, and its radius later exceeds 1."""
     torch.manual_seed(0)
     model = tamed(SkipMLP(20, width=32, variant=variant))
     x, y = torch.randn(8, 20), torch.randint(10, (8,))
@@ -166,7 +166,7 @@ def test_the_explicit_twin_shares_its_weights() -> None:
     torch.testing.assert_close(twin(x), model(x), rtol=1e-3, atol=1e-3)
 
 
-def test_wrong_choices_are_named() -> None:
+def test_invalid_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="variant must be one of vanilla, skip, v2, got 'v3'"):
         SkipMLP(variant="v3")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="method must be one of broyden, tsit5, bs3, got 'newton'"):

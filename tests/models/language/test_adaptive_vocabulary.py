@@ -31,7 +31,7 @@ ALL = {
 
 
 def made(config: VocabularyConfig, scale: float = 1.0) -> AdaptiveVocabulary:
-    """In float64, with weights large enough to matter."""
+    """Return a vocabulary in float64 with large weights."""
     torch.manual_seed(0)
     vocabulary = AdaptiveVocabulary(config, WIDTH, scale=scale).double()
     with torch.no_grad():
@@ -113,7 +113,7 @@ def test_gradients_reach_every_parameter_and_are_right(name: str) -> None:
 
 
 class Both(nn.Module):
-    """Embedding and loss in one forward."""
+    """A module with embedding and loss in one forward."""
 
     def __init__(self, inner: AdaptiveVocabulary) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ def test_a_vocabulary_round_trips(name: str) -> None:
     assert len(set(pointers)) == len(pointers)  # what is tied is stored once: file formats refuse shared tensors
 
 
-def test_wrong_tokens_and_settings_are_named() -> None:
+def test_invalid_tokens_and_settings_are_named() -> None:
     vocabulary = made(CLUSTERS)
     with pytest.raises(ValueError, match="from 0 to 22 in this vocabulary, got 1 to 23"):
         vocabulary.embed(torch.tensor([[1, 23]]))

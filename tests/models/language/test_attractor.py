@@ -51,7 +51,7 @@ def test_it_starts_at_the_backbone_and_refines() -> None:
     assert all(w.grad is not None and bool(torch.isfinite(w.grad).all()) for w in net.parameters())
 
 
-def test_residuals_of_tokens() -> None:
+def test_token_residuals_match_their_formula() -> None:
     net = model(solver=eq.Picard(), stop=TIGHT).double()
     with eq.record(net) as solutions:
         net(text())
@@ -65,7 +65,7 @@ def test_residuals_of_tokens() -> None:
 
 
 class Foreign(nn.Module):
-    """Answers as Hugging Face's models do."""
+    """A backbone that returns an object like Hugging Face's models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Foreign(nn.Module):
         return SimpleNamespace(last_hidden_state=self.inner(tokens))
 
 
-def test_a_backbone_of_another_library() -> None:
+def test_a_backbone_of_another_library_is_accepted() -> None:
     net = AttractorModel(Foreign(), AttractorHead(WIDTH, 2, gradient=eq.JFB()), tokens=TOKENS, width=WIDTH)
     loss, _ = net(text(), None, text())
     loss.backward()
@@ -84,7 +84,7 @@ def test_a_backbone_of_another_library() -> None:
         AttractorModel(flat, None, tokens=TOKENS, width=3)(text())
 
 
-def test_a_causal_model_of_hugging_face() -> None:
+def test_a_causal_model_of_hugging_face_is_accepted() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_embd=WIDTH, n_layer=1, n_head=2, vocab_size=TOKENS, n_positions=16)
     net = AttractorModel(transformers.GPT2Model(config), AttractorHead(WIDTH, 2), tokens=TOKENS, width=WIDTH)
@@ -93,7 +93,7 @@ def test_a_causal_model_of_hugging_face() -> None:
     assert bool(torch.isfinite(loss))
 
 
-def test_it_learns_by_heart() -> None:
+def test_a_model_learns_one_batch_by_heart() -> None:
     net, x = model(gradient=eq.JFB()), text(4, 8)
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
     for _ in range(60):

@@ -50,7 +50,7 @@ DRAWN = replace(SMALL, dropout=0.3, attention_dropout=0.3)
 
 
 def lively(model: nn.Module) -> Any:
-    """In float64, with weights that matter and a cell that still contracts."""
+    """Return the model in float64 with large weights and a cell that still contracts."""
     model = model.double()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -92,7 +92,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 def count(model: Any, config: TransformerConfig) -> tuple[int, int]:
-    """Of all, and without the vocabulary."""
+    """Return the number of all parameters, and without the vocabulary."""
     with torch.device("meta"):
         made = model(config)
     return parameters(made), parameters(made) - parameters(made.vocabulary)
@@ -158,7 +158,7 @@ def test_the_shift_puts_distances_where_they_belong() -> None:
             assert shifted[0, i, j] == i + m - j
 
 
-def test_what_is_out_of_sight() -> None:
+def test_positions_in_the_future_and_out_of_reach_are_masked() -> None:
     hidden = out_of_sight(3, 2, 2, torch.device("cpu"))
     assert hidden.shape == (1, 1, 3, 5)
     expected = [[True, False, False, True, True], [True, True, False, False, True], [True, True, True, False, False]]
@@ -167,7 +167,7 @@ def test_what_is_out_of_sight() -> None:
 
 
 @pytest.mark.parametrize("reach", [None, 3])
-def test_attention_is_the_formula(reach: int | None) -> None:
+def test_attention_follows_the_formula(reach: int | None) -> None:
     torch.manual_seed(0)
     H, e, q, m, d = 2, 3, 4, 3, 6
     attention = lively(RelativeAttention(d, H, e))
@@ -224,7 +224,7 @@ def test_fused_attention_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("style", ["post", "pre", "two blocks"])
-def test_derivatives_of_the_cell(style: str) -> None:
+def test_the_cell_passes_gradcheck(style: str) -> None:
     torch.manual_seed(0)
     config = replace(STYLES[style], width=4, heads=2, head_width=2, inner=3)
     cell = lively(TransformerCell(config))
@@ -274,7 +274,7 @@ def test_a_deep_twin_reads_segments_as_the_equilibrium_does() -> None:
         torch.testing.assert_close(torch.cat([first, twin(tokens[:, 5:], memory)[0]], 1), whole, rtol=1e-7, atol=1e-7)
 
 
-def test_memory_is_the_last_positions_cut_from_the_graph() -> None:
+def test_memory_holds_the_last_positions_detached() -> None:
     model, tokens = small(replace(SMALL, memory=6, eval_memory=9, blocks=2)), text(length=5)
     _, memory = model(tokens)
     assert [tuple(part.shape) for part in memory] == [(2, 5, 24), (2, 5, 8), (2, 5, 8)]
@@ -287,7 +287,7 @@ def test_memory_is_the_last_positions_cut_from_the_graph() -> None:
     assert small(replace(SMALL, memory=0))(tokens)[1] == ()
 
 
-def test_memory_beyond_what_is_kept_is_forgotten() -> None:
+def test_positions_beyond_the_memory_length_are_dropped() -> None:
     model, tokens = small(replace(SMALL, memory=2)), text(length=6)
     with torch.no_grad():
         _, memory = model(tokens[:, :4])
@@ -485,7 +485,7 @@ def test_colder_text_is_more_probable() -> None:
 # errors
 
 
-def test_wrong_input_is_named() -> None:
+def test_invalid_input_is_named() -> None:
     model = small()
     with pytest.raises(ValueError, match=r"\(batch, time\), with at least one of each, got \(7,\)"):
         model(text()[0])
@@ -502,7 +502,7 @@ def test_wrong_input_is_named() -> None:
             generate(model, text(), **({"count": 1} | options))
 
 
-def test_wrong_settings_are_named() -> None:
+def test_invalid_settings_are_named() -> None:
     with pytest.raises(ValueError, match='norm must be "post" or "pre", got \'both\''):
         replace(SMALL, norm="both")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="skip_from_norm needs norm"):
@@ -526,7 +526,7 @@ def test_wrong_settings_are_named() -> None:
 
 
 def test_three_blocks_are_trained_by_tracked_steps() -> None:
-    """Pre-norm blocks with plain sums have no equilibrium to solve for; twelve damped steps have a gradient all the same."""
+    """Pre-norm blocks with plain sums have no equilibrium, but twelve damped steps have a gradient."""
     torch.manual_seed(0)
     config = replace(
         TRANSFORMER_CONFIGS["three-blocks"], width=8, heads=2, head_width=4, inner=16, memory=4, vocabulary=SMALL.vocabulary

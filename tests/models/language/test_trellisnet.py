@@ -28,7 +28,7 @@ AGREEMENT = 1e-8  # of two ways to an equilibrium at that tolerance, in float64
 
 
 def small(config: TrellisConfig = SMALL, **options: Any) -> Any:
-    """In float64, with weights that matter."""
+    """Return a model in float64 with large weights."""
     torch.manual_seed(0)
     tight: dict[str, Any] = {} if "depth" in options else {"stop": TIGHT, "gradient": eq.Implicit(stop=TIGHT)}
     return lively(TrellisNet(config, **(tight | options)))
@@ -87,7 +87,7 @@ def states(length: int = 5, batch: int = 2) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dilation", [1, 2, 7])
-def test_the_layer_is_the_formula(dilation: int) -> None:
+def test_the_layer_follows_the_formula(dilation: int) -> None:
     torch.manual_seed(0)
     cell: Any = lively(TrellisCell(SMALL))
     x, h, c = states()
@@ -115,7 +115,7 @@ def test_the_layer_is_a_causal_convolution() -> None:
 
 
 @pytest.mark.parametrize("dilation", [1, 2])
-def test_derivatives_of_the_cell(dilation: int) -> None:
+def test_the_cell_passes_gradcheck(dilation: int) -> None:
     torch.manual_seed(0)
     cell: Any = lively(TrellisCell(replace(SMALL, embedding=2, hidden=1)))
     x, h, c = (torch.randn(1, 3, n, dtype=torch.float64, requires_grad=True) for n in (2, 3, 3))
@@ -178,7 +178,7 @@ def test_without_an_input_history_the_first_token_of_a_segment_has_no_neighbour(
     assert torch.equal(later, zeroed)
 
 
-def test_history_is_the_last_position_cut_from_the_graph() -> None:
+def test_history_holds_the_last_position_detached() -> None:
     model = small(replace(SMALL, dilations=(1, 3)), depth=4)
     _, memory = model(text(length=2))
     assert [tuple(part.shape) for part in memory] == [(2, 1, 7), (2, 1, 7), (2, 2, 4)]
@@ -366,7 +366,7 @@ def test_text_is_drawn_the_same_under_one_generator(name: str) -> None:
 # errors
 
 
-def test_wrong_settings_and_inputs_are_named() -> None:
+def test_invalid_settings_and_inputs_are_named() -> None:
     with pytest.raises(ValueError, match=r"of dilation 1, got dilations=\(1, 2\)"):
         TrellisNet(replace(SMALL, dilations=(1, 2)))
     with pytest.raises(ValueError, match=r"at least 1 each, got \(0,\)"):
