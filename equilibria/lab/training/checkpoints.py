@@ -269,7 +269,7 @@ def _checked(path: Path, name: str, sums: Mapping[str, str]) -> bytes:
     """Read a file and compare its checksum with the manifest."""
     data = _bytes(path, name)
     if hashlib.sha256(data).hexdigest() != sums.get(name):
-        raise _corrupt(path, f"the sha256 of {name} differs from the manifest")
+        raise _corrupt(path, f"{name} does not have the sha256 of the manifest")
     return data
 
 

@@ -33,7 +33,7 @@ def test_an_experiment_of_a_file_is_trained_evaluated_and_extended(tmp_path: Pat
     run("extend", str(folder), "--epochs", "2")
     longer = Run.open(folder)
     assert longer.summary is not None and longer.summary["epochs"] == 2 and longer.config["extended"] == [1]
-    assert "2 epochs already" in run("extend", str(folder), "--epochs", "2", code=1)
+    assert "must exceed the 2 epochs" in run("extend", str(folder), "--epochs", "2", code=1)
     # a constant learning rate: the same bits as two epochs from the start
     run("train", MINE, *SMALL, "--set", "training.epochs=2", "--out", "whole")
     whole = Run.open(tmp_path / "whole" / "my-digits" / "full" / "seed-0")
@@ -83,7 +83,7 @@ def test_a_file_may_hold_an_experiment_a_task_or_a_function(tmp_path: Path, monk
         load("plain", "debug")
     with pytest.raises(SettingError, match="There is no file"):
         own.load_experiment("nowhere.py:experiment", "full")
-    with pytest.raises(SettingError, match="cannot import 'no_such_package'"):
+    with pytest.raises(SettingError, match="Cannot import 'no_such_package'"):
         own.load_experiment("no_such_package:experiment", "full")
 
 
@@ -135,7 +135,7 @@ def test_a_sweep_ends_with_a_table(tmp_path: Path) -> None:
     assert stored["metric"] == "test.accuracy" and len(stored["points"]) == 4
     again = parsed(*words, "--metric", "test.loss")  # nothing runs again
     assert again["metric"] == "test.loss" and all(point["runs"] == 1 for point in again["points"])
-    assert "There is no metric 'test.nothing'" in run(*words, "--metric", "test.nothing", code=2)
+    assert "no metric 'test.nothing'" in run(*words, "--metric", "test.nothing", code=2)
 
 
 @pytest.mark.parametrize(
