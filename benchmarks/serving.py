@@ -2,7 +2,8 @@
 
 Two baselines, each with rows that drop out of the solve when they are done:
 
-    static   waits for a batch, solves it by the library's own loop to the strictest tolerance among its requests
+    static   waits for a batch, solves it by the library's own loop to the strictest tolerance and the largest step limit
+             among its requests
     grouped  the engine admitting only into an empty pool: a batch whose rows have tolerances and step limits of their own
 
 "Full" is the engine with full=True, which evaluates all rows at every step.
@@ -10,7 +11,9 @@ Two baselines, each with rows that drop out of the solve when they are done:
 Time is that of the processor, so that a machine that does other things as well changes it little. Saturation: all requests
 wait from the beginning; the servers take turns, and ratios are medians over the rounds of ratios within a round. Load:
 Poisson arrivals on a clock that runs with the processor time of the server and jumps over its idle time; latencies are from
-arrival to answer. A batch is then whatever waits when the server becomes free, up to its rows.
+arrival to answer. A batch is then whatever waits when the server becomes free, up to its rows. Percentiles are medians over
+several traces, ratios of percentiles are medians of ratios on the same trace. `docs/serving_tables.py` makes the table and
+the picture of docs/serving.md from the JSON file.
 """
 
 from __future__ import annotations
@@ -22,13 +25,13 @@ import math
 import os
 import random
 import statistics
+import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -41,6 +44,9 @@ from equilibria.serving.static import StaticBatching
 ROWS = 64
 SPREAD = (256, 512, 1024)  # widths of the cells
 LOADS = (0.3, 0.5, 0.7, 0.8, 0.9)
+TRACES, ARRIVALS = 5, 8192  # traces of arrivals, and the largest number of arrivals in one
+REPEATS = 5  # of the time to an easy answer behind hard requests
+KINDS = ("static", "grouped", "engine", "full")
 
 
 @dataclass(frozen=True)
@@ -144,9 +150,7 @@ def server(kind: str, model: nn.Module) -> Any:
     if kind == "static":
         return StaticBatching(model, ROWS, wait=0.0)
     mode: Any = "grouped" if kind == "grouped" else "auto"
-    engine = eq.serving.Engine(model, ROWS, queue=10**7, admission=mode, full=kind == "full")
-    engine.clock = time.process_time
-    return engine
+    return eq.serving.Engine(model, ROWS, queue=10**7, admission=mode, full=kind == "full")
 
 
 def saturate(serve: Any, requests: Sequence[Request]) -> tuple[float, list[Any]]:
@@ -157,9 +161,15 @@ def saturate(serve: Any, requests: Sequence[Request]) -> tuple[float, list[Any]]
     return (time.process_time() - begin) / len(requests), tickets
 
 
+def clock_cost() -> float:
+    """Seconds that reading the clock takes, which is not the server's time."""
+    readings = [time.process_time() for _ in range(1001)]
+    return (readings[-1] - readings[0]) / (len(readings) - 1)
+
+
 def arrive(serve: Any, requests: Sequence[Request], arrivals: Sequence[float]) -> list[float]:
     """Latencies of requests that arrive at these times."""
-    now, sent = 0.0, 0
+    now, sent, reading = 0.0, 0, clock_cost()
     waiting: list[tuple[float, Any]] = []
     latencies: list[float] = []
     while sent < len(arrivals) or waiting:
@@ -171,7 +181,7 @@ def arrive(serve: Any, requests: Sequence[Request], arrivals: Sequence[float]) -
             waiting.append((arrivals[sent], serve.submit(request.inputs, **request.options)))
             sent += 1
         serve.step()
-        now += time.process_time() - begin
+        now += max(time.process_time() - begin - reading, 0.0)
         latencies += [now - due for due, ticket in waiting if ticket.done()]
         waiting = [(due, ticket) for due, ticket in waiting if not ticket.done()]
     return latencies
@@ -197,91 +207,89 @@ def behind_hard(serve: Any, requests: Sequence[Request], tickets: Sequence[Any])
 
 
 def measure(case: Case, rounds: int, curve: bool) -> dict[str, Any]:
-    kinds = ("static", "grouped", "engine", "full")
-    servers = {kind: server(kind, case.model) for kind in kinds}
-    taken: dict[str, list[float]] = {kind: [] for kind in kinds}
+    servers = {kind: server(kind, case.model) for kind in KINDS}
+    taken: dict[str, list[float]] = {kind: [] for kind in KINDS}
     tickets: list[Any] = []
-    for kind in kinds:
+    for kind in KINDS:
         saturate(servers[kind], case.requests[: 2 * ROWS])
     for _ in range(rounds):
-        for kind in kinds:
+        for kind in KINDS:
             seconds, found = saturate(servers[kind], case.requests)
             taken[kind].append(seconds)
             tickets = found
     each = {kind: statistics.median(values) for kind, values in taken.items()}
     steps = sorted(ticket.result(0).steps for ticket in tickets)
-    report: dict[str, Any] = {
+    pairs = {"engine_over_static": ("static", "engine"), "engine_over_grouped": ("grouped", "engine")}
+    pairs |= {"full_over_engine": ("engine", "full")}
+    behind = {kind: [behind_hard(servers[kind], case.requests, tickets) for _ in range(REPEATS)] for kind in KINDS}
+    return {
         "about": case.about,
         "requests": len(case.requests),
         "steps": {"least": steps[0], "median": steps[len(steps) // 2], "most": steps[-1]},
         "per_second": {kind: 1 / value for kind, value in each.items()},
-        "spread": {kind: (max(values) - min(values)) / each[kind] for kind, values in taken.items()},
-        "throughput_over_static": paired(taken, "static", "engine"),
-        "throughput_over_grouped": paired(taken, "grouped", "engine"),
-        "throughput_of_full_over_engine": paired(taken, "engine", "full"),
+        "throughput": {name: quartiles(ratios(taken, *pair)) for name, pair in pairs.items()},
+        "easy_behind_hard_ms": {kind: 1e3 * statistics.median(values) for kind, values in behind.items()},
+        "load_of_static": {
+            str(load): at_load(servers, case, load / each["static"]) for load in (LOADS if curve else (0.8,))
+        },
+        "load_of_grouped": {"0.8": at_load(servers, case, 0.8 / each["grouped"], ("grouped", "engine"))},
     }
-    report["easy_behind_hard_ms"] = {kind: 1e3 * behind_hard(servers[kind], case.requests, tickets) for kind in kinds}
-    loads = LOADS if curve else (0.8,)
-    report["load"] = {str(load): at_load(servers, case, load / each["static"]) for load in loads}
-    at80 = report["load"]["0.8"]
-    report["p99_over_static"] = at80["engine"]["p99_ms"] / at80["static"]["p99_ms"]
-    report["p99_over_grouped"] = at80["engine"]["p99_ms"] / at80["grouped"]["p99_ms"]
-    return report
 
 
-def paired(taken: dict[str, list[float]], one: str, other: str) -> float:
-    """Median over the rounds of the ratio of two times that were measured one after the other."""
-    return statistics.median(a / b for a, b in zip(taken[one], taken[other], strict=True))
+def ratios(taken: dict[str, list[float]], one: str, other: str) -> list[float]:
+    """Ratios of two times that were measured one after the other, one per round."""
+    return [a / b for a, b in zip(taken[one], taken[other], strict=True)]
 
 
-def at_load(servers: dict[str, Any], case: Case, rate: float) -> dict[str, dict[str, float | None]]:
-    """Percentiles of latencies at that many requests per second, by server."""
-    arrivals = poisson(rate, len(case.requests), math.inf, seed=1)
-    found: dict[str, dict[str, float | None]] = {}
-    for kind, serve in servers.items():
-        latencies = sorted(arrive(serve, case.requests, arrivals))
-        found[kind] = {f"p{share}_ms": 1e3 * (percentile(latencies, share / 100) or 0.0) for share in (50, 90, 99)}
+def quartiles(values: Sequence[float]) -> dict[str, float]:
+    """The median and both quartiles."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else 3 * [values[0]]
+    return {"median": middle, "low": low, "high": high}
+
+
+def at_load(servers: dict[str, Any], case: Case, rate: float, kinds: Sequence[str] = KINDS) -> dict[str, Any]:
+    """Percentiles of latencies at that many requests per second by server, and those of the engine over the others'."""
+    count = min(4 * len(case.requests), ARRIVALS)
+    traces = [poisson(rate, count, math.inf, seed=seed) for seed in range(1, TRACES + 1)]
+    latencies = {kind: [sorted(arrive(servers[kind], case.requests, trace)) for trace in traces] for kind in kinds}
+    found: dict[str, Any] = {"per_second": rate, "arrivals": count, "traces": len(traces)}
+    shares = {f"p{share}": share / 100 for share in (50, 90, 99)}
+    points = {
+        kind: {name: [1e3 * (percentile(each, share) or 0.0) for each in values] for name, share in shares.items()}
+        for kind, values in latencies.items()
+    }
+    for kind in kinds:
+        found[kind] = {f"{name}_ms": statistics.median(values) for name, values in points[kind].items()}
+    for kind in [kind for kind in kinds if kind in ("static", "grouped")]:
+        for name in ("p50", "p99"):
+            pairs = zip(points["engine"][name], points[kind][name], strict=True)
+            found[f"engine_over_{kind}_{name}"] = quartiles([a / b for a, b in pairs])
     return found
 
 
-def draw(report: dict[str, Any], path: Path) -> None:
-    shown = [(name, case) for name, case in report["cases"].items() if len(case["load"]) > 1]
-    figure, axes = plt.subplots(1, len(shown) + 1, figsize=(4.2 * (len(shown) + 1), 3.4), squeeze=False)
-    names = list(report["cases"])
-    places = range(len(names))
-    for kind, shift in (("static", 0.2), ("grouped", -0.2)):
-        gains = [report["cases"][name][f"throughput_over_{kind}"] for name in names]
-        axes[0, 0].barh([place + shift for place in places], gains, 0.4, label=f"over {kind}")
-    axes[0, 0].axvline(1.0, color="grey", lw=0.8)
-    axes[0, 0].set_yticks(list(places), names)
-    axes[0, 0].set_xlabel("throughput at saturation, times")
-    axes[0, 0].legend(fontsize=8)
-    for axis, (name, case) in zip(axes[0, 1:], shown, strict=True):
-        loads = [float(load) for load in case["load"]]
-        for kind, colour in (("static", "tab:red"), ("grouped", "tab:orange"), ("engine", "tab:blue")):
-            for share, style in ((50, "--"), (99, "-")):
-                values = [case["load"][str(load)][kind][f"p{share}_ms"] for load in loads]
-                axis.plot(loads, values, style, color=colour, marker=".", label=f"{kind}, p{share}")
-        axis.set(yscale="log", title=name, xlabel="load, of static's saturation", ylabel="latency, ms")
-        axis.legend(fontsize=7)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+def commit() -> str:
+    """The commit of the code, with "+" if files have changed since."""
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
+    changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "equilibria", "benchmarks/serving.py"], check=False)
+    return head.strip() + ("+" if changed.returncode else "")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("cases", nargs="*", help="digits monotone residual tolerances difficulty reasoner; default: all")
+    parser.add_argument(
+        "cases", nargs="*", help="digits monotone residual tolerances difficulty spread-N reasoner; default: all"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=4096, help="of the cheapest case; dearer ones have fewer")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/serving.json"))
-    parser.add_argument("--picture", type=Path, default=Path("docs/images/serving-latency.png"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = cases(options.cases, options.requests)
     gc.freeze()  # as `equilibria serve` does: collections then look at what requests leave, not at the libraries
+    names = " ".join([*options.cases, ""])
     report: dict[str, Any] = {
-        "command": f"python benchmarks/serving.py --rounds {options.rounds} --requests {options.requests}",
+        "command": f"python benchmarks/serving.py {names}--rounds {options.rounds} --requests {options.requests}",
+        "commit": commit(),
         "torch": torch.__version__,
         "load_of_the_machine": os.getloadavg()[1],
         "rows": ROWS,
@@ -289,11 +297,11 @@ def main() -> None:
         "cases": {},
     }
     for case in found:
-        report["cases"][case.name] = one = measure(case, options.rounds, case.name == "difficulty")
-        shown = {key: one[key] for key in ("steps", "per_second", "throughput_over_static", "throughput_over_grouped")}
-        print(case.name, json.dumps({**shown, "p99": (one["p99_over_static"], one["p99_over_grouped"])}), flush=True)
+        report["cases"][case.name] = one = measure(case, options.rounds, case.name in ("difficulty", "reasoner"))
+        at80 = one["load_of_static"]["0.8"]
+        shown = {"steps": one["steps"], "throughput": one["throughput"], "p99": at80["engine_over_static_p99"]}
+        print(case.name, json.dumps(shown), flush=True)
         options.json.write_text(json.dumps(report, indent=1) + "\n")
-    draw(report, options.picture)
 
 
 if __name__ == "__main__":

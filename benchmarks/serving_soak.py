@@ -8,7 +8,9 @@ answer is compared with the model's own, and the memory of the server is read ev
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
+import os
 import random
 import re
 import socket
@@ -31,6 +33,7 @@ WIDTH, INPUTS, SAMPLES = 64, 64, 48
 TOLERANCE = 1e-3  # of outputs of about 1: answers are solved to 5e-3 relative, and batches round differently
 EXPECTED = {"nan": (200,), "huge": (200,), "shape": (422,), "malformed": (400,)}
 FAULTS = [*EXPECTED, "gone", "slow"]
+SENDERS = 4  # threads that send faults
 
 
 def main() -> None:
@@ -71,18 +74,20 @@ def soak(pid: int, url: str, samples: list[Any], expected: list[Any], minutes: f
     memory: list[tuple[float, float]] = []
     done = threading.Event()
     watcher = threading.Thread(target=watch, args=(pid, memory, done))
-    faults = threading.Thread(target=send_faults, args=(url, found, 0.1 * rate, done))
-    for thread in (watcher, faults):
+    loads: list[float] = []
+    faults = [threading.Thread(target=send_faults, args=(url, found, 0.1 * rate / SENDERS, done, i)) for i in range(SENDERS)]
+    for thread in (watcher, *faults):
         thread.start()
     begin = time.monotonic()
     latencies: list[float] = []
     while time.monotonic() - begin < seconds:  # in pieces: outcomes are checked and dropped as they come
         piece = min(20.0, seconds - (time.monotonic() - begin))
+        loads.append(os.getloadavg()[0])
         arrivals = poisson(rate, 10**6, max(piece, 0.1), seed=int(time.monotonic() - begin))
         report = run_load(url, bodies, arrivals, clients=32, on_outcome=found.check)
         latencies += [outcome.seconds for outcome in report.outcomes if outcome.code == 200][:500]
     done.set()
-    for thread in (watcher, faults):
+    for thread in (watcher, *faults):
         thread.join()
     third = max(len(memory) // 3, 1)
     first, last = (
@@ -91,6 +96,8 @@ def soak(pid: int, url: str, samples: list[Any], expected: list[Any], minutes: f
     latencies.sort()
     return {
         "command": f"python benchmarks/serving_soak.py --minutes {minutes:g}",
+        "commit": commit(),
+        "machine_load": {"least": min(loads), "median": statistics.median(loads), "most": max(loads)},
         "minutes": (time.monotonic() - begin) / 60,
         "saturation_per_second": burst.throughput,
         "rate_per_second": rate,
@@ -99,6 +106,7 @@ def soak(pid: int, url: str, samples: list[Any], expected: list[Any], minutes: f
         "codes_of_good_requests": {str(code): n for code, n in sorted(found.codes.items())},
         "faults": {kind: {str(code): n for code, n in sorted(found.faults[kind].items())} for kind in FAULTS},
         "unexpected_responses_to_faults": found.unexpected,
+        "errors_without_a_message": found.unexplained,
         "p50_ms": 1e3 * latencies[len(latencies) // 2],
         "p99_ms": 1e3 * latencies[int(0.99 * len(latencies))],
         "memory_mb_second_third": first,
@@ -112,7 +120,7 @@ class Tally:
 
     def __init__(self, samples: list[Any], expected: list[Any]) -> None:
         self.samples, self.expected = samples, expected
-        self.good = self.wrong = self.unexpected = 0
+        self.good = self.wrong = self.unexpected = self.unexplained = 0
         self.codes: Counter[int] = Counter()
         self.faults: dict[str, Counter[int]] = {kind: Counter() for kind in FAULTS}
         self._lock = threading.Lock()
@@ -128,20 +136,29 @@ class Tally:
             self.codes[outcome.code] += 1
             self.wrong += not right
 
-    def fault(self, kind: str, code: int) -> None:
+    def fault(self, kind: str, code: int, explained: bool) -> None:
         with self._lock:
             self.faults[kind][code] += 1
+            self.unexplained += 400 <= code < 500 and not explained
             self.unexpected += kind in EXPECTED and code not in (*EXPECTED[kind], 429, 503)
 
 
-def send_faults(url: str, found: Tally, rate: float, done: threading.Event) -> None:
-    chance = random.Random(0)
+def commit() -> str:
+    """The commit of the code, with "+" if files of the package have changed since."""
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
+    changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "equilibria"], check=False)
+    return head.strip() + ("+" if changed.returncode else "")
+
+
+def send_faults(url: str, found: Tally, rate: float, done: threading.Event, seed: int) -> None:
+    chance = random.Random(seed)
     while not done.wait(chance.expovariate(rate)):
         kind = chance.choice(FAULTS)
-        found.fault(kind, send_fault(url, kind, chance))
+        found.fault(kind, *send_fault(url, kind, chance))
 
 
-def send_fault(url: str, kind: str, chance: random.Random) -> int:
+def send_fault(url: str, kind: str, chance: random.Random) -> tuple[int, bool]:
+    """Return the code of the response, 0 if none is awaited, -1 if there was none; and whether it names an error."""
     bodies = {
         "nan": '{"inputs": [' + ", ".join(["NaN"] * INPUTS) + "]}",
         "huge": json.dumps({"inputs": [chance.choice((1e30, -1e30, 3e38)) for _ in range(INPUTS)]}),
@@ -156,13 +173,15 @@ def send_fault(url: str, kind: str, chance: random.Random) -> int:
             if kind == "slow":  # half of the body, and then nothing for a while
                 client.sendall(head.encode() + body[: len(body) // 2])
                 time.sleep(0.2)
-                return 0
+                return 0, True
             client.sendall(head.encode() + body)
             if kind == "gone":
-                return 0
-            return int(client.recv(65536).split(b" ", 2)[1])
-    except (OSError, IndexError, ValueError):
-        return -1
+                return 0, True
+            answer = http.client.HTTPResponse(client)
+            answer.begin()
+            return answer.status, b'"error":' in answer.read()
+    except (OSError, http.client.HTTPException):
+        return -1, False
 
 
 def watch(pid: int, memory: list[tuple[float, float]], done: threading.Event) -> None:
