@@ -51,9 +51,12 @@ def backward_first_order(
         # one pull-back gives the gradients and, as a by-product, the residual of the adjoint system
         pull = _Pull(equation, at, scale, rhs)
         residual = pull(u)
+        seem_finite = pull.seems_finite()
+        if not some_bad and _file_solved(adjoint, system, residual, seem_finite):
+            return pull.grads
         # nan compares false; the residual of a sample in quarantine is not that of its own system
         finite = (adjoint.stop.norm(residual) < float("inf")) | ~good
-        sound = bool(finite.all() & pull.seems_finite())
+        sound = bool(finite.all() & seem_finite)
         if not sound:
             bad = good & ~finite
             if not bool(bad.any()):
@@ -91,7 +94,7 @@ def cotangent(adjoint: Problem, system: LinearMap) -> Tensor:
     rhs = system.rhs
     if adjoint.linear.approximation is None:
         # J'0 + rhs = rhs; the residual of rows that do not depend on each other is measured by the caller
-        exact = dataclasses.replace(adjoint, on_failure="ignore", known=rhs, verify=bool(adjoint.equation.identity.coupled))
+        exact = adjoint.changed(on_failure="ignore", known=rhs, verify=bool(adjoint.equation.identity.coupled))
         return exact.run(torch.zeros_like(rhs), f=system).z
     u = adjoint.linear.approximation(system.product, rhs)
     if adjoint.linear.when is None:
@@ -110,10 +113,10 @@ def rest(adjoint: Problem, system: LinearMap, residual: Tensor, u: Tensor) -> Te
     # a formula takes no steps, so that there is nothing to add to
     before = adjoint.result.adjoint if adjoint.linear.approximation is None else None
     remainder = system.with_rhs(residual)
-    adjoint = dataclasses.replace(adjoint, known=residual)  # J'0 + residual
+    adjoint = adjoint.changed(known=residual)  # J'0 + residual
     if before is not None:  # both solves together take at most max_steps; the caller applies the failure policy
         stop = dataclasses.replace(adjoint.stop, max_steps=steps_left(adjoint))
-        adjoint = dataclasses.replace(adjoint, stop=stop, on_failure="ignore")
+        adjoint = adjoint.changed(stop=stop, on_failure="ignore")
         result = adjoint.run(torch.zeros_like(residual), f=remainder, rhs=system.rhs)
         adjoint.result.adjoint = dataclasses.replace(
             result.stats,
@@ -125,7 +128,7 @@ def rest(adjoint: Problem, system: LinearMap, residual: Tensor, u: Tensor) -> Te
         )
         return result.z
     falls_back = adjoint.on_failure == "fall_back"
-    adjoint = dataclasses.replace(adjoint, on_failure="warn") if falls_back else adjoint
+    adjoint = adjoint.changed(on_failure="warn") if falls_back else adjoint
     result = adjoint.run(torch.zeros_like(residual), f=remainder, rhs=system.rhs)
     if falls_back:  # u plus this is the Jacobian-free cotangent
         return torch.where(result.stats.failed.unsqueeze(1), system.rhs - u, result.z)
@@ -179,6 +182,37 @@ def verified(
     return u
 
 
+def _file_solved(adjoint: Problem, system: LinearMap, residual: Tensor, finite: Tensor) -> bool:
+    """Store the measured residuals and return True if every sample has converged and is within its tolerance.
+
+    finite  a scalar, True if the gradients seem to be finite; the result is False otherwise
+
+    This is the usual end of a backward pass, and waits for the device once. In all other cases it stores nothing.
+    """
+    stats, stop = adjoint.result.adjoint, adjoint.stop
+    if adjoint.linear.approximation is not None or adjoint.equation.identity.coupled:
+        return False
+    if stop.process_group is not None or stop.atol:
+        return False
+    assert stats is not None
+    relative = stop.norm(residual) / system.size(stop.norm).clamp_min(torch.finfo(residual.dtype).tiny)
+    # CONVERGED is 0, and nan compares false
+    solved = (relative <= _wanted(adjoint, residual.dtype)).all() & finite & ~stats.status.any()
+    if not bool(solved):
+        return False
+    adjoint.result.adjoint = dataclasses.replace(stats, residual=relative)
+    return True
+
+
+def _wanted(adjoint: Problem, dtype: torch.dtype) -> float:
+    """The largest relative residual that is called converged.
+
+    The solver updates its residual by a recurrence, from other products, so that the measured one rounds differently.
+    """
+    carried = min(FLOOR * adjoint.equation.precision, RECURRENCE * adjoint.stop.rtol)
+    return adjoint.stop.rtol + max(carried, FLOOR * torch.finfo(dtype).eps)
+
+
 def _file_measured(adjoint: Problem, residual: Tensor, rhs: Tensor) -> tuple[Tensor, Stats]:
     """Store measured residuals; set converged samples beyond the tolerance to STALLED.
 
@@ -190,9 +224,7 @@ def _file_measured(adjoint: Problem, residual: Tensor, rhs: Tensor) -> tuple[Ten
         residual, rhs = residual.reshape(1, -1), rhs.reshape(1, -1)
     length = stop.norm(rhs)
     relative = stop.norm(residual) / length.clamp_min(torch.finfo(rhs.dtype).tiny)
-    # the solver updates its residual by a recurrence, from other products, so that the measured one rounds differently
-    carried = min(FLOOR * adjoint.equation.precision, RECURRENCE * stop.rtol)
-    wanted: float | Tensor = stop.rtol + max(carried, FLOOR * torch.finfo(rhs.dtype).eps)
+    wanted: float | Tensor = _wanted(adjoint, rhs.dtype)
     if stop.atol:
         wanted = wanted + stop.atol / length.clamp_min(torch.finfo(length.dtype).tiny)
     short = (stats.status == Status.CONVERGED) & ~(relative <= wanted).expand(batch)
@@ -226,11 +258,15 @@ def cotangent_scale(equation: Equation, v: Tensor, *, measured: bool) -> Tensor:
     coupled = equation.identity.coupled
     shared = coupled or (coupled is None and not measured)
     rows = v.detach().reshape(1, -1) if shared else v.detach()
-    least, most = USUAL[v.dtype]
-    size = rms_norm(rows).unsqueeze(1)
-    # squares of very small or very large numbers underflow or overflow, so these rows are divided first
-    largest = rows.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(v.dtype).tiny)
-    size = torch.where((size > least) & (size < most), size, largest * rms_norm(rows / largest).unsqueeze(1))
+    if v.dtype == torch.float32:  # squares of any of its numbers are within float64
+        wide = torch.linalg.vector_norm(rows, dim=1, keepdim=True, dtype=torch.float64)
+        size = (wide / rows.shape[1] ** 0.5).to(v.dtype)
+    else:
+        least, most = USUAL[v.dtype]
+        size = rms_norm(rows).unsqueeze(1)
+        # squares of very small or very large numbers underflow or overflow, so these rows are divided first
+        largest = rows.abs().amax(dim=1, keepdim=True).clamp_min(torch.finfo(v.dtype).tiny)
+        size = torch.where((size > least) & (size < most), size, largest * rms_norm(rows / largest).unsqueeze(1))
     # a row that is zero or not finite is not divided; nan compares false
     return torch.where((size > 0) & (size < float("inf")), size, 1.0).expand(len(v), 1)
 
@@ -253,7 +289,7 @@ class _Pull:
             grads, product = self.at.pull(u * (self.scale / self.common))
             self.grads = [None if grad is None else grad * self.common for grad in grads]
             product = product * self.common
-        return product / self.scale + self.rhs - u
+        return torch.addcdiv(self.rhs - u, product, self.scale)
 
     def seems_finite(self) -> Tensor:
         """A scalar, False if any gradient is not finite, or rarely if a sum of finite numbers overflows."""

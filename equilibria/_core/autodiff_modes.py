@@ -228,6 +228,21 @@ def _with_derivatives() -> Iterator[None]:
         yield
 
 
+# `torch.autograd.grad` checks shapes and subclasses in Python at every call, 15 us: as long as a product of a small cell
+_engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
+
+
+def pull_back(out: Tensor, inputs: Sequence[Tensor], v: Tensor, *, retain: bool) -> Sequence[Tensor | None]:
+    """The cotangents of `inputs` for the cotangent v of `out`, of the same shape; None for inputs that `out` does not use.
+
+    retain  keep the graph for another call
+    """
+    if _engine is None or type(v) is not Tensor or type(out) is not Tensor:
+        return torch.autograd.grad(out, inputs, v, retain_graph=retain, allow_unused=True)
+    found: Sequence[Tensor | None] = _engine((out,), (v,), retain, False, tuple(inputs), True, accumulate_grad=False)
+    return found
+
+
 def vjp(f: Callable[..., Tensor], *primals: Tensor) -> Callable[[Tensor], tuple[Tensor, ...]]:
     """The pull-back of `f` at `primals`, itself differentiable."""
     pull: Callable[[Tensor], tuple[Tensor, ...]] = torch.func.vjp(f, *primals)[1]
@@ -246,12 +261,15 @@ class Autocast:
     def current(device: torch.device) -> Autocast:
         """The autocast state that is active now for this type of device."""
         if not torch.amp.is_autocast_available(device.type):
-            return Autocast(device.type, False, torch.float32)
-        return Autocast(device.type, torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type))
+            return _autocast(device.type, False, torch.float32)
+        return _autocast(device.type, torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type))
 
     def inside(self) -> AbstractContextManager[Any]:
         """A context that restores this state, for evaluations of the cell."""
         return torch.autocast(self.device, dtype=self.dtype) if self.enabled else nullcontext()
+
+
+_autocast = functools.lru_cache(maxsize=64)(Autocast)  # every solve asks for one
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[None]:

@@ -35,7 +35,10 @@ class CellEquation(Equation):
 
     def __init__(self, cell: FrozenCell, layout: Layout, inputs: Sequence[Any]) -> None:
         self.cell, self.layout, self._given = cell, layout, tuple(inputs)
-        self._leaves, self._inputs_spec = pytree.tree_flatten(tuple(inputs))
+        self._leaves: list[Any] = list(inputs)
+        self._inputs_spec: pytree.TreeSpec | None = None  # None if every input is a tensor
+        if not all(isinstance(each, Tensor) for each in inputs):
+            self._leaves, self._inputs_spec = pytree.tree_flatten(tuple(inputs))
         tensors = [leaf for leaf in self._leaves if isinstance(leaf, Tensor)]
         self.opaque = cell.sharded  # True if the cell depends on tensors that cannot be passed as arguments
         self._snapshot = cell.snapshot()
@@ -92,7 +95,8 @@ class CellEquation(Equation):
         constants = tuple(_known(leaf) for leaf in self._leaves if not isinstance(leaf, Tensor))
         settings = tuple(_settings(module) for module in self.cell.sources)
         # TreeSpecs are not hashable in torch 2.6, their text is
-        return self.identity.mode, self.autocast, constants, repr(self._inputs_spec), self.layout.leaves, settings
+        structure = repr(self._inputs_spec), len(self._leaves)
+        return self.identity.mode, self.autocast, constants, structure, self.layout.leaves, settings
 
     def captures(self, z: Tensor) -> tuple[Tensor, bool]:
         """F(z), and True if a plain callable closes over tensors that require gradients."""
@@ -116,7 +120,8 @@ class CellEquation(Equation):
         given = _copied(z) if first or self._writes else z  # a cell that writes in place must not change the solver's z
         state, direct = given if layout.flat else layout.unpack(given), direct and self.moves_buffers is False
         # the leaves and not `given`: unpacking copies some leaves and returns views for others, depending on the batch size
-        watched = [(part, _version(part)) for part in pytree.tree_leaves(state)] if first else []
+        parts = [] if not first else [state] if layout.flat else pytree.tree_leaves(state)
+        watched = [(part, _version(part)) for part in parts]
         if self._needs_context:  # entering a context takes measurable time
             with self.autocast.inside(), self.cell.in_place():
                 out = self.cell.cell(state, *inputs) if direct else self._run_functional(state, inputs, args[self._inputs :])
@@ -148,6 +153,8 @@ class CellEquation(Equation):
 
     def _unflatten(self, args: Sequence[Tensor]) -> Sequence[Any]:
         """The nested inputs of the cell, with the first tensors of `args` as leaves."""
+        if self._inputs_spec is None:
+            return args[: self._inputs]
         tensors = iter(args)
         leaves = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
         inputs: Sequence[Any] = pytree.tree_unflatten(leaves, self._inputs_spec)

@@ -98,7 +98,10 @@ class FrozenCell:
         self.modules = self.sources = list(self.module.modules()) if self.module is not None else []
         # FSDP needs a process group, which most runs do not have
         self.sharded = torch.distributed.is_available() and torch.distributed.is_initialized() and is_sharded(self.modules)
-        held = any(hasattr(m, "parametrizations") or (isinstance(m, VariationalDropout) and m.active) for m in self.modules)
+        # the dict and not `hasattr`, which raises inside for every module without parametrizations
+        held = any(
+            "parametrizations" in m._modules or (isinstance(m, VariationalDropout) and m.active) for m in self.modules
+        )
         if self.module is not None and held and not self.sharded:
             snapshot = Snapshot(self.module)
             if snapshot.copyable:

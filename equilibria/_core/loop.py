@@ -219,7 +219,11 @@ def _run_native(run: LoopRun, z0: Tensor, solver: Solver[Any]) -> SolveResult | 
         if opened_at is None and running < work.rows:
             opened_at = step
     apart = opened_at is not None and opened_at < taken and shape[0] > 1
-    result = finished(work.close(run, z0), run.f.counter, taken)
+    stats = work.finish(run.f.counter)
+    if stats is None:
+        result = finished(work.close(run, z0), run.f.counter, taken)
+    else:
+        result = SolveResult(work.answer, stats, taken, failed=run.scale is not None)
     if run.scale is not None and run.rows is not None:  # of a linear system whose rows stand alone no more is asked
         return result
     return _with_rows(run, solver, result, rows, apart=apart, dropped=work.place is not None)
@@ -237,10 +241,9 @@ def _with_rows(
     apart = apart or (forward and result.failed and _is_joined(result.stats))
     if apart and forward and run.measured_later and (rows is None or (rows is TRUSTED and result.failed)):
         rows, counter = compare_answer(run, result), run.f.counter
-        stats = dataclasses.replace(result.stats, evaluations=counter.evaluations, sample_evaluations=counter.rows)
-        result = dataclasses.replace(result, stats=stats)
-    rows = rows or RowCheck()
-    return dataclasses.replace(result, coupled=rows.coupled, unmeasured=dropped or apart)
+        result.stats = dataclasses.replace(result.stats, evaluations=counter.evaluations, sample_evaluations=counter.rows)
+    result.coupled, result.unmeasured = None if rows is None else rows.coupled, dropped or apart
+    return result
 
 
 def _is_joined(stats: Stats) -> bool:

@@ -132,6 +132,7 @@ class LinearMap(Map):
     ) -> None:
         super().__init__(lambda z: product(z) + rhs, equation, args)
         self.rhs, self._products = rhs, (product, transposed)
+        self._size: tuple[FlatMap, Tensor] | None = None  # a norm and that of `rhs`
 
     def product(self, t: Tensor) -> Tensor:
         """M t, which counts as an evaluation."""
@@ -146,6 +147,12 @@ class LinearMap(Map):
         self.counter.rows += t.shape[0]
         self.counter.products += 1
         return self._products[1](t)
+
+    def size(self, norm: FlatMap) -> Tensor:
+        """(batch,), the norm of the right-hand side, computed once."""
+        if self._size is None or self._size[0] is not norm:
+            self._size = norm, norm(self.rhs)
+        return self._size[1]
 
     def with_rhs(self, rhs: Tensor) -> LinearMap:
         """The map z -> M z + rhs of the same M, as a plain one: its rows cannot be taken."""
@@ -204,7 +211,7 @@ class Linearisation:
             self.counter.products += 1
         if not out.requires_grad:  # f does not depend on z
             return torch.zeros_like(u)
-        (product,) = torch.autograd.grad(out, leaf, u, retain_graph=True, allow_unused=True)
+        (product,) = autodiff_modes.pull_back(out, (leaf,), u, retain=True)
         return torch.zeros_like(u) if product is None else product
 
     def product(self, t: Tensor) -> Tensor:
@@ -224,7 +231,7 @@ class Linearisation:
         if not out.requires_grad:
             return grads, torch.zeros_like(u)
         inputs = [leaf, *[self.args[i] for i in self.needed]]
-        product, *found = torch.autograd.grad(out, inputs, u, allow_unused=True)
+        product, *found = autodiff_modes.pull_back(out, inputs, u, retain=False)
         for i, grad in zip(self.needed, found, strict=True):
             grads[i] = grad
         return grads, torch.zeros_like(u) if product is None else product

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -46,6 +48,13 @@ class Layout:
     @staticmethod
     def of(state: State, *, batched: bool = True) -> Layout:
         """The layout of a state; raises if its tensors do not share a batch dimension and a device."""
+        if type(state) is Tensor and state.dim() > 0 and state.dtype in (torch.float32, torch.float64):
+            return _layout_of_tensor(state.shape, state.dtype, state.device, batched)
+        return Layout._of_tree(state, batched)
+
+    @staticmethod
+    def _of_tree(state: State, batched: bool) -> Layout:
+        """The layout of any state."""
         tensors, structure = pytree.tree_flatten(state)
         _check_tensors(tensors, batched)
         # torch.promote_types would be recorded in exported programs, and torch 2.6 cannot load such programs
@@ -72,6 +81,10 @@ class Layout:
             single=leaves[0] if single else None,
             flat=single and tensors[0].dim() == 2,
         )
+
+    def on(self, device: torch.device) -> Layout:
+        """The same layout for states on another device."""
+        return dataclasses.replace(self, device=device)
 
     @property
     def columns(self) -> int:
@@ -103,7 +116,9 @@ class Layout:
     def pack(self, state: State) -> Tensor:
         """Pack a state into a matrix, (batch, n)."""
         single = self.single
-        if single is None:
+        if self.flat:
+            matrix = state
+        elif single is None:
             matrix = self._join(pytree.tree_leaves(state))
         else:
             matrix = state.reshape(state.shape[0], single.columns).to(self.dtype)
@@ -183,12 +198,20 @@ class Layout:
         return part.reshape(shape).to(leaf.dtype)
 
 
+@functools.lru_cache(maxsize=256)
+def _layout_of_tensor(shape: torch.Size, dtype: torch.dtype, device: torch.device, batched: bool) -> Layout:
+    """The layout of a state that is one tensor. Cached, because every solve of a layer asks for the same one."""
+    return Layout._of_tree(torch.empty(shape, dtype=dtype, device="meta"), batched).on(device)
+
+
 def zeros_like_first(inputs: Sequence[Any]) -> State:
     """A state of zeros with the shapes, dtypes and device of the first input; raises if that is not made of numbers."""
     if not inputs:
         raise ValueError(
             "init=None starts from zeros like the first input, but there is no input; use init=eq.Zeros(*shape)."
         )
+    if type(inputs[0]) is Tensor and inputs[0].is_floating_point():  # no tree to walk through
+        return torch.zeros_like(inputs[0], requires_grad=False)
     for leaf in pytree.tree_leaves(inputs[0]):
         if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
             seen = leaf.dtype if isinstance(leaf, Tensor) else type(leaf).__name__

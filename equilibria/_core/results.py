@@ -17,7 +17,7 @@ from equilibria.stop import Stop
 VERIFICATIONS = 3  # how often a result found by recurrence may miss the tolerance and be improved
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class LoopRun:
     """One run of the loop: the map, the tolerances, and what is known about both.
 

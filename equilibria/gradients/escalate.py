@@ -43,7 +43,7 @@ class Escalate(Gradient):
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
         """Solve; backward uses the formula of `cheap` where it is accurate enough."""
         linear = dataclasses.replace(self.exact.linear(problem), approximation=self._approximation(), when=self.when)
-        problem = dataclasses.replace(problem, linear=linear)
+        problem = problem.changed(linear=linear)
         return attach(problem, z0, args) if problem.opaque else differentiable_fixed_point(problem, z0, *args)[0]
 
     def _approximation(self) -> Approximation:

@@ -42,7 +42,7 @@ class Implicit(Gradient):
 
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
         """Solve; backward solves the adjoint system."""
-        problem = dataclasses.replace(problem, linear=self.linear(problem))
+        problem = problem.changed(linear=self.linear(problem))
         return attach(problem, z0, args) if problem.opaque else differentiable_fixed_point(problem, z0, *args)[0]
 
     def linear(self, problem: Problem) -> LinearSolve:

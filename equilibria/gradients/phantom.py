@@ -100,14 +100,14 @@ class NeumannPhantom(Gradient):
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
         """Solve; backward uses the partial sum in place of the adjoint solution."""
         linear = LinearSolve(stop=problem.stop, approximation=Neumann(self.steps, self.damping))
-        problem = dataclasses.replace(problem, linear=linear)
+        problem = problem.changed(linear=linear)
         return attach(problem, z0, args) if problem.opaque else differentiable_fixed_point(problem, z0, *args)[0]
 
 
 def solve_detached(problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """The equilibrium without a graph, (batch, n), and its status; uses the primitive, which supports torch.func."""
     if torch.is_grad_enabled() and not autodiff_modes.inside_transform():
-        problem = dataclasses.replace(problem, measured_later=True)  # by `unroll_from`
+        problem = problem.changed(measured_later=True)  # by `unroll_from`
     with torch.no_grad():  # gradients flow through the steps that follow, not through the solve
         z, status = differentiable_fixed_point(problem, z0.detach(), *[arg.detach() for arg in args])
     return z.detach(), status

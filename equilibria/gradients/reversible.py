@@ -75,7 +75,7 @@ class Reversible(Gradient):
         # a finished sample must stop at once, or it would take more steps than backward inverts
         stop = dataclasses.replace(problem.stop, check_every=1)
         solver = ReversiblePicard(damping=self.damping)
-        problem = dataclasses.replace(problem, solver=solver, stop=stop, known=None, keep_state=True)
+        problem = problem.changed(solver=solver, stop=stop, known=None, keep_state=True)
         return _Reversible.apply(problem, z0, *args)
 
 

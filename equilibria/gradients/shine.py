@@ -62,7 +62,7 @@ class Shine(Gradient):
             raise TypeError(OUT_OF_REACH)
         if not torch.is_grad_enabled():
             return problem.run(z0, args).z
-        return _Shine.apply(dataclasses.replace(problem, keep_state=True), self, z0, *args)
+        return _Shine.apply(problem.changed(keep_state=True), self, z0, *args)
 
 
 class _Shine(Function):
@@ -76,7 +76,7 @@ class _Shine(Function):
             raise TypeError(OUT_OF_REACH)
         # the problem with an adjoint that is solved from the estimate, in at most `refine` steps; failures are ignored
         stop = Stop(rtol=0.0, atol=0.0, max_steps=shine.refine, on_failure="ignore", norm=problem.stop.norm)
-        with_adjoint = dataclasses.replace(problem, linear=LinearSolve(GMRES(), stop, when=0.0 if shine.refine else None))
+        with_adjoint = problem.changed(linear=LinearSolve(GMRES(), stop, when=0.0 if shine.refine else None))
         ctx.problem, ctx.estimate = with_adjoint, Estimate.of(result.state, shine.fallback)
         ctx.save_for_backward(result.z, result.stats.status, *args)
         return result.z

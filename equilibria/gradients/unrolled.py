@@ -73,7 +73,7 @@ class Unrolled(Gradient):
 
     def _unroll(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
         """The result of the steps, (batch, n), with their graph; by depth, directly, or by a replay."""
-        problem = dataclasses.replace(problem, known=None)  # F(z0) is known only without its graph
+        problem = problem.changed(known=None)  # F(z0) is known only without its graph
         if self.depth is not None:
             return _spared(_Explicit(self.depth, self.truncate, self.checkpoint), problem, z0, args)
         for solver in problem.solver.solvers if isinstance(problem.solver, Fallback) else (problem.solver,):

@@ -6,6 +6,7 @@
 
 #include "anderson.h"
 #include "broyden.h"
+#include "finish.h"
 #include "gmres.h"
 
 // Compiled for several instruction sets; the loader picks the best one the processor supports.
@@ -131,7 +132,21 @@ static PyObject* advance(PyObject*, PyObject* const* a, Py_ssize_t count) {
     return PyLong_FromLongLong(running);
 }
 
+// finish(context, double) -> rows that are not simply converged; writes the relative residuals over `excess`
+static PyObject* finish_rows(PyObject*, PyObject* const* a, Py_ssize_t count) {
+    if (count != 2) {
+        PyErr_Format(PyExc_TypeError, "finish takes 2 numbers, got %zd", count);
+        return nullptr;
+    }
+    const Context& c = *pointer<const Context>(a[0]);
+    const bool wide = integer(a[1]) != 0;
+    if (PyErr_Occurred()) return nullptr;
+    return PyLong_FromLongLong(wide ? finish<double>(c) : finish<float>(c));
+}
+
 static PyMethodDef methods[] = {
+    {"finish", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(finish_rows)), METH_FASTCALL,
+     "finish(context, double) -> rows that are not simply converged"},
     {"advance", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(advance)), METH_FASTCALL,
      "advance(context, method, double, a, b, before, out, step) -> rows still running"},
     {nullptr, nullptr, 0, nullptr}};

@@ -14,7 +14,7 @@ from torch import Tensor
 from equilibria import native
 from equilibria._core.bookkeeping import LEAST
 from equilibria._core.closed_record import ClosedRecord
-from equilibria._core.maps import Map
+from equilibria._core.maps import Counter, Map
 from equilibria.native.context import (
     ANDERSON,
     BROYDEN,
@@ -25,6 +25,7 @@ from equilibria.native.context import (
     PICARD,
     Context,
 )
+from equilibria.solution import Stats
 from equilibria.solvers import anderson, krylov
 from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.base import Solver
@@ -171,6 +172,12 @@ def needs(solver: Any, shape: torch.Size, dtype: torch.dtype) -> tuple[int, tupl
     return most, ("residual", "value"), settings
 
 
+@functools.lru_cache(maxsize=256)
+def _addresses(most: int) -> Any:
+    """Return the type of an array of `most` addresses; ctypes makes a new one, in some 20 us, when the last was freed."""
+    return c_void_p * most
+
+
 def _rows(tensor: Tensor, like: Tensor) -> Tensor:
     """Return `tensor` with contiguous rows, as kernels require; raises ValueError if shape or dtype differ from `like`."""
     if tensor.shape != like.shape or tensor.dtype != like.dtype:
@@ -198,10 +205,13 @@ class Workspace:
         """
         batch, n = z0.shape
         self.scale: Tensor | None = None
+        pointers: dict[str, int] = {}
         if run is not None:
             info, stop, floor = torch.finfo(z0.dtype), run.stop, FLOOR * run.precision
             root = max(n, 1) ** 0.5 if stop.norm is rms_norm else 1.0
-            self.scale = None if run.scale is None else (run.scale * root).contiguous()
+            if run.scale is not None:
+                self.scale = (run.scale * root).contiguous()
+                pointers["scale"] = self.scale.data_ptr()
             settings = {
                 "rtol": max(stop.rtol, LEAST * info.eps),
                 "atol": max(stop.atol * root, info.tiny**0.8),
@@ -215,28 +225,46 @@ class Workspace:
         self.numbers = z0.new_empty(len(NUMBERS), batch)
         self.counters = torch.empty(len(COUNTERS), batch, dtype=torch.int64)
         self.flags = torch.empty(2, batch, dtype=torch.int8)
-        self.status, self.rows, self.excess = self.flags[0], batch, self.numbers[0]
+        self.status, self.rows = self.flags[0], batch
         self.order = torch.empty(batch, most, dtype=torch.int32)
         self.answer = torch.empty_like(z0)
         self.vectors = [torch.empty_like(z0) for _ in vectors]
         self.slots: list[Tensor] = []
-        self.first, self.second = (c_void_p * most)(), (c_void_p * most)()
         self.core: Tensor | None = None
         self.place: Tensor | None = None
-        self.context = Context(n=n, rows=batch, batch=batch, most=most, threads=torch.get_num_threads(), **settings)
-        tensors = dict(zip(vectors, self.vectors, strict=True))
-        tensors |= dict(zip(NUMBERS, self.numbers.unbind(), strict=True))
-        tensors |= dict(zip(COUNTERS, self.counters.unbind(), strict=True))
-        tensors |= {"status": self.status, "current": self.flags[1], "order": self.order, "answer": self.answer}
-        if self.scale is not None:
-            tensors["scale"] = self.scale
-        for name, tensor in tensors.items():
-            setattr(self.context, name, tensor.data_ptr())
-        self.context.first, self.context.second = ctypes.addressof(self.first), ctypes.addressof(self.second)
+        self.first, self.second = _addresses(most)(), _addresses(most)()
+        # addresses of rows by arithmetic: a view of every row would take longer than a step
+        numbers, counters, width = self.numbers.data_ptr(), self.counters.data_ptr(), batch * z0.element_size()
+        for i, name in enumerate(NUMBERS):
+            pointers[name] = numbers + i * width
+        for i, name in enumerate(COUNTERS):
+            pointers[name] = counters + i * batch * 8
+        for name, vector in zip(vectors, self.vectors, strict=True):
+            pointers[name] = vector.data_ptr()
+        self.context = Context(
+            n=n,
+            rows=batch,
+            batch=batch,
+            most=most,
+            threads=torch.get_num_threads(),
+            status=self.status.data_ptr(),
+            current=self.status.data_ptr() + batch,
+            order=self.order.data_ptr(),
+            answer=self.answer.data_ptr(),
+            first=ctypes.addressof(self.first),
+            second=ctypes.addressof(self.second),
+            **pointers,
+            **settings,
+        )
         self.address = ctypes.addressof(self.context)
 
     def number(self, name: str) -> Tensor:
         return self.numbers[NUMBERS.index(name)]
+
+    @property
+    def excess(self) -> Tensor:
+        """(batch,), residuals over tolerances; after `finish` the relative residuals."""
+        return self.numbers[0]
 
     def counter(self, name: str) -> Tensor:
         return self.counters[COUNTERS.index(name)]
@@ -269,6 +297,26 @@ class Workspace:
                 core[:, :size, :size] = self.core
             self.core, self.context.core, self.context.core_size = core, core.data_ptr(), larger
         return running
+
+    def finish(self, counter: Counter) -> Stats | None:
+        """Return the statistics at the end of the solve; None if a sample has failed, and `close` must tell how.
+
+        Of a linear system nothing more is asked, and its statistics are final.
+        """
+        finish = getattr(native.kernels, "finish", None)  # None in a build that is older than this function
+        if finish is None or (finish(self.address, self.wide) and self.scale is None):
+            return None
+        steps = self.counter("steps")
+        return Stats(
+            self.status,
+            steps,
+            torch.zeros_like(steps),
+            self.counter("best_step"),
+            self.excess,
+            counter.evaluations,
+            counter.rows,
+            counter.products,
+        )
 
     def close(self, run: LoopRun, z0: Tensor) -> ClosedRecord:
         """Return the record of the whole batch, at the end of the solve."""
