@@ -267,13 +267,11 @@ def _normalized(x: Tensor, otherwise: Tensor, eps: float) -> Tensor:
 def _mean_distance(a: State, b: State, kept: Tensor) -> Tensor:
     """The mean distance of two states in the kept samples, summed over their tensors; 0 where none is kept."""
     pairs = zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True)
-    means = [_mean(_channel_norm(_at_least_float32(x) - _at_least_float32(y)), kept) for x, y in pairs]
+    differences = [_at_least_float32(x) - _at_least_float32(y) for x, y in pairs]
+    # norms over dimension 1; a tensor that has none is its own channel
+    norms = [torch.linalg.vector_norm(x, dim=1) if x.dim() > 1 else torch.atleast_1d(x.abs()) for x in differences]
+    means = [_mean(norm, kept) for norm in norms]
     return reduce(torch.add, means)  # they may be of different dtypes
-
-
-def _channel_norm(x: Tensor) -> Tensor:
-    """(batch, ...) without dimension 1; a tensor that has none is its own channel."""
-    return torch.linalg.vector_norm(x, dim=1) if x.dim() > 1 else torch.atleast_1d(x.abs())
 
 
 def _mean(x: Tensor, kept: Tensor) -> Tensor:

@@ -215,14 +215,17 @@ def _solve(
     start = zeros_like_first(clean) if usual else start_of(init, cell, lambda z: fixed(z, *sound), clean, batched=batched)
     layout = Layout.of(start, batched=batched)
     z0 = layout.pack(start) if gradient.follows_start else layout.pack(start).detach()
-    # the evaluation that draws the masks is also the first one of the solve
-    known = _draw_masks(f, start, layout) if fixed.dropouts and fixed.undrawn() else None
+    known = None
+    if fixed.dropouts and fixed.undrawn():  # the evaluation that draws the masks is also the first one of the solve
+        with torch.no_grad():
+            known = layout.pack_output(f(start), layout.batch, cast=Autocast.current(layout.device).enabled)
     equation = CellEquation(fixed, layout, given)
     if equation.opaque:
         _check_ranks_agree(stop)
     # an autograd.Function cannot give gradients to tensors in a closure, so that another path is taken for them
     opaque = equation.opaque
-    if fixed.module is None and _differentiating():
+    recorded = torch.is_grad_enabled() or autodiff_modes.inside_transform() or autodiff_modes.inside_dual_level()
+    if fixed.module is None and recorded:
         known, opaque = equation.captures(z0)
     # a default tolerance below the precision of the cell would never be met
     stop = stop if stop.rtol >= equation.precision else stop.reachable(equation.precision)
@@ -272,16 +275,6 @@ def _fill_rows(tree: Any, rows: Tensor, value: float) -> Any:
         return torch.where(rows.view(-1, *[1] * (leaf.dim() - 1)), torch.full_like(leaf, value), leaf)
 
     return pytree.tree_map(fill, tree)
-
-
-def _draw_masks(f: Callable[[State], State], start: State, layout: Layout) -> Tensor:
-    """F(z0), (batch, n); this first evaluation draws the dropout masks of the solve."""
-    with torch.no_grad():
-        return layout.pack_output(f(start), layout.batch, cast=Autocast.current(layout.device).enabled)
-
-
-def _differentiating() -> bool:
-    return torch.is_grad_enabled() or autodiff_modes.inside_transform() or autodiff_modes.inside_dual_level()
 
 
 def _check_ranks_agree(stop: Stop) -> None:

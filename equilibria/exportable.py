@@ -79,7 +79,7 @@ class Traced(Gradient):
             raise TypeError(f"A layer cannot be exported: {cause}.")
         assert isinstance(problem.solver, Solver)
         result = Loop(problem.solver, problem.stop, problem.equation.precision).solve(problem.equation, z0, args)
-        problem.result.keep(result)
+        problem.result.stats = result.stats
         if self.steps:
             h = result.z
             for _ in range(self.steps):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -147,15 +147,10 @@ def _logger(to: Any) -> Log | None:
         if callable(getattr(to, name, None)):
             return lambda row, step: getattr(to, name)(row)
     if callable(getattr(to, "add_scalar", None)):
-        return lambda row, step: _add_scalars(to, row, step)
+        return lambda row, step: [to.add_scalar(name, value, step) for name, value in row.items()]
     if callable(to):
         return lambda row, step: to(row)
     raise TypeError(
         "monitor logs to a function of a dict, or to an object with log(dict), log_dict(dict) or "
         f"add_scalar(name, value, step): got {type(to).__name__}, which has none of these."
     )
-
-
-def _add_scalars(writer: Any, row: Mapping[str, float], step: int) -> None:
-    for name, value in row.items():
-        writer.add_scalar(name, value, step)

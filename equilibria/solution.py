@@ -141,8 +141,8 @@ class SolveResult:
     itself would be freed by the garbage collector only. `Solution` joins it with z again.
     """
 
-    z: Tensor  # (batch, n), without a graph; not set in the result that a `Problem` keeps
-    stats: Stats  # of the forward solve in the result that a `Problem` keeps
+    z: Tensor = None  # type: ignore[assignment]  # (batch, n), without a graph; None in the result that a `Problem` keeps
+    stats: Stats = None  # type: ignore[assignment]  # None before the solve
     taken: int = 0  # steps of the loop, the same on every rank
     state: Any = None  # state of the solver, with each row as it was when the sample stopped; None unless `keep_state`
     coupled: bool | None = None  # True if rows depend on each other, False if a check found that they do not, else None
@@ -155,17 +155,6 @@ class SolveResult:
     nonfinite: bool = False  # True if a sample needs quarantine; on the host, so that backward need not wait for the device
     version: int = 0  # of the args of an unmeasured solve: an optimizer step changes it
     adjoint: Stats | None = None  # of the backward solve
-
-    @classmethod
-    def pending(cls) -> SolveResult:
-        """The result of a solve that has not run: only `adjoint` and the flags are set."""
-        result = cls.__new__(cls)
-        result.adjoint, result.unmeasured, result.nonfinite = None, False, False
-        return result
-
-    def keep(self, run: SolveResult) -> None:
-        """Become the result of `run`, except for z, the state of its solver and the adjoint."""
-        vars(self).update({name: value for name, value in vars(run).items() if name not in ("z", "state", "adjoint")})
 
     def add_evaluations(self, evaluations: int, rows: int) -> None:
         """Count evaluations of the cell outside of the solver loop, each on `rows` rows."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -52,7 +53,7 @@ def backward_first_order(
         pull = _Pull(equation, at, scale, rhs)
         residual = pull(u)
         seem_finite = pull.seems_finite()
-        if not some_bad and _file_solved(adjoint, system, residual, seem_finite):
+        if not some_bad and _is_solved(adjoint, system, residual, seem_finite):
             return pull.grads
         # nan compares false; the residual of a sample in quarantine is not that of its own system
         finite = (adjoint.stop.norm(residual) < float("inf")) | ~good
@@ -168,7 +169,10 @@ def verified(
     if _any(adjoint, short):
         if couples is not None and couples():
             return None
-        if _any(adjoint, _worth_more(adjoint, short)) and steps_left(adjoint):
+        # more steps do not help samples at the rounding of their dtype
+        rtol, precision = adjoint.stop.rtol, adjoint.equation.precision
+        helped = short if rtol >= precision else short & (stats.residual > rtol + FLOOR * precision)
+        if _any(adjoint, helped) and steps_left(adjoint):
             release()
             u = u + rest(adjoint, system, residual, u)
             _, stats = _file_measured(adjoint, measure(u), rhs)
@@ -182,35 +186,32 @@ def verified(
     return u
 
 
-def _file_solved(adjoint: Problem, system: LinearMap, residual: Tensor, finite: Tensor) -> bool:
-    """Store the measured residuals and return True if every sample has converged and is within its tolerance.
+def _is_solved(adjoint: Problem, system: LinearMap, residual: Tensor, finite: Tensor) -> bool:
+    """True if every sample has converged within its tolerance and the gradients seem `finite`; stores the residuals then.
 
-    finite  a scalar, True if the gradients seem to be finite; the result is False otherwise
-
-    This is the usual end of a backward pass, and waits for the device once. In all other cases it stores nothing.
+    This is the usual end of a backward pass. It waits for the device once. Other cases are left to `verified`, as are
+    formulas, systems of several samples and several ranks.
     """
     stats, stop = adjoint.result.adjoint, adjoint.stop
-    if adjoint.linear.approximation is not None or adjoint.equation.identity.coupled:
-        return False
-    if stop.process_group is not None or stop.atol:
+    special = adjoint.linear.approximation is not None or adjoint.equation.identity.coupled or stop.atol
+    if special or stop.process_group is not None:
         return False
     assert stats is not None
-    relative = stop.norm(residual) / system.size(stop.norm).clamp_min(torch.finfo(residual.dtype).tiny)
-    # CONVERGED is 0, and nan compares false
-    solved = (relative <= _wanted(adjoint, residual.dtype)).all() & finite & ~stats.status.any()
-    if not bool(solved):
+    relative, wanted = _measured(adjoint, residual, system.size(stop.norm))
+    if not bool((relative <= wanted).all() & finite & ~stats.status.any()):  # CONVERGED is 0; nan compares false
         return False
     adjoint.result.adjoint = dataclasses.replace(stats, residual=relative)
     return True
 
 
-def _wanted(adjoint: Problem, dtype: torch.dtype) -> float:
-    """The largest relative residual that is called converged.
+def _measured(adjoint: Problem, residual: Tensor, size: Tensor) -> tuple[Tensor, float]:
+    """(batch,) measured relative residuals of systems with right-hand sides of this size, and their tolerance without atol.
 
     The solver updates its residual by a recurrence, from other products, so that the measured one rounds differently.
     """
-    carried = min(FLOOR * adjoint.equation.precision, RECURRENCE * adjoint.stop.rtol)
-    return adjoint.stop.rtol + max(carried, FLOOR * torch.finfo(dtype).eps)
+    stop, info = adjoint.stop, torch.finfo(residual.dtype)
+    carried = min(FLOOR * adjoint.equation.precision, RECURRENCE * stop.rtol)
+    return stop.norm(residual) / size.clamp_min(info.tiny), stop.rtol + max(carried, FLOOR * info.eps)
 
 
 def _file_measured(adjoint: Problem, residual: Tensor, rhs: Tensor) -> tuple[Tensor, Stats]:
@@ -222,22 +223,13 @@ def _file_measured(adjoint: Problem, residual: Tensor, rhs: Tensor) -> tuple[Ten
     assert stats is not None
     if adjoint.equation.identity.coupled:  # one system
         residual, rhs = residual.reshape(1, -1), rhs.reshape(1, -1)
-    length = stop.norm(rhs)
-    relative = stop.norm(residual) / length.clamp_min(torch.finfo(rhs.dtype).tiny)
-    wanted: float | Tensor = _wanted(adjoint, rhs.dtype)
-    if stop.atol:
-        wanted = wanted + stop.atol / length.clamp_min(torch.finfo(length.dtype).tiny)
+    size = stop.norm(rhs)
+    relative, rtol = _measured(adjoint, residual, size)
+    wanted = rtol + stop.atol / size.clamp_min(torch.finfo(size.dtype).tiny) if stop.atol else rtol
     short = (stats.status == Status.CONVERGED) & ~(relative <= wanted).expand(batch)
     status = stats.status.masked_fill(short, Status.STALLED)
     adjoint.result.adjoint = stats = dataclasses.replace(stats, residual=relative.expand(batch), status=status)
     return short, stats
-
-
-def _worth_more(adjoint: Problem, short: Tensor) -> Tensor:
-    """(batch,) the samples of `short` that more steps can help: not those at the rounding of their dtype."""
-    stats, precision = adjoint.result.adjoint, adjoint.equation.precision
-    assert stats is not None
-    return short if adjoint.stop.rtol >= precision else short & (stats.residual > adjoint.stop.rtol + FLOOR * precision)
 
 
 def _any(adjoint: Problem, rows: Tensor) -> bool:
@@ -271,24 +263,27 @@ def cotangent_scale(equation: Equation, v: Tensor, *, measured: bool) -> Tensor:
     return torch.where((size > 0) & (size < float("inf")), size, 1.0).expand(len(v), 1)
 
 
+@dataclass(eq=False)
 class _Pull:
     """Called with a scaled cotangent, stores the gradients of the args and returns the residual of the adjoint system."""
 
-    def __init__(self, equation: Equation, at: Linearisation, scale: Tensor, rhs: Tensor) -> None:
-        self.equation, self.at, self.scale, self.rhs = equation, at, scale, rhs
-        self.common = _common_scale(scale, rhs) if equation.precision > torch.finfo(torch.float32).eps else None
-        self.grads: list[Tensor | None] = []
-        self.runs = 0
+    equation: Equation
+    at: Linearisation
+    scale: Tensor
+    rhs: Tensor
+    grads: Sequence[Tensor | None] = ()
+    runs: int = 0
 
     def __call__(self, u: Tensor) -> Tensor:
         """Pull the scaled cotangent u back, store the gradients, and return the residual of u."""
         self.runs += 1
-        if self.common is None:
+        if self.equation.precision <= torch.finfo(torch.float32).eps:
             self.grads, product = self.at.pull(u * self.scale)
         else:  # half precision has few exponents, so gradients are multiplied by their scale after they are computed
-            grads, product = self.at.pull(u * (self.scale / self.common))
-            self.grads = [None if grad is None else grad * self.common for grad in grads]
-            product = product * self.common
+            common = _common_scale(self.scale, self.rhs)
+            grads, product = self.at.pull(u * (self.scale / common))
+            self.grads = [None if grad is None else grad * common for grad in grads]
+            product = product * common
         return torch.addcdiv(self.rhs - u, product, self.scale)
 
     def seems_finite(self) -> Tensor:
@@ -301,7 +296,7 @@ class _Pull:
 
     def release(self) -> None:
         """Free the gradients before another run of the cell."""
-        self.grads = []
+        self.grads = ()
 
 
 def _common_scale(scale: Tensor, rhs: Tensor) -> Tensor:

@@ -228,21 +228,6 @@ def _with_derivatives() -> Iterator[None]:
         yield
 
 
-# `torch.autograd.grad` checks shapes and subclasses in Python at every call, 15 us: as long as a product of a small cell
-_engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
-
-
-def pull_back(out: Tensor, inputs: Sequence[Tensor], v: Tensor, *, retain: bool) -> Sequence[Tensor | None]:
-    """The cotangents of `inputs` for the cotangent v of `out`, of the same shape; None for inputs that `out` does not use.
-
-    retain  keep the graph for another call
-    """
-    if _engine is None or type(v) is not Tensor or type(out) is not Tensor:
-        return torch.autograd.grad(out, inputs, v, retain_graph=retain, allow_unused=True)
-    found: Sequence[Tensor | None] = _engine((out,), (v,), retain, False, tuple(inputs), True, accumulate_grad=False)
-    return found
-
-
 def vjp(f: Callable[..., Tensor], *primals: Tensor) -> Callable[[Tensor], tuple[Tensor, ...]]:
     """The pull-back of `f` at `primals`, itself differentiable."""
     pull: Callable[[Tensor], tuple[Tensor, ...]] = torch.func.vjp(f, *primals)[1]

@@ -49,24 +49,16 @@ class CellIdentity:
     trusted: bool = False  # True if the last answer that a backward pass measured was that of rows that stand alone
 
 
-_verdicts: WeakKeyDictionary[Any, dict[Hashable, bool]] = WeakKeyDictionary()
+# What earlier solves found about the rows of a module, by mode: ("coupled", mode) if they depend on each other,
+# ("apart", mode) if the last answer that a backward pass measured had the residuals of its statistics.
+known_rows: WeakKeyDictionary[Any, dict[Hashable, bool]] = WeakKeyDictionary()
 _warned: WeakSet[Any] = WeakSet()
-
-
-def is_known_to_couple(cell: CellIdentity) -> bool:
-    """True if rows of this cell were found to depend on each other in an earlier solve."""
-    return cell.lasting and cell.owner is not None and ("coupled", cell.mode) in _verdicts.get(cell.owner, {})
-
-
-def is_trusted(cell: CellIdentity) -> bool:
-    """True if the last answer of this cell that a backward pass measured had the residuals of its statistics."""
-    return cell.lasting and cell.owner is not None and ("apart", cell.mode) in _verdicts.get(cell.owner, {})
 
 
 def remember_measured(cell: CellIdentity, agreed: bool) -> None:
     """Store for later solves of a cell that is a module whether an answer had the residuals of its statistics."""
     if cell.lasting and cell.owner is not None:
-        cell.trusted, known = agreed, _verdicts.setdefault(cell.owner, {})
+        cell.trusted, known = agreed, known_rows.setdefault(cell.owner, {})
         if agreed:
             known["apart", cell.mode] = True
         else:
@@ -78,7 +70,7 @@ def remember_coupling(cell: CellIdentity, coupled: bool, *, warn: bool = True) -
     if coupled and warn:
         warn_once(cell)
     if cell.lasting and cell.owner is not None:
-        known = _verdicts.setdefault(cell.owner, {})
+        known = known_rows.setdefault(cell.owner, {})
         if coupled:
             known["coupled", cell.mode] = True
         else:
@@ -228,16 +220,16 @@ def rows_mix(f: FlatMap, z: Tensor, precision: float) -> bool | None:
 
 def verdicts(module: nn.Module) -> dict[str, Any]:
     """The stored results of the check for the cells in a module, by module name; checkpoints keep them."""
-    found = ((name, _verdicts.get(part)) for name, part in module.named_modules())
+    found = ((name, known_rows.get(part)) for name, part in module.named_modules())
     return {name: dict(known) for name, known in found if known}
 
 
 def set_verdicts(module: nn.Module, known: Mapping[str, Any]) -> None:
     """Restore the results that `verdicts` returned."""
     for name, part in module.named_modules():
-        _verdicts.pop(part, None)
+        known_rows.pop(part, None)
         if name in known:
-            _verdicts[part] = dict(known[name])
+            known_rows[part] = dict(known[name])
 
 
 def warn_once(cell: CellIdentity) -> None:

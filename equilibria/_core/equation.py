@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from equilibria._core import autodiff_modes
 from equilibria._core.autodiff_modes import Autocast
-from equilibria._core.compaction import CellIdentity, is_known_to_couple, is_trusted
+from equilibria._core.compaction import CellIdentity, known_rows
 from equilibria._core.frozen_cell import CellTensors, FrozenCell
 from equilibria._core.maps import Equation, LinearMap, Map
 from equilibria._core.packing import Layout, State
@@ -65,21 +65,23 @@ class CellEquation(Equation):
         statistics = any(isinstance(module, _NormBase) and uses_batch_statistics(module) for module in cell.modules)
         owner, silent = cell.original if lasting else _owner(cell.original), not lasting and not any(rows)
         self.identity = CellIdentity(owner, lasting, mode, silent, statistics)
-        self.identity.coupled = True if statistics or is_known_to_couple(self.identity) else None
-        self.identity.trusted = is_trusted(self.identity)
+        known = known_rows.get(owner, {}) if lasting else {}
+        self.identity.coupled = True if statistics or ("coupled", mode) in known else None
+        self.identity.trusted = ("apart", mode) in known
         # the dropout masks of a sharded cell are not args, so that `take` cannot restrict them
         self.restrictable = not statistics and not (self.opaque and cell.dropouts)
 
     def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
         """F(z, *args) with all tensors replaced by `args`, differentiable in them."""
-        return self._run(z, args, self._unflatten(args), direct=False)
+        inputs = args[: self._inputs] if self._inputs_spec is None else self._unflatten(args)
+        return self._run(z, args, inputs, direct=False)
 
     def bind(self, args: Sequence[Tensor]) -> Map:
         """The map z -> F(z, *args); it calls the module itself if the args are the module's own tensors."""
         # the module itself may be called if the args are its own tensors
         own = all(a is b for a, b in zip(args[self._inputs :], self._own, strict=True))
         same = own and all(a is b for a, b in zip(args, self.args, strict=True))
-        inputs = self._given if same else self._unflatten(args)
+        inputs = self._given if same else args[: self._inputs] if self._inputs_spec is None else self._unflatten(args)
         return Map(lambda z: self._run(z, args, inputs, direct=own), self, args)
 
     def untraceable(self) -> str | None:

@@ -129,6 +129,8 @@ class FrozenCell:
         """The module as it is now, with its held weights and masks; None for a function and for sharded weights."""
         if self.module is None or self.sharded:
             return None
+        if not self.holds:
+            return Snapshot(self.module)
         with self.in_place():
             return Snapshot(self.module)
 

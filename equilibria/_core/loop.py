@@ -200,7 +200,7 @@ def _run_native(run: LoopRun, z0: Tensor, solver: Solver[Any]) -> SolveResult | 
             break
         stopped = work.rows - running
         if rows is None and is_to_compare(run, solver, step, stopped, shape):
-            excess = torch.where(work.status < 0, work.excess, -1.0)
+            excess = torch.where(work.status < 0, work.number("excess"), -1.0)
             rows = compare_rows(run, solver, Iterate(method.z, method.fz), excess, rejecting=False)
             compact = compact and (rows is None or rows.harmless)
             if rows is not None and rows.coupled:

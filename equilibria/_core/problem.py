@@ -69,7 +69,7 @@ class Problem:
     equation: Equation
     solver: AnySolver
     stop: Stop
-    result: SolveResult = dataclasses.field(default_factory=SolveResult.pending)
+    result: SolveResult = dataclasses.field(default_factory=SolveResult)
     what: Literal["forward", "adjoint", "tangent"] = "forward"
     on_failure: AdjointFailure | None = None  # None uses `stop.on_failure`
     known: Tensor | None = None
@@ -125,7 +125,8 @@ class Problem:
         if self.what == "forward":
             result.version = version(f.args) if result.unmeasured else 0
             result.nonfinite = result.failed and result.stats.count(Status.NONFINITE) > 0
-            self.result.keep(result)
+            # all but z: the graph of z refers to the kept result
+            vars(self.result).update(vars(result), z=None, state=None, adjoint=self.result.adjoint)
         else:
             self.result.adjoint = result.stats
         if result.failed and self.on_failure != "ignore":  # `failed` is on the host: a good solve waits for nothing here

@@ -156,7 +156,7 @@ class _Watch:
         needed = [leaves[i].requires_grad_() for i in self.followed]
         if not bool(good.any()):
             return [torch.zeros_like(leaf, requires_grad=False) for leaf in needed]
-        silent = self.problem.changed(result=SolveResult.pending(), on_failure="ignore")
+        silent = self.problem.changed(result=SolveResult(), on_failure="ignore")
         with torch.enable_grad():
             start, args, v = quarantine(self.problem.equation, leaves[0], leaves[1:], v, good)
             z = self.steps(silent, start, args)

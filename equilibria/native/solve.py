@@ -37,6 +37,7 @@ from equilibria.stop import FLOOR, euclidean_norm, rms_norm
 if TYPE_CHECKING:
     from equilibria._core.results import LoopRun
 
+STEPS, BEST_STEP, EXCESS = COUNTERS.index("steps"), COUNTERS.index("best_step"), NUMBERS.index("excess")
 FIRST_CORE = 8  # slots whose products have room before the first growth
 DTYPES = (torch.float32, torch.float64)
 
@@ -261,11 +262,6 @@ class Workspace:
     def number(self, name: str) -> Tensor:
         return self.numbers[NUMBERS.index(name)]
 
-    @property
-    def excess(self) -> Tensor:
-        """(batch,), residuals over tolerances; after `finish` the relative residuals."""
-        return self.numbers[0]
-
     def counter(self, name: str) -> Tensor:
         return self.counters[COUNTERS.index(name)]
 
@@ -306,13 +302,13 @@ class Workspace:
         finish = getattr(native.kernels, "finish", None)  # None in a build that is older than this function
         if finish is None or (finish(self.address, self.wide) and self.scale is None):
             return None
-        steps = self.counter("steps")
+        steps, best = self.counters[STEPS], self.counters[BEST_STEP]
         return Stats(
             self.status,
             steps,
             torch.zeros_like(steps),
-            self.counter("best_step"),
-            self.excess,
+            best,
+            self.numbers[EXCESS],
             counter.evaluations,
             counter.rows,
             counter.products,
