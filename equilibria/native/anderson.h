@@ -20,15 +20,17 @@ EQ_INLINE void picard(const Context& c, const Call<T>& call, int64_t r, int64_t 
 
 constexpr double GROWTH = 5.0;  // the constant of solvers/anderson.py
 
-// Drop the history of a row whose residual grew GROWTH-fold, or did not shrink for `patience_of_trust` steps.
+// Drop the history of a row whose residual grew GROWTH-fold, or did not shrink for `patience_of_trust` steps. Returns true if
+// the last step was slow.
 template <class T>
-EQ_INLINE void judge(const Row<T>& row, T length, T growth) {
+EQ_INLINE bool judge(const Row<T>& row, T length, T growth) {
     T& shortest = row.of(row.c.shortest);
+    const bool slow = !(length < T(row.c.slow) * shortest);
     int64_t& waited = row.c.waited[row.place];
     if (growth < 1) {
         shortest = length;
         waited = 0;
-        return;
+        return slow;
     }
     waited = length >= shortest ? waited + 1 : 0;
     const int64_t usual = row.c.patience_of_trust + (row.c.most < row.c.n ? 0 : row.c.most);
@@ -40,6 +42,22 @@ EQ_INLINE void judge(const Row<T>& row, T length, T growth) {
         waited = 0;
         row.count() = 0;
     }
+    return slow;
+}
+
+// Record an iterate and judge the history; true if a step follows. The first step needs no history and is taken here.
+template <class T>
+EQ_INLINE bool begin_step(const Row<T>& row, const Call<T>& call, int64_t r, bool& slow) {
+    const Context& c = row.c;
+    T length, growth;
+    if (!observe(row, call, r, length, growth)) return false;
+    slow = judge(row, length, growth);
+    if (row.age(call.step) != 0) return true;
+    const T *z = call.a + r * c.n, *fz = call.b + r * c.n;
+    difference(row.vector(c.residual), fz, z, c.n);
+    copy(row.vector(c.value), fz, c.n);
+    relax(call.out + r * c.n, z, fz, T(c.damping), c.n);
+    return false;
 }
 
 // Store the value of the new pair and write the next iterate f(z) - sum of u (values).
@@ -86,16 +104,10 @@ EQ_INLINE void damp(const Pairs<T>& pairs, const Added<T>& added, Scratch<T>& s,
 template <class T>
 EQ_INLINE void anderson(const Context& c, const Call<T>& call, int64_t r, int64_t place, Scratch<T>& s) {
     Row<T> row{c, place};
-    T length, growth;
-    if (!observe(row, call, r, length, growth)) return;
+    bool slow;
+    if (!begin_step(row, call, r, slow)) return;
     const T *z = call.a + r * c.n, *fz = call.b + r * c.n, *g0 = row.vector(c.residual);
     T* out = call.out + r * c.n;
-    judge(row, length, growth);
-    if (row.age(call.step) == 0) {
-        difference(row.vector(c.residual), fz, z, c.n);
-        copy(row.vector(c.value), fz, c.n);
-        return relax(out, z, fz, T(c.damping), c.n);
-    }
     Pairs<T> pairs(row);
     const Added<T> added = add_pair<true>(pairs, s, [=](T* x, T* y, int64_t j, int64_t m) {
         difference(y, fz + j, z + j, m);
@@ -103,7 +115,7 @@ EQ_INLINE void anderson(const Context& c, const Call<T>& call, int64_t r, int64_
     });
     mix(pairs, added, s, z, fz, out);
     if (c.damping != 1) damp(pairs, added, s, out);
-    grow(row, growth);
+    grow(row, slow);
 }
 
 }  // namespace equilibria

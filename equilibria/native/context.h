@@ -10,7 +10,8 @@ enum Status : int8_t { RUNNING = -1, CONVERGED = 0, MAX_STEPS = 1, NONFINITE = 2
 struct Own {
     const int64_t *born;      // step at which the row starts
     const int64_t *end;       // step at which its steps run out
-    const int64_t *limit;     // slots of its history
+    const int64_t *limit;     // slots of its history at first
+    const int64_t *most;      // slots that its history may grow to
     const int64_t *trust;     // Anderson: steps without a smaller residual before the row drops its history
     const int64_t *watchful;  // nonzero: its progress is recorded
     const void *rtol, *atol, *natural;
@@ -25,7 +26,7 @@ struct Context {
     int64_t most;      // largest number of slots
     int64_t slots;     // slots that are allocated
     int64_t wanted;    // written: slots that the next call needs
-    int64_t core_size; // Broyden: rows and columns of a core matrix
+    int64_t core_size; // Broyden, Gram form of Anderson: rows and columns of a core matrix
     int64_t patience;  // 0: unlimited
     int64_t watchful;  // nonzero: progress is recorded
     int64_t threads;   // largest number of threads
@@ -34,8 +35,8 @@ struct Context {
     double floor;               // relative residual below which a row may be called stalled
     double natural;             // size below which no residual counts as divergence
     double damping;
-    double threshold;  // smallest share of its length that may be left of a difference (GMRES: of an image) after orthogonalisation
-    double slow;       // a full history grows after a step that reduces the residual by less than this factor
+    double threshold;  // smallest share of its length that may be left of a difference (GMRES: of an image) after orthogonalisation; Gram form: added to the diagonal
+    double slow;       // a full history grows after a step that leaves more than this share of the residual
     double lowest, highest, longest;  // written at step 0: range of the sizes and largest residual
     const int64_t* place;  // (rows,) position in the batch; null: 0, 1, 2, ...
     // from here on one row (or number) per position in the batch

@@ -82,4 +82,4 @@ class Context(ctypes.Structure):
 
 
 CONTEXT_SIZE = ctypes.sizeof(Context)
-PICARD, ANDERSON, BROYDEN, GMRES_BEGIN, GMRES = range(5)  # `enum Method` of kernels.cpp
+PICARD, ANDERSON, BROYDEN, GMRES_BEGIN, GMRES, ANDERSON_GRAM = range(6)  # `enum Method` of kernels.cpp

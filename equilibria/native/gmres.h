@@ -87,7 +87,7 @@ EQ_INLINE void gmres(const Context& c, const Call<T>& call, int64_t r, int64_t p
     record(row, call.step, length, size_of<T>(row, next, left));
     keep_best<T>(row, call.step, next, z, call.out == nullptr);
     direction<T>(row, call, r, length, added.first);
-    grow(row, length / row.of(c.shortest));
+    grow(row, !(length < T(c.slow) * row.of(c.shortest)));
     row.of(c.shortest) = length;
 }
 

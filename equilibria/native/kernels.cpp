@@ -4,7 +4,7 @@
 
 #include <thread>
 
-#include "anderson.h"
+#include "anderson_gram.h"
 #include "broyden.h"
 #include "finish.h"
 #include "gmres.h"
@@ -32,6 +32,8 @@ EQ_KERNEL(picard_f32, float, picard)
 EQ_KERNEL(picard_f64, double, picard)
 EQ_KERNEL(anderson_f32, float, anderson)
 EQ_KERNEL(anderson_f64, double, anderson)
+EQ_KERNEL(anderson_gram_f32, float, anderson_gram)
+EQ_KERNEL(anderson_gram_f64, double, anderson_gram)
 EQ_KERNEL(gmres_begin_f32, float, gmres_begin)
 EQ_KERNEL(gmres_begin_f64, double, gmres_begin)
 EQ_KERNEL(gmres_f32, float, gmres)
@@ -82,17 +84,17 @@ int64_t summary(Context& c, int64_t step) {
     return running;
 }
 
-enum Method { PICARD, ANDERSON, BROYDEN, GMRES_BEGIN, GMRES };
+enum Method { PICARD, ANDERSON, BROYDEN, GMRES_BEGIN, GMRES, ANDERSON_GRAM };
 
 template <class T>
 int64_t run(Context& c, Method method, Call<T> call) {
     static constexpr bool f32 = sizeof(T) == 4;
     Kernel<T> kernel;
     if constexpr (f32) {
-        constexpr Kernel<float> all[] = {picard_f32, anderson_f32, broyden_f32, gmres_begin_f32, gmres_f32};
+        constexpr Kernel<float> all[] = {picard_f32, anderson_f32, broyden_f32, gmres_begin_f32, gmres_f32, anderson_gram_f32};
         kernel = all[method];
     } else {
-        constexpr Kernel<double> all[] = {picard_f64, anderson_f64, broyden_f64, gmres_begin_f64, gmres_f64};
+        constexpr Kernel<double> all[] = {picard_f64, anderson_f64, broyden_f64, gmres_begin_f64, gmres_f64, anderson_gram_f64};
         kernel = all[method];
     }
     over_rows<T>(kernel, c, call);

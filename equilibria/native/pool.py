@@ -12,11 +12,11 @@ from torch import Tensor
 
 from equilibria import native
 from equilibria.native.context import NUMBERS
-from equilibria.native.solve import DTYPES, KINDS, Workspace, needs
+from equilibria.native.solve import DTYPES, KINDS, Workspace, kind_of, needs
 from equilibria.solvers.broyden import Broyden
 from equilibria.stop import FLOOR, Stop, euclidean_norm, rms_norm
 
-OWN_COUNTERS = ("born", "end", "limit", "trust", "watchful")  # one int64 per row, in the order of `struct Own`
+OWN_COUNTERS = ("born", "end", "limit", "most", "trust", "watchful")  # one int64 per row, in the order of `struct Own`
 OWN_NUMBERS = ("rtol", "atol", "natural")  # one number per row in the dtype of the state, in the order of `struct Own`
 CTYPES: dict[torch.dtype, Any] = {
     torch.float32: ctypes.c_float,
@@ -48,7 +48,7 @@ def _array(tensor: Tensor) -> Any:
 class PoolWorkspace(Workspace):
     """A workspace of `capacity` places. Rows are the rows of the tensors of a call; `place` maps them to places.
 
-    counts   (5, capacity), OWN_COUNTERS
+    counts   (6, capacity), OWN_COUNTERS
     figures  (3, capacity), OWN_NUMBERS
 
     Arrays of ctypes share the memory of tensors with one entry per place, because reading an entry of a tensor is slow:
@@ -60,7 +60,7 @@ class PoolWorkspace(Workspace):
         _, vectors, settings = needs(solver, whole.shape, whole.dtype)
         own = {"first_limit": most, "floor": FLOOR * precision, "patience": stop.patience or 0}
         super().__init__(whole, most, vectors, {**settings, **own})
-        self.kind = KINDS[type(solver)]
+        self.kind = kind_of(solver, n)
         self.answer.zero_()  # places without a row are evaluated at their answer
         self.status.fill_(1)
         self.counts = torch.full((len(OWN_COUNTERS), capacity), NEVER, dtype=torch.int64)

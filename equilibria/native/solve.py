@@ -17,6 +17,7 @@ from equilibria._core.closed_record import ClosedRecord
 from equilibria._core.maps import Counter, Map
 from equilibria.native.context import (
     ANDERSON,
+    ANDERSON_GRAM,
     BROYDEN,
     COUNTERS,
     GMRES,
@@ -31,7 +32,7 @@ from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.base import Solver
 from equilibria.solvers.broyden import Broyden
 from equilibria.solvers.picard import Picard
-from equilibria.solvers.rowwise import SMALL_STATE, history_size, ridge
+from equilibria.solvers.rowwise import MEDIUM_STATE, SMALL_STATE, history_size
 from equilibria.stop import FLOOR, euclidean_norm, rms_norm
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class Iteration:
     """
 
     def __init__(self, run: LoopRun, z0: Tensor, fz: Tensor, solver: Any) -> None:
-        self.f, self.kind = run.f, KINDS[type(solver)]
+        self.f, self.kind = run.f, kind_of(solver, z0.shape[1])
         self.z, self.fz = _rows(z0, z0), _rows(fz, z0)
         self.out = self.z
         most, vectors, settings = needs(solver, z0.shape, z0.dtype)
@@ -149,6 +150,11 @@ class Krylov:
 KINDS: dict[type[Solver[Any]], int] = {Picard: PICARD, Anderson: ANDERSON, Broyden: BROYDEN, krylov.GMRES: GMRES}
 
 
+def kind_of(solver: Any, n: int) -> int:
+    """The kernel of a solver for rows of `n` numbers."""
+    return ANDERSON_GRAM if isinstance(solver, Anderson) and n > MEDIUM_STATE else KINDS[type(solver)]
+
+
 @functools.lru_cache(maxsize=256)
 def needs(solver: Any, shape: torch.Size, dtype: torch.dtype) -> tuple[int, tuple[str, ...], Mapping[str, Any]]:
     """Return the largest number of history slots, the names of the vectors stored per row, and the settings of a solver.
@@ -167,9 +173,9 @@ def needs(solver: Any, shape: torch.Size, dtype: torch.dtype) -> tuple[int, tupl
         most = history_size(solver.history, solver.budget, z0, small=2 * n, medium=20, large=20)
         return most, ("residual", "value"), {"first_limit": most}
     assert isinstance(solver, Anderson)
-    most = history_size(solver.history, solver.budget, z0, small=n, medium=4, large=3)
-    settings = {"first_limit": most, "damping": solver.damping, "slow": float("inf")}
-    settings |= {"threshold": ridge(solver.ridge, dtype), "patience_of_trust": anderson.PATIENCE}
+    first, most = solver.history_range(z0)
+    settings = {"first_limit": first, "damping": solver.damping, "slow": anderson.SLOW}
+    settings |= {"threshold": solver.threshold(n, dtype), "patience_of_trust": anderson.PATIENCE}
     return most, ("residual", "value"), settings
 
 
@@ -284,7 +290,7 @@ class Workspace:
                 self.second[at] = slot.data_ptr() + slot.stride(0) * slot.element_size()
                 self.slots.append(slot)
             self.context.slots = len(self.slots)
-        if method == BROYDEN and self.context.wanted > self.context.core_size:
+        if method in (BROYDEN, ANDERSON_GRAM) and self.context.wanted > self.context.core_size:
             # allocate the products between slots; the capacity doubles when it is used up
             size = self.context.core_size
             larger = min(max(2 * size, FIRST_CORE, self.context.wanted), self.context.most)

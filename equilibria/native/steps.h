@@ -10,6 +10,7 @@ template <class T>
 struct Scratch {  // of one thread
     std::vector<Lanes<T>> lanes;
     std::vector<T> w, u, matrix;
+    std::vector<double> system;
     void fit(int64_t k) {
         if (int64_t(w.size()) >= k) return;
         lanes.resize(2 * k);
@@ -88,8 +89,9 @@ struct Pairs {
 
 // Let a full history grow after a slow step.
 template <class T>
-EQ_INLINE void grow(const Row<T>& row, T growth) {
-    if (row.count() == row.limit() && row.limit() < row.c.most && !(growth < T(row.c.slow))) ++row.limit();
+EQ_INLINE void grow(const Row<T>& row, bool slow) {
+    const int64_t most = row.c.own ? row.c.own->most[row.place] : row.c.most;
+    if (slow && row.count() == row.limit() && row.limit() < most) ++row.limit();
 }
 
 // Inner products s.w of x, and if BOTH s.u of y, with the first vectors of the pairs; returns |x|. make(x, y, j, m) writes

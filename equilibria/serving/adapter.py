@@ -23,9 +23,9 @@ from equilibria.gradients.warmup import Warmup
 from equilibria.native.pool import PoolWorkspace
 from equilibria.native.pool import can_run as can_run_native
 from equilibria.solution import Solution, SolveResult, Stats
-from equilibria.solvers.anderson import GROWTH, PATIENCE, Anderson
+from equilibria.solvers.anderson import GROWTH, PATIENCE, SLOW, Anderson, least_squares
 from equilibria.solvers.picard import Picard
-from equilibria.solvers.rowwise import history_size, products, solve_small, subtract_combination
+from equilibria.solvers.rowwise import MEDIUM_STATE, history_size, products, solve_small, subtract_combination
 from equilibria.starts import memory_of, prepared, start_of
 from equilibria.stop import FLOOR, euclidean_norm, max_norm, rms_norm, usual_range
 
@@ -38,8 +38,10 @@ __all__ = [
     "GROWN",
     "GROWTH",
     "LEAST",
+    "MEDIUM_STATE",
     "PATIENCE",
     "PROGRESS",
+    "SLOW",
     "Anderson",
     "Layout",
     "PoolWorkspace",
@@ -49,6 +51,8 @@ __all__ = [
     "describe",
     "euclidean_norm",
     "history_limit",
+    "history_range",
+    "least_squares",
     "max_norm",
     "memory_of",
     "prepared",
@@ -63,13 +67,22 @@ __all__ = [
 ]
 
 
+def history_range(solver: Any, n: int, like: Tensor) -> tuple[int, int]:
+    """Return how many pairs a solver keeps for a state of `n` numbers in the dtype of `like`, at first and at most."""
+    row = like.new_empty(1, n)
+    if isinstance(solver, Anderson):
+        return solver.history_range(row)
+    most = 0 if isinstance(solver, Picard) else history_limit(solver, n, like)
+    return most, most
+
+
 def history_limit(solver: Any, n: int, like: Tensor) -> int:
-    """Return how many pairs of vectors a solver keeps for a state of `n` numbers in the dtype of `like`."""
+    """Return how many pairs of vectors a solver keeps at most for a state of `n` numbers in the dtype of `like`."""
     if isinstance(solver, Picard):
         return 0
     row = like.new_empty(1, n)
     if isinstance(solver, Anderson):
-        return history_size(solver.history, solver.budget, row, small=n, medium=4, large=3)
+        return solver.history_range(row)[1]
     return history_size(solver.history, solver.budget, row, small=2 * n, medium=20, large=20)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equilibria.serving.adapter import LEAST, PATIENCE, Anderson, PoolWorkspace, history_limit
+from equilibria.serving.adapter import LEAST, PATIENCE, Anderson, PoolWorkspace, history_range
 from equilibria.serving.rows import INF, Left, Row, RowResults, SolveRows
 from equilibria.solution import Status
 from equilibria.stop import Stop
@@ -33,10 +33,10 @@ class NativeRows(SolveRows):
         self.running = 0
         self.usual = self._limits(n)
 
-    def _limits(self, n: int) -> tuple[int, int]:
-        """Return the slots of the history of a row of `n` numbers, and its patience."""
-        limit = history_limit(self.rule, n, self.like)
-        return limit, PATIENCE + (0 if limit < n else limit) if isinstance(self.rule, Anderson) else 0
+    def _limits(self, n: int) -> tuple[int, int, int]:
+        """Return the slots of the history of a row of `n` numbers, at first and at most, and its patience."""
+        first, most = history_range(self.rule, n, self.like)
+        return first, most, PATIENCE + (0 if most < n else most) if isinstance(self.rule, Anderson) else 0
 
     def extend(self, count: int) -> None:
         have = len(self.out)
@@ -69,9 +69,9 @@ class NativeRows(SolveRows):
         self.running += len(rows)
         return z.index_copy_(0, index, z0)
 
-    def _settings(self, row: Row, limit: int, patience: int) -> tuple[float, ...]:
+    def _settings(self, row: Row, limit: int, most: int, patience: int) -> tuple[float, ...]:
         """Return what a row has of its own, in the order of `PoolWorkspace.begin`."""
-        counts = (row.born, row.end, limit, patience, int(row.watched))
+        counts = (row.born, row.end, limit, most, patience, int(row.watched))
         return *counts, max(row.rtol, self.least_rtol), max(self.stop.atol * row.root, self.least_atol), row.root
 
     def record(self, z: Tensor, fz: Tensor, step: int, rows: Sequence[Row | None], new: Sequence[int]) -> dict[int, str]:

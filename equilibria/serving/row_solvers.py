@@ -13,7 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equilibria.serving.adapter import GROWTH, PATIENCE, history_limit, products, solve_small, subtract_combination
+from equilibria.serving.adapter import (
+    GROWTH,
+    MEDIUM_STATE,
+    PATIENCE,
+    SLOW,
+    history_limit,
+    history_range,
+    least_squares,
+    products,
+    solve_small,
+    subtract_combination,
+)
 from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.broyden import Broyden
 from equilibria.solvers.picard import Picard
@@ -155,47 +166,47 @@ class _Histories(RowSolver):
 
 
 class RowAnderson(_Histories):
-    """`eq.Anderson` with a ring buffer of differences per row."""
+    """`eq.Anderson` with a history per row; row i writes over its oldest pair when its window is full."""
 
-    pairs: Tensor  # (capacity, slots, 2 n), orthonormalised differences of residuals, beside those of values
-    trusted: Tensor  # (capacity, slots), 0 for differences from before the history was dropped, else 1
+    pairs: (
+        Tensor  # (capacity, slots, 2 n), differences of residuals, beside those of values; see `eq.Anderson` for its forms
+    )
+    gram: Tensor  # (capacity, slots, slots), inner products of the differences of residuals, in the second form
+    written: Tensor  # (capacity, slots), step at which a pair was written, 0 for none
     last: Tensor  # (capacity, 2 n), residual and value of the previous iterate
     spare: Tensor  # (capacity, 2 n), memory for those of the current iterate
     shortest: Tensor  # (capacity, 1), smallest residual since the row last restarted
     waited: Tensor  # (capacity, 1), steps since then
     patience: Tensor  # (capacity, 1), steps a row may take without a smaller residual
+    window: Tensor  # (capacity, 1), pairs that a row may keep
+    most: Tensor  # (capacity, 1), pairs that its window may grow to
 
     def __init__(self, solver: Anderson, like: Tensor, n: int) -> None:
         super().__init__(solver, like, n)
-        self.damping = solver.damping
-        self.threshold = torch.finfo(like.dtype).eps ** 0.5 if solver.ridge is None else solver.ridge
-        self.doubted = False  # `trusted` contains a zero
+        self.damping, self.threshold = solver.damping, solver.threshold(n, like.dtype)
+        self.with_gram = n > MEDIUM_STATE
+        self.time = 0  # steps so far
+        self.longest = history_range(solver, n, like)[0]  # an upper limit of all windows
         self.fresh: Tensor | None = None  # rows that started since the last step: they have no previous iterate
 
     def _buffers(self) -> dict[str, tuple[int, ...]]:
         wide = (2 * self.n,)
-        return {
-            "pairs": (-1, *wide),
-            "trusted": (-1,),
-            "last": wide,
-            "spare": wide,
-            "shortest": (1,),
-            "waited": (1,),
-            "patience": (1,),
-        }
+        numbers = ("shortest", "waited", "patience", "window", "most")
+        found = {"pairs": (-1, *wide), "written": (-1,), "last": wide, "spare": wide} | dict.fromkeys(numbers, (1,))
+        return found | ({"gram": (-1, -1)} if self.with_gram else {})
 
     def _blank(self, name: str, capacity: int, shape: tuple[int, ...]) -> Tensor:
-        if name == "patience":
-            return self.like.new_full((capacity, *shape), self._patience(self.usual, self.n))
-        return self.like.new_ones(capacity, *shape) if name == "trusted" else super()._blank(name, capacity, shape)
+        usual = dict(zip(("window", "most", "patience"), self._limits(self.n), strict=True))
+        if name in usual:
+            return self.like.new_full((capacity, *shape), usual[name])
+        blank = super()._blank(name, capacity, shape)
+        return blank.to(torch.int64) if name == "written" else blank
 
-    @staticmethod
-    def _patience(limit: int, n: int) -> int:
+    def _limits(self, n: int) -> tuple[int, int, int]:
+        """Return the pairs that a row of `n` numbers keeps at first and at most, and its patience."""
+        first, most = history_range(self.rule, n, self.like)
         # n differences determine an affine map, and the residual may not shrink before they are collected
-        return PATIENCE if limit < n else limit + PATIENCE
-
-    def _first_slot(self) -> int:
-        return -1  # the first step writes an empty difference into slot 0, the second one overwrites it
+        return first, most, PATIENCE if most < n else most + PATIENCE
 
     def residual(self, z: Tensor, fz: Tensor) -> Tensor:
         pair = self.spare[: len(z)]
@@ -207,28 +218,37 @@ class RowAnderson(_Histories):
         self, z: Tensor, fz: Tensor, residual: Tensor, length: Tensor, depth: int, improved: Tensor | None
     ) -> Tensor:
         """Insert the latest difference, then return f(z) minus the least-squares combination of value differences."""
-        rows = len(z)
+        rows, self.time = len(z), self.time + 1
+        slow = ~(length.unsqueeze(1) < SLOW * self.shortest[:rows])
         self._judge(rows, length.unsqueeze(1), improved)
         if depth == 0:  # every row is at its start
             self.fresh = None
             self.last, self.spare = self.spare, self.last
-            self.slot[:rows] = 0
             return fz if self.damping == 1 else torch.lerp(z, fz, self.damping)
-        self._insert(rows, min(depth - 1, self.limit), min(depth, self.limit))
-        self._next_slot(rows)
-        k = min(depth, self.limit)
+        self._insert(rows)
+        k = self.slots
         residuals, values = self.pairs[:rows, :k, : self.n], self.pairs[:rows, :k, self.n :]
-        weights = self._weights(residual, residuals)
+        mask = (self.written[:rows] > 0).to(z.dtype)
+        weights = products(residuals, residual) * mask
+        if self.with_gram:
+            weights = least_squares(self.gram[:rows], weights, mask, self.threshold)
+        self._widen(rows, slow & (mask.sum(dim=1, keepdim=True) == self.window[:rows]))
         z = subtract_combination(fz, weights, values)
         return z if self.damping == 1 else z - (1 - self.damping) * subtract_combination(residual, weights, residuals)
+
+    def _widen(self, rows: int, slow: Tensor) -> None:
+        """Let the windows of these rows, which are full, grow by a pair."""
+        window = self.window[:rows]
+        window.add_(slow & (window < self.most[:rows]))
+        if self.longest < self.limit:  # read back only while it may matter
+            self.longest = max(self.longest, int(window.max())) if rows else self.longest
 
     def _judge(self, rows: int, length: Tensor, improved: Tensor | None) -> None:
         """Drop the history of rows whose residual grew, or did not shrink for `patience` steps."""
         shortest, waited = self.shortest[:rows], self.waited[:rows]
         if improved is None:
             shortest.copy_(length)
-            if self.doubted:
-                waited.zero_()
+            waited.zero_()
             return
         better = improved.unsqueeze(1)
         waiting = (waited + 1) * ((length >= shortest) & ~better)
@@ -236,51 +256,52 @@ class RowAnderson(_Histories):
         least = torch.where(better, length, torch.minimum(length, shortest))
         shortest.copy_(torch.where(usual, least, length))
         waited.copy_(waiting * usual)
-        self.trusted[:rows].mul_(usual)
-        self.doubted = True
+        self.written[:rows].mul_(usual)
 
-    def _insert(self, rows: int, kept: int, used: int) -> None:
-        """Write the difference from the previous iterate, orthonormalised, into the current slot of each row."""
-        self._room(used)
-        pair, last = self.spare[:rows], self.last[:rows]
+    def _insert(self, rows: int) -> None:
+        """Write the difference from the previous iterate into a free slot of each row, or that of its oldest pair."""
+        self._room(self.longest)
+        pair, last, written = self.spare[:rows], self.last[:rows], self.written[:rows]
         if self.fresh is not None:  # a difference of zero has no effect
             fresh = self.fresh[self.fresh < rows]  # a row that was done at its start may have been cut off since
             last.index_copy_(0, fresh, pair.index_select(0, fresh))
-            self.fresh = None
         difference = torch.sub(pair, last, out=last)
-        size = torch.linalg.vector_norm(difference[:, : self.n], dim=1, keepdim=True)
-        if kept:
-            old = self.pairs[:rows, :kept]
-            weights = self._weights(difference[:, : self.n], old[:, :, : self.n])
+        changes = difference[:, : self.n]
+        if not self.with_gram:
+            size = torch.linalg.vector_norm(changes, dim=1, keepdim=True)
+            old = self.pairs[:rows]
+            weights = products(old[:, :, : self.n], changes) * (written > 0)
             difference = subtract_combination(difference, weights, old, over=True)
-        left = torch.linalg.vector_norm(difference[:, : self.n], dim=1, keepdim=True)
-        # a difference that lies in the span of the others leaves only rounding
-        empty = left <= self.threshold * size
-        difference.mul_(left.masked_fill_(empty, float("inf")).reciprocal_())
-        # unused rows keep stepping and must not write beyond the slots of those in use
-        place = self.slot[:rows].clamp(0, used - 1) + self.base[:rows]
+            left = torch.linalg.vector_norm(changes, dim=1, keepdim=True)
+            # a difference that lies in the span of the others leaves only rounding
+            difference.mul_(left.masked_fill_(left <= self.threshold * size, float("inf")).reciprocal_())
+        within = torch.arange(self.slots, device=written.device) < self.window[:rows]
+        slot = torch.where(within, written, self.time).argmin(dim=1)
+        place = slot + self.base[:rows]
         self.pairs.view(-1, 2 * self.n).index_copy_(0, place, difference)
-        if self.doubted:
-            self.trusted.view(-1).index_fill_(0, place, 1.0)
+        if self.with_gram:
+            inner = products(self.pairs[:rows, :, : self.n], changes)
+            self.gram.view(-1, self.slots).index_copy_(0, place, inner)
+            self.gram[:rows].scatter_(2, slot.view(-1, 1, 1).expand(-1, self.slots, 1), inner.unsqueeze(2))
+        self.written.view(-1).index_fill_(0, place, self.time)
+        if self.fresh is not None:  # these have no pair yet
+            self.written.index_fill_(0, self.fresh[self.fresh < rows], 0)
+            self.fresh = None
         self.last, self.spare = self.spare, self.last
-
-    def _weights(self, x: Tensor, residuals: Tensor) -> Tensor:
-        weights = products(residuals, x)
-        return weights * self.trusted[: len(x), : weights.shape[1]] if self.doubted else weights
 
     def begin(self, rows: Tensor, length: Tensor, numbers: Sequence[int] | None = None) -> None:
         """Clear the history of these rows and set their limits."""
         if self.slots:
             self.pairs.index_fill_(0, rows, 0.0)
-            self.trusted.index_fill_(0, rows, 1.0)
+            self.written.index_fill_(0, rows, 0)
         self.shortest.index_copy_(0, rows, length.unsqueeze(1))
         self.waited.index_fill_(0, rows, 0.0)
-        self.slot.index_fill_(0, rows, self._first_slot())
         self.fresh = rows
-        limits = self._set_limits(rows, numbers)
-        if numbers is not None:
-            patience = [self._patience(limit, n) for limit, n in zip(limits, numbers, strict=True)]
-            self.patience.index_copy_(0, rows, self.like.new_tensor(patience).unsqueeze(1))
+        limits = [self._limits(n) for n in numbers] if numbers is not None else [self._limits(self.n)] * len(rows)
+        for name, own in zip(("window", "most", "patience"), zip(*limits, strict=True), strict=False):
+            getattr(self, name).index_copy_(0, rows, self.like.new_tensor(own).unsqueeze(1))
+        self.longest = max(self.longest, *(first for first, _, _ in limits)) if limits else self.longest
+        self.limit = max(self.limit, *(most for _, most, _ in limits)) if limits else self.limit
 
     def move(self, source: Tensor, target: Tensor) -> None:
         super().move(source, target)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,6 +65,16 @@ def test_late_rows_are_solved_as_if_alone_without_native_steps(solver: Any) -> N
     with native.disabled():
         model, inputs = Net(solver), requests(14)
         answers = run(Engine(model, rows=4), inputs, [0, 0, 1, 3, 0, 2, 7, 0, 1, 1, 5, 0, 0, 2])
+        for answer, x in zip(answers, inputs, strict=True):
+            same(answer, model, x)
+
+
+@pytest.mark.parametrize("n", [100, 1100])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_histories_of_rows_grow_as_if_alone(n: int, compiled: bool) -> None:
+    model, inputs = Net(eq.Anderson(), n=n, stop=replace(STOP, rtol=1e-5)), requests(8)
+    with nullcontext() if compiled else native.disabled():
+        answers = run(Engine(model, rows=3), inputs, [0, 0, 1, 3, 0, 2, 7, 0])
         for answer, x in zip(answers, inputs, strict=True):
             same(answer, model, x)
 

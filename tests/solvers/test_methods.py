@@ -256,7 +256,7 @@ def test_fallback_reports_samples_that_no_solver_solved() -> None:
 def test_history_is_bounded_and_grows_only_as_needed() -> None:
     w, x = matrix("orthogonal", 80, 0.95), inputs(2, 80)
     f = Map(lambda z: z @ w.T + x)
-    for solver, limit in ((eq.Anderson(), 4), (eq.Anderson(history=3), 3), (eq.Broyden(), 20), (eq.Broyden(history=5), 5)):
+    for solver, limit in ((eq.Anderson(), 20), (eq.Anderson(history=3), 3), (eq.Broyden(), 20), (eq.Broyden(history=5), 5)):
         state: Any = solver.init(f, torch.zeros_like(x))
         assert (state.pairs if isinstance(solver, eq.Anderson) else state.steps).shape[1] == 0
         for _ in range(30):
