@@ -103,10 +103,10 @@ PUZZLES = {
     ),
     "mazes": Puzzle(
         "Mazes 9x9",
-        PuzzleData(name="mazes", size=9, train=2_000, low=4, high=24, valid=VALID // 2, test=TEST // 2),
+        PuzzleData(name="mazes", size=9, train=2_000, low=4, high=24, valid=VALID // 4, test=TEST // 4),
         dataclasses.replace(_SMALL, tokens=5, positions=81, width=32, mixer="square"),
         steps=8,
-        updates=4_000,
+        updates=1_250,
         weight_decay=0.2,
         watched=16,
         tried="The mixer, the width and the steps were chosen on validation puzzles with another seed of training.",
