@@ -44,7 +44,8 @@ from equilibria.serving.static import StaticBatching
 ROWS = 64
 SPREAD = (256, 512, 1024)  # widths of the cells
 LOADS = (0.3, 0.5, 0.7, 0.8, 0.9)
-TRACES, ARRIVALS = 5, 8192  # traces of arrivals, and the largest number of arrivals in one
+ARRIVALS = 8192  # the largest number of arrivals in a trace
+SECONDS = 4.0  # of static at saturation, the longest trace otherwise
 REPEATS = 5  # of the time to an easy answer behind hard requests
 KINDS = ("static", "grouped", "engine", "full")
 
@@ -206,7 +207,7 @@ def behind_hard(serve: Any, requests: Sequence[Request], tickets: Sequence[Any])
     return taken
 
 
-def measure(case: Case, rounds: int, curve: bool) -> dict[str, Any]:
+def measure(case: Case, rounds: int, traces: int, curve: bool) -> dict[str, Any]:
     servers = {kind: server(kind, case.model) for kind in KINDS}
     taken: dict[str, list[float]] = {kind: [] for kind in KINDS}
     tickets: list[Any] = []
@@ -221,6 +222,8 @@ def measure(case: Case, rounds: int, curve: bool) -> dict[str, Any]:
     steps = sorted(ticket.result(0).steps for ticket in tickets)
     pairs = {"engine_over_static": ("static", "engine"), "engine_over_grouped": ("grouped", "engine")}
     pairs |= {"full_over_engine": ("engine", "full")}
+    count = max(min(int(SECONDS / each["static"]), ARRIVALS), len(case.requests))
+    loads = [poisson(1.0, count, math.inf, seed=seed) for seed in range(1, traces + 1)]  # at one request a second
     behind = {kind: [behind_hard(servers[kind], case.requests, tickets) for _ in range(REPEATS)] for kind in KINDS}
     return {
         "about": case.about,
@@ -230,9 +233,9 @@ def measure(case: Case, rounds: int, curve: bool) -> dict[str, Any]:
         "throughput": {name: quartiles(ratios(taken, *pair)) for name, pair in pairs.items()},
         "easy_behind_hard_ms": {kind: 1e3 * statistics.median(values) for kind, values in behind.items()},
         "load_of_static": {
-            str(load): at_load(servers, case, load / each["static"]) for load in (LOADS if curve else (0.8,))
+            str(load): at_load(servers, case, load / each["static"], loads) for load in (LOADS if curve else (0.8,))
         },
-        "load_of_grouped": {"0.8": at_load(servers, case, 0.8 / each["grouped"], ("grouped", "engine"))},
+        "load_of_grouped": {"0.8": at_load(servers, case, 0.8 / each["grouped"], loads, ("grouped", "engine"))},
     }
 
 
@@ -247,12 +250,13 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
     return {"median": middle, "low": low, "high": high}
 
 
-def at_load(servers: dict[str, Any], case: Case, rate: float, kinds: Sequence[str] = KINDS) -> dict[str, Any]:
+def at_load(
+    servers: dict[str, Any], case: Case, rate: float, traces: Sequence[Sequence[float]], kinds: Sequence[str] = KINDS[:3]
+) -> dict[str, Any]:
     """Percentiles of latencies at that many requests per second by server, and those of the engine over the others'."""
-    count = min(4 * len(case.requests), ARRIVALS)
-    traces = [poisson(rate, count, math.inf, seed=seed) for seed in range(1, TRACES + 1)]
+    traces = [[moment / rate for moment in trace] for trace in traces]
     latencies = {kind: [sorted(arrive(servers[kind], case.requests, trace)) for trace in traces] for kind in kinds}
-    found: dict[str, Any] = {"per_second": rate, "arrivals": count, "traces": len(traces)}
+    found: dict[str, Any] = {"per_second": rate, "arrivals": len(traces[0]), "traces": len(traces)}
     shares = {f"p{share}": share / 100 for share in (50, 90, 99)}
     points = {
         kind: {name: [1e3 * (percentile(each, share) or 0.0) for each in values] for name, share in shares.items()}
@@ -280,6 +284,7 @@ def main() -> None:
         "cases", nargs="*", help="digits monotone residual tolerances difficulty spread-N reasoner; default: all"
     )
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--traces", type=int, default=5, help="of arrivals, for every load")
     parser.add_argument("--requests", type=int, default=4096, help="of the cheapest case; dearer ones have fewer")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/serving.json"))
     options = parser.parse_args()
@@ -288,7 +293,8 @@ def main() -> None:
     gc.freeze()  # as `equilibria serve` does: collections then look at what requests leave, not at the libraries
     names = " ".join([*options.cases, ""])
     report: dict[str, Any] = {
-        "command": f"python benchmarks/serving.py {names}--rounds {options.rounds} --requests {options.requests}",
+        "command": f"python benchmarks/serving.py {names}--rounds {options.rounds} --traces {options.traces} "
+        f"--requests {options.requests}",
         "commit": commit(),
         "torch": torch.__version__,
         "load_of_the_machine": os.getloadavg()[1],
@@ -297,7 +303,7 @@ def main() -> None:
         "cases": {},
     }
     for case in found:
-        report["cases"][case.name] = one = measure(case, options.rounds, case.name in ("difficulty", "reasoner"))
+        report["cases"][case.name] = one = measure(case, options.rounds, options.traces, case.name == "difficulty")
         at80 = one["load_of_static"]["0.8"]
         shown = {"steps": one["steps"], "throughput": one["throughput"], "p99": at80["engine_over_static_p99"]}
         print(case.name, json.dumps(shown), flush=True)
