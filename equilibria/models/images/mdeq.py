@@ -17,7 +17,7 @@ from equilibria.models.images.mdeq_configs import MDEQConfig
 from equilibria.models.images.mdeq_heads import ClassificationHead, SegmentationHead, stem
 from equilibria.models.images.skip_mlp import Variant
 from equilibria.models.solve_options import relative_stop
-from equilibria.solvers.broyden import Broyden
+from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.fallback import AnySolver
 from equilibria.starts import FirstStep
 from equilibria.stop import Stop
@@ -32,7 +32,7 @@ class MDEQ(nn.Module):
     config     sizes and conventions, one of `MDEQ_CONFIGS` or your own
     classes    None: as in the configuration
     variant    start of the solver: "vanilla" at zero, "skip" at a prediction (Skip DEQ V1), "v2" at f(0, x)
-    solver     of the equilibrium; None: Broyden, as in the papers
+    solver     of the equilibrium; None: Anderson. The papers take Broyden
     stop       None: tolerance and step limit of the configuration; no warnings, since most published solves use all steps
     gradient   None: implicit, with tolerance and step limit of the configuration
     eval_stop  `stop` in eval mode; None: the same
@@ -62,7 +62,7 @@ class MDEQ(nn.Module):
         self.layer: DEQ | WeightTied
         if depth is None:
             stop = stop or relative_stop(config.tolerance, config.forward_steps)
-            self.layer = DEQ(cell, init, solver or Broyden(), stop, self.gradient, eval_stop, batched=batched)
+            self.layer = DEQ(cell, init, solver or Anderson(), stop, self.gradient, eval_stop, batched=batched)
         else:
             self.layer = WeightTied(cell, depth, init)
         self.head = _head(config, classes)

@@ -256,7 +256,7 @@ def test_solver_stop_and_gradient_are_passed_on() -> None:
     layer: Any = small(**parts).layer
     assert {name: getattr(layer, name) for name in parts} == parts
     default: Any = MDEQ(SMALL).layer
-    assert default.solver == eq.Broyden()
+    assert default.solver == eq.Anderson()
     assert (default.stop.max_steps, default.gradient.stop.max_steps) == (SMALL.forward_steps, SMALL.backward_steps)
 
 

@@ -15,6 +15,7 @@ from equilibria.lab.experiments.image_task import Batch, ImageSettings, ImageTas
 from equilibria.lab.training.task import Outcome
 from equilibria.models.images.explicit_nets import ResNet, ResNetConfig
 from equilibria.models.images.implicit_resnet import (
+    PICARD,
     CIFARResNet,
     ImplicitResNet,
     ImplicitResNetConfig,
@@ -59,7 +60,8 @@ class Residual(ImageTask):
 
     def model(self) -> nn.Module:
         s, config = self.settings, self._config()
-        return ImplicitResNet(config, gradient=self._gradient(config), depth=1 if s.by == "explicit" else None)
+        depth = 1 if s.by == "explicit" else None
+        return ImplicitResNet(config, solver=PICARD, gradient=self._gradient(config), depth=depth)
 
     def loss(self, model: nn.Module, batch: Batch, step: int) -> Outcome:
         with record(model) as solutions:
