@@ -13,7 +13,7 @@ from equilibria.lab.bench.cases import CASES, make
 from equilibria.lab.bench.driver import BenchResults, run
 from equilibria.lab.bench.jax_methods import jax
 from equilibria.lab.bench.methods import DEFAULT, ours, torchdeq
-from equilibria.lab.bench.report import plot, text
+from equilibria.lab.bench.report import plot, text, with_ratios
 
 QUICK_CASES = ("mlp-b32", "mlp-hard", "mlp-osc", "mixed", "transformer")  # of --quick
 QUICK_METHODS = (DEFAULT, "BiCGSTAB", "TorchDEQ Picard", "TorchDEQ Anderson", "TorchDEQ Broyden")
@@ -28,6 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     methods = [method for method in found if not parts or any(part in method.name for part in parts)]
     if not methods:
         parser.error(f"no method has any of {', '.join(options.only)} in its name.")
+    if options.page is not None:
+        try:
+            with_ratios(options.page.read_text(encoding="utf-8"), BenchResults({}, ()))
+        except (OSError, ValueError) as error:
+            parser.error(f"{options.page} cannot take the table: {error}")
     for path in (options.json, options.plot):
         if path is not None and (problem := _unwritable(path)) is not None:
             parser.error(f"{path} cannot be written: {problem}. Choose another place.")
@@ -41,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not torchdeq():
         print("\nTorchDEQ is not installed, so there is nothing to compare with: pip install torchdeq")
     _write(results, options.json, options.plot)
+    if options.page is not None:
+        options.page.write_text(with_ratios(options.page.read_text(encoding="utf-8"), results), encoding="utf-8")
     return 0
 
 
@@ -74,6 +81,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="of timed rounds per case; three are run anyhow")
     parser.add_argument("--compile", action="store_true", help="our default with compiled solves too")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write everything measured there")
+    parser.add_argument(
+        "--page", type=Path, metavar="PATH", help="write the table of ratios into this page, between its marks"
+    )
     parser.add_argument("--plot", type=Path, metavar="PATH", help="write a PNG of the ratios there")
     return parser
 

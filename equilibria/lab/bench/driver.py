@@ -189,7 +189,8 @@ def _case_results(read: dict[str, Any]) -> CaseResults:
 
 def _outcome(read: dict[str, Any]) -> MethodResult:
     work = None if read["work"] is None else Work(**read["work"])
-    return MethodResult(**read | {"work": work, "times": tuple(read["times"]), "forward": tuple(read["forward"])})
+    forward = tuple(read.get("forward", ()))  # results of older versions have none
+    return MethodResult(**read | {"work": work, "times": tuple(read["times"]), "forward": forward})
 
 
 def _finite(value: float) -> float | None:

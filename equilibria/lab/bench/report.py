@@ -30,6 +30,7 @@ overhead: step / (evaluations + products); residual: of the worst sample, in flo
 from a float64 implicit gradient, of weights or inputs, whichever agrees less."""
 
 
+MARKS = ("<!-- ratios -->", "<!-- end of ratios -->")  # of a page, around the table
 FORMS = ("native", "plain", "compiled")  # of our default
 RATIOS = ("case", "fastest TorchDEQ", "its calls", "our calls", *FORMS, *(f"solve, {form}" for form in FORMS))
 
@@ -69,6 +70,15 @@ def summary(results: BenchResults) -> str:
         for outcome in _chosen(case):
             lines.append(_row(case.case, *_cells(outcome, case)))
     return "\n".join(lines)
+
+
+def with_ratios(page: str, results: BenchResults) -> str:
+    """A Markdown page with the table of `ratios` between its two marks, in place of what stood there."""
+    before, begin, rest = page.partition(MARKS[0])
+    _, end, after = rest.partition(MARKS[1])
+    if not (begin and end):
+        raise ValueError(f"The page has no lines {MARKS[0]} and {MARKS[1]}; put them where the table belongs.")
+    return f"{before}{begin}\n\n{ratios(results)}\n\n{end}{after}"
 
 
 def details(results: BenchResults) -> str:

@@ -147,6 +147,22 @@ def test_the_table_of_ratios_has_native_plain_and_compiled() -> None:
     assert report.ratios(MADE).splitlines()[-1] == "| b | – | – | 20 | – | – | – | – | – | – |"
 
 
+def test_a_page_gets_the_table_between_its_marks() -> None:
+    page = f"before\n{report.MARKS[0]}\nold\n{report.MARKS[1]}\nafter\n"
+    written = report.with_ratios(page, MADE)
+    assert report.ratios(MADE) in written and "old" not in written
+    assert written.startswith("before\n") and written.endswith("\nafter\n")
+    assert report.with_ratios(written, MADE) == written
+    with pytest.raises(ValueError, match="has no lines <!-- ratios -->"):
+        report.with_ratios("nothing", MADE)
+
+
+def test_the_page_on_speed_and_stored_results_can_be_read() -> None:
+    root = Path(__file__).parents[3]
+    stored = BenchResults.from_json((root / "benchmarks/results/full.json").read_text())
+    assert stored.cases and report.MARKS[0] in report.with_ratios((root / "docs/speed.md").read_text(), stored)
+
+
 def test_plain_steps_are_those_of_torch() -> None:
     method = next(method for method in ours() if method.name == PLAIN)
     seen = []
