@@ -25,7 +25,7 @@ from equilibria.solution import Solution, note, recordings
 from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.fallback import AnySolver, check_solver
 from equilibria.solvers.robust import Robust
-from equilibria.starts import Init, check_cell, check_init, first_steps, memory_of, prepared, start_of
+from equilibria.starts import Init, check_cell, check_init, first_steps, memory_of, note_first_call, prepared, start_of
 from equilibria.stop import Stop
 
 
@@ -82,7 +82,14 @@ class DEQ(nn.Module):
         stop = self.stop if self.training or self.eval_stop is None else self.eval_stop
         start = self.init if init is None else constant(init)
         solves = 0 if self.solves is None else self._count_solve(self.solves)
-        solution = _solve(self.cell, start, inputs, self.solver, stop, self.gradient, self.batched, self._compiler, solves)
+        try:
+            solution = _solve(
+                self.cell, start, inputs, self.solver, stop, self.gradient, self.batched, self._compiler, solves
+            )
+        except (RuntimeError, TypeError) as error:
+            if start is None:
+                note_first_call(error, self.cell, inputs)
+            raise
         if self.init is not None and (memory := memory_of(self.init)) is not None:
             memory.store(solution)
         if recordings.get():

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -100,3 +101,28 @@ def start_of(init: Init, cell: Any, f: Callable[[State], State], inputs: Sequenc
     if isinstance(init, Remember):
         return init.recall(start_of(init.start, cell, f, inputs, batched=batched), batched)
     return init(*inputs)
+
+
+def note_first_call(error: Exception, cell: Any, inputs: Sequence[Any]) -> None:
+    """Add the shapes of the first call to an error that the cell raises there, for a solve from zeros like the first input.
+
+    The cell is called once more, to see whether it raises the same error by itself.
+    """
+    # with several processes a call may be a collective operation, which the others do not join
+    if type(error) not in (RuntimeError, TypeError) or (dist.is_available() and dist.is_initialized()):
+        return
+    try:
+        z = zeros_like_first(inputs)
+        given = prepared(cell, inputs) if hasattr(cell, "prepare") else inputs
+    except Exception:  # the error is not one of the call
+        return
+    try:
+        with torch.no_grad():
+            cell(z, *given)
+    except Exception as again:
+        if type(again) is type(error) and str(again) == str(error):
+            shapes = ", ".join(str(tuple(x.shape)) for x in pytree.tree_leaves((z, *given)) if isinstance(x, Tensor))
+            error.add_note(
+                f"The cell raised this when it was called as cell(z, *inputs) with tensors of shapes {shapes}. A solve "
+                "starts from zeros like the first input; for a state of another shape, pass init=eq.Zeros(*shape)."
+            )

@@ -295,3 +295,25 @@ def test_a_deq_works_inside_the_cell_of_another() -> None:
 
     args = (inputs(2, 3).requires_grad_(), *[p.detach().clone().requires_grad_() for p in deq.parameters()])
     assert torch.autograd.gradcheck(f, args)
+
+
+@pytest.mark.parametrize("cell", [TanhCell(6), torch.nn.Linear(4, 4)], ids=["another width", "one argument"])
+def test_an_error_of_the_first_call_has_a_note_with_the_shapes(cell: torch.nn.Module) -> None:
+    with pytest.raises((RuntimeError, TypeError)) as raised:
+        eq.DEQ(cell)(torch.randn(3, 4, dtype=torch.float64))
+    (added,) = raised.value.__notes__
+    assert "(3, 4), (3, 4)" in added and "eq.Zeros(*shape)" in added
+
+
+def test_an_error_of_a_later_call_has_no_note() -> None:
+    calls = []
+
+    def cell(z: Tensor, x: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 4:
+            raise RuntimeError("the fourth call")
+        return torch.tanh(0.5 * z + x)
+
+    with pytest.raises(RuntimeError, match="the fourth call") as raised, torch.no_grad():
+        eq.DEQ(cell)(torch.randn(3, 4))
+    assert not getattr(raised.value, "__notes__", [])

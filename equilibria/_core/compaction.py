@@ -238,8 +238,8 @@ def warn_once(cell: CellIdentity) -> None:
         return
     _warned.add(cell.owner)
     warn_user(
-        "Converged samples keep being evaluated: this cell returns another value for a row without its neighbours. If rows "
-        "depend on each other, the batch is solved as one problem. "
-        "Pass every tensor that belongs to a sample as an input of the cell, with the batch dimension first; use "
-        "batched=False if the state is one problem, not a batch; or accept the cost with Stop(compact=False).",
+        "Converged samples keep being evaluated: the cell returns another value for a row if the other rows are left out. "
+        "If rows depend on each other, the batch is solved as one problem; if that is intended, pass batched=False, or "
+        "Stop(compact=False), which drops no rows and does not warn. Otherwise pass every tensor with data of samples as an "
+        "input of the cell, with the batch dimension first.",
     )

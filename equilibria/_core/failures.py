@@ -63,7 +63,7 @@ def _message(stats: Stats, stop: Stop, solver: AnySolver, what: str, causes: Seq
     return (
         f"The {what} solve did not converge for {failed} of {batch} samples ({counts}) with {solver!r} in "
         f"{int(stats.steps.max())} of at most {stop.max_steps} steps: worst relative residual {worst:.1e}, wanted "
-        f"{stop.rtol:.1e}. Per sample: Stats.status, .residual, .steps. {_suspects(owner)}To do about {advice}. "
+        f"{stop.rtol:.1e}. Per sample: Stats.status, .residual, .steps. {_suspects(owner)}Advice for {advice}. "
         "eq.diagnose(model, batch) looks for the cause."
     )
 

@@ -177,7 +177,7 @@ def _opened(path: Path) -> Iterator[Any]:
     safetensors = optional("safetensors", "train")
     if not path.is_file():
         seen = "is a folder" if path.is_dir() else "does not exist"
-        raise FileNotFoundError(f"{path} {seen}: pass the path of a file written by save(model, path).")
+        raise FileNotFoundError(f"{path} {seen}: pass a file written by eq.models.save(model, path).")
     try:
         with safetensors.safe_open(str(path), framework="pt") as file:
             yield file

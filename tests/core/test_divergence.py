@@ -173,7 +173,7 @@ def test_a_handover_says_that_a_sample_diverged_and_starts_anew() -> None:
 
 
 def test_divergence_is_warned_about_with_advice_and_printed() -> None:
-    with pytest.warns(eq.ConvergenceWarning, match=r"2 diverged.*To do about diverged: .*Newton"):
+    with pytest.warns(eq.ConvergenceWarning, match=r"2 diverged.*Advice for diverged: .*Newton"):
         s = eq.fixed_point(expansive, torch.zeros(2, 3), solver=eq.Picard(), stop=eq.Stop(max_steps=100))
     assert "2 diverged" in str(s.stats)
     with pytest.raises(eq.ConvergenceError, match="2 diverged"):

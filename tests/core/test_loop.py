@@ -138,7 +138,7 @@ class BatchMean(nn.Module):
 def test_coupled_samples_are_found_out_and_warned_about_once() -> None:
     x, gain = mixed()
     deq = eq.DEQ(BatchMean(), solver=eq.Picard(), stop=eq.Stop(rtol=1e-6, max_steps=300))
-    with pytest.warns(UserWarning, match="without its neighbours"):
+    with pytest.warns(UserWarning, match="if the other rows are left out"):
         s = deq.solve(x, gain)
     assert s.stats.sample_evaluations >= 40 * int(s.stats.steps.max())
     # a sample that stopped early is moved by its neighbours afterwards: what is reported was looked at again
@@ -165,7 +165,7 @@ def test_an_input_that_only_looks_batch_leading() -> None:
     n = 6
     w, x = matrix("symmetric", n, 0.9), inputs(n, n)
     x[3:] *= 1e-9  # done at once in absolute terms
-    with pytest.warns(UserWarning, match="without its neighbours"):
+    with pytest.warns(UserWarning, match="if the other rows are left out"):
         s = eq.fixed_point(
             lambda z, w, x: z @ w.T + x,
             torch.zeros_like(x),

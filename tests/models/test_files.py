@@ -374,7 +374,7 @@ def test_other_files_are_refused(content: bytes, tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="does not exist: pass the path"):
+    with pytest.raises(FileNotFoundError, match="does not exist: pass a file"):
         load(tmp_path / "none")
     with pytest.raises(FileNotFoundError, match="is a folder"):
         read_info(tmp_path)
