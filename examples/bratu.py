@@ -24,7 +24,7 @@ TIGHT = eq.Stop(rtol=1e-10, atol=1e-12, max_steps=200, on_failure="raise")
 
 
 def laplacian(size: int) -> Tensor:
-    """-Δ on the inner points of a grid, (size², size²), by differences of second order."""
+    """Return -Δ on the inner points of a grid, (size², size²), by second-order differences."""
     unit, ones = torch.eye(size, dtype=torch.float64), torch.ones(size - 1, dtype=torch.float64)
     line = 2 * unit - torch.diag(ones, 1) - torch.diag(ones, -1)
     return (torch.kron(line, unit) + torch.kron(unit, line)) * (size + 1) ** 2

@@ -58,7 +58,7 @@ class Digits:
 
 
 def load() -> tuple[Digits, Digits]:
-    """Training and test set."""
+    """Return the training and the test set."""
     images, labels = load_digits(return_X_y=True)
     parts = train_test_split(images / 16, labels, test_size=0.25, random_state=0, stratify=labels)
     x, x_test, y, y_test = (torch.as_tensor(part) for part in parts)

@@ -1,4 +1,4 @@
-"""Fit a photograph by networks from coordinates to grey values: an equilibrium beside an explicit network.
+"""Fit a photograph by networks from coordinates to grey values, and compare an equilibrium with an explicit network.
 
 python examples/fit_image.py --plot fit_image.png
 

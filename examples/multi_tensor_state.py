@@ -1,4 +1,4 @@
-"""A state of two tensors, an image and a vector that depend on each other, solved as one equilibrium.
+"""Solve a state of two tensors, an image and a vector that depend on each other, as one equilibrium.
 
 python examples/multi_tensor_state.py
 """

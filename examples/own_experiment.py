@@ -1,4 +1,4 @@
-"""An experiment for the command line.
+"""Define an experiment for the command line.
 
 equilibria train examples/own_experiment.py:experiment --set width=16
 equilibria sweep examples/own_experiment.py:experiment --grid width=8,32 --grid training.optimizer.lr=1e-3,1e-2

@@ -32,7 +32,7 @@ def train(images: Tensor, steps: int) -> Denoiser:
 
 @torch.no_grad()
 def rounds(sampler: ParallelSampler, noise: Tensor) -> list[Tensor]:
-    """The last state of the chain after every round of the solver; the sample of the sequential chain comes last."""
+    """Return the last state of the chain after every round of the solver, followed by that of the sequential chain."""
     solution = sampler.solve(noise)
     exact = sampler.sequential(noise)[:, -1]
     error = (torch.as_tensor(solution.z)[:, -1] - exact).norm() / exact.norm()
@@ -43,7 +43,7 @@ def rounds(sampler: ParallelSampler, noise: Tensor) -> list[Tensor]:
 
 
 def invert(sampler: ParallelSampler, image: Tensor, iterations: int) -> Tensor:
-    """The sample whose noise was trained to give `image`, with implicit gradients through the chain."""
+    """Optimise the noise of a sample to reproduce `image`, with implicit gradients through the chain; returns the sample."""
     noise = torch.randn_like(image).requires_grad_()
     optimizer, chain = torch.optim.Adam([noise], lr=0.1), None
     for step in range(iterations):

@@ -46,7 +46,7 @@ def gradient(layer: Layer, x: Tensor, v: Tensor, stop: eq.Stop, how: eq.Gradient
 
 
 def study(n: int, batch: int) -> dict[str, dict[str, list[float]]]:
-    """cosine[stop and form][damping] over STEPS."""
+    """Return cosines over STEPS by stop and form, then by damping."""
     layer, x = Layer(n), torch.randn(batch, n, dtype=torch.float64)
     v = torch.randn(batch, n, dtype=torch.float64)
     exact = gradient(layer, x, v, STOPS["solved to 1e-10"], eq.Implicit())

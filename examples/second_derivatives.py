@@ -14,7 +14,7 @@ def f(z: Tensor, W: Tensor, x: Tensor) -> Tensor:
 
 
 def energy(x: Tensor, W: Tensor) -> Tensor:
-    """A scalar of the equilibrium z = tanh(W z + x)."""
+    """Return a scalar function of the equilibrium z = tanh(W z + x)."""
     z = eq.fixed_point(f, torch.zeros_like(x), W, x, stop=eq.Stop(rtol=1e-10)).z
     return z.square().sum()
 

@@ -88,7 +88,7 @@ class Epoch:
 
 
 def load() -> tuple[Digits, Digits]:
-    """Training and test set."""
+    """Return the training and the test set."""
     images, labels = load_digits(return_X_y=True)
     parts = train_test_split(images / 16, labels, test_size=0.25, random_state=0, stratify=labels)
     x, x_test, y, y_test = (torch.as_tensor(part) for part in parts)
@@ -124,7 +124,7 @@ def train_epoch(
 
 @torch.no_grad()
 def look(model: nn.Module, test: Digits) -> tuple[float, float, eq.Stats]:
-    """Accuracy, mean spectral radius and the solve of the test set."""
+    """Return accuracy, mean spectral radius and statistics of the solve on the test set."""
     model.eval()
     with eq.record(model) as solutions:
         accuracy = (model(test.x).argmax(dim=1) == test.y).float().mean()
@@ -141,7 +141,7 @@ def summary(model: nn.Module, test: Digits, seen: list[eq.Stats], seconds: float
 
 
 def train(arm: Arm, data: Digits, test: Digits, epochs: int, seed: int) -> list[Epoch]:
-    """The untrained model, then every epoch."""
+    """Train a model; returns the results before training and after every epoch."""
     torch.manual_seed(seed)
     order = torch.Generator().manual_seed(seed)  # a separate generator, so that all arms have the same batches
     model = build(arm)

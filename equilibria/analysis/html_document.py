@@ -21,11 +21,9 @@ def document(title: str, body: str) -> str:
 
 
 def plots(pictures: Pictures) -> str:
-    """Return the pictures side by side, each with its title as the caption."""
-    return '<div class="plots">' + "".join(_figure(title, content) for title, content in pictures.values()) + "</div>"
-
-
-def _figure(title: str, content: bytes) -> str:
-    """Return an HTML figure with the PNG inlined as base64."""
-    source = f"data:image/png;base64,{base64.b64encode(content).decode()}"
-    return f'<figure><img alt="{escape(title)}" src="{source}"><figcaption>{escape(title)}</figcaption></figure>'
+    """Return the pictures side by side, inlined as base64, each with its title as the caption."""
+    figures = []
+    for title, content in pictures.values():
+        source, caption = f"data:image/png;base64,{base64.b64encode(content).decode()}", escape(title)
+        figures.append(f'<figure><img alt="{caption}" src="{source}"><figcaption>{caption}</figcaption></figure>')
+    return '<div class="plots">' + "".join(figures) + "</div>"

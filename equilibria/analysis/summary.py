@@ -84,7 +84,7 @@ def _parts(model: nn.Module, depth: int) -> Iterator[_Part]:
             if id(child) in met or own == "parametrizations":
                 continue
             if isinstance(module, DEQ) and own == "cell":
-                met.update(map(id, child.modules()))
+                met.update(map(id, child.modules()))  # the inside of a cell is not shown, see `summary`
                 if down < depth:
                     yield _Part(_join(name, own), own, child, above.level + 1)
             else:

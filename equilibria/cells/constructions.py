@@ -60,7 +60,7 @@ def stack(
         cell,
         _StackedStart(cell, [part.init for part in parts], parts[0].batched),
         solver=solver or parts[-1].solver,
-        stop=stop or reduce(_both, [part.stop for part in parts]),
+        stop=stop or reduce(_both, [part.stop for part in parts]),  # a part begins to converge once those before it have
         gradient=gradient or parts[-1].gradient,
         eval_stop=eval_stop or (None if stop else _joint_eval_stop(parts)),
         batched=parts[0].batched,

@@ -171,6 +171,7 @@ class MonotoneLinear(MonotoneCell):
     def operator(self) -> Tensor:
         with full_precision(self.A):
             identity = torch.eye(len(self.A), dtype=self.A.dtype, device=self.A.device)
+            # the symmetric part of I - W is m I + A'A; the skew part B - B' does not affect it
             W = (1 - self.m) * identity - self.A.mT @ self.A + self.B - self.B.mT
         return W.unsqueeze(0)
 

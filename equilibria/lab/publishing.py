@@ -70,6 +70,7 @@ def provenance(run: Run, experiment: Experiment[Any], weights: Path, which: str,
 
 def config_hash(config: Mapping[str, Any]) -> str:
     """Return the hash of the experiment and its settings, without versions."""
+    # equal settings must have equal hashes on all machines
     meant = {key: value for key, value in config.items() if key != "versions"}
     return hashlib.sha256(json.dumps(meant, sort_keys=True).encode()).hexdigest()
 
@@ -78,6 +79,7 @@ def data_checksums(experiment: Experiment[Any], root: Path | None) -> dict[str, 
     """Return checksums by dataset and file: "sha256:..." of the present file, or the official one if it is missing."""
     place = data_root(root)
     found: dict[str, dict[str, str]] = {}
+    # settings have no common field for the dataset, so every string that is the name of a dataset counts
     for name in sorted(set(_strings(to_plain(experiment.settings))) & set(data_names())):
         files = {}
         for file in data_info(name).files:

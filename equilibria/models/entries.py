@@ -146,6 +146,7 @@ def _sequence_models() -> list[ModelInfo]:
         found.append(ModelInfo(f"transformer-xl-{name}", summary, TransformerXL, (("config", config),)))
     for name, trellis in TRELLIS_CONFIGS.items():
         size, option = name.removeprefix("deq-"), ("config", trellis)
+        # released equilibria and explicit networks have separate configurations; "nano" serves both
         if name.startswith("deq-") or name == "nano":
             found.append(ModelInfo(f"deq-trellisnet-{size}", f"DEQ TrellisNet, {trellis.summary}", TrellisNet, (option,)))
         if not name.startswith("deq-"):

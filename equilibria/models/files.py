@@ -104,7 +104,7 @@ def load(path: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Mod
     if problem := check_fit(bare(target), state):
         raise ModelFileError(f"{path} does not fit this {type(bare(target)).__name__}: {problem} {_advice(saved, model)}")
     if model is None:
-        take_dtypes(target, state)
+        take_dtypes(target, state)  # `create` makes models in torch's default dtype
     bare(target).load_state_dict(state)
     return target
 
@@ -199,7 +199,7 @@ def _saved(path: Path, file: Any) -> SavedModel:
                 f"version, {equilibria.__version__}, reads up to format {FORMAT}. Install the newer one."
             )
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
-        shapes |= {name: shapes[name][:-1] for name in notes.get("complex", ())}
+        shapes |= {name: shapes[name][:-1] for name in notes.get("complex", ())}  # stored as pairs of real numbers
         shapes |= {name: shapes[other] for name, other in notes.get("aliases", {}).items()}
         kind, name, version = (notes.get(key) for key in ("kind", "name", "version"))
         return SavedModel(path, kind, name, notes.get("lost", {}), version, shapes, notes.get("aliases", {}), notes)

@@ -50,8 +50,9 @@ def to_data(value: Any) -> Any:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {"float": str(value)}
-    if type(value) is list:
+    if type(value) is list:  # not a subclass, whose type would be lost
         return [to_data(each) for each in value]
+    # without NamedTuples, which would come back as plain tuples
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
         return {"tuple": [to_data(each) for each in value]}
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):

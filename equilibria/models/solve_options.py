@@ -91,6 +91,6 @@ class SolveOptions:
             case "gmres":
                 return GMRES(restart=self.directions)
             case "broyden":
-                return Broyden(history=max(self.adjoint_stop.max_steps, 1))
+                return Broyden(history=max(self.adjoint_stop.max_steps, 1))  # keeps the pairs of all steps
             case _:
                 return self.make_solver()

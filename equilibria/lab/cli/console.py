@@ -48,7 +48,7 @@ def explained() -> Iterator[None]:
     try:
         yield
     except (SettingError, UnknownName) as error:
-        raise typer.BadParameter(str(error)) from error
+        raise typer.BadParameter(str(error)) from error  # typer exits with 2
     except (DataError, TrainingError, CorruptCheckpointError, ImportError, OSError, ValueError) as error:
         typer.echo(f"Error: {_message(error)}", err=True)
         raise typer.Exit(1) from error

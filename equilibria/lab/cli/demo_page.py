@@ -65,7 +65,7 @@ def draw_memory(axes: Axes, rows: Mapping[int, Mapping[str, int]]) -> None:
     """Plot the peak memory over depth, one line per kind of network."""
     for kind, colour in zip(("equilibrium", "explicit"), COLOURS, strict=False):
         axes.plot(list(rows), [row[kind] / 1e6 for row in rows.values()], color=colour, marker="o", lw=1.8, label=kind)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(bottom=0)  # from zero, so that a constant memory looks constant
     finish(axes, "layers or solver steps", "peak memory of a step, MB", legend=True)
 
 

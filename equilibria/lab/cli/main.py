@@ -81,7 +81,7 @@ def load(name: str) -> Any:
         found = getattr(importlib.import_module(f"equilibria.lab.cli.{module}"), attribute)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "equilibria":
-            raise
+            raise  # a missing module of this package is a bug, not a missing extra
         raise SystemExit(f"The command line needs the extra `train`: pip install 'equilibria[train]'. ({error})") from error
     except ImportError as error:
         raise SystemExit(f"Error: {error}") from error
@@ -109,10 +109,12 @@ def main(
     """Tools for deep equilibrium models."""
 
 
+# placeholders with the help texts; `_Commands` loads the command that runs
 for _name, (_, _, _help) in COMMANDS.items():
     app.command(_name, help=_help)(lambda: None)
 
 
+# bench parses its own options, including --help
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def bench(context: typer.Context) -> None:
     """Time training steps against TorchDEQ at equal achieved accuracy; `equilibria bench --help` lists the options."""

@@ -26,7 +26,7 @@ def run_jobs(jobs: Sequence[Job], place: Resources = THIS_PROCESS, at_once: int 
             if is_first_process():
                 write_run_report(job.folder)
         except TrainingError as error:
-            failures.append(Failure(job, str(error)))
+            failures.append(Failure(job, str(error)))  # the other jobs still run
     return failures
 
 

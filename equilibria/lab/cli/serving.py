@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import operator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -54,7 +55,7 @@ def serve(
         model = served_model(target, which)
         engine, dtype = make_engine(model, rows=rows, queue=queue, padding=padding)
     except (ModelFileError, UnservableModelError) as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(str(error)) from error  # `explained` does not know these types
     limits = http.Limits(body=max_body, deadline=deadline, max_steps=max_steps)
     front = http.Server(engine, limits=limits, dtype=dtype, api_key=api_key, verbose=verbose)
     if host != LOOPBACK and api_key is None:
@@ -85,11 +86,7 @@ def make_engine(model: nn.Module, *, rows: int, queue: int = 1024, padding: int 
 
     if isinstance(model, SequenceModel):
         filled = Padding(multiple=padding)
-        return Engine(model, rows, queue=queue, padding=filled, output=_scores), torch.int64
+        scores = operator.itemgetter(0)  # the model returns (scores, memory)
+        return Engine(model, rows, queue=queue, padding=filled, output=scores), torch.int64
     real = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
     return Engine(model, rows, queue=queue), real[0] if real else torch.float32
-
-
-def _scores(output: Any) -> Any:
-    """Return the scores of a language model without its memory."""
-    return output[0]

@@ -72,7 +72,7 @@ def sweep(
     all_points = points(found, parse_grid(grid), folder, changes, seeds)
     planned = [job for point in all_points for job in point.jobs]
     for job in planned:
-        job.check_settings()
+        job.check_settings()  # of all runs before the first one starts
     todo = [job for job in planned if not job.finished]
     runs = counted(len(planned), "run")
     say(f"{found.name}: {counted(len(all_points), 'point')}, {runs}, {len(planned) - len(todo)} of them finished.")

@@ -41,6 +41,7 @@ class Crop:
 
     def _cut(self, x: Tensor, top: Tensor, left: Tensor, fill: int) -> Tensor:
         """Return the windows of padded images, (n, channels, height, width), that begin at top and left, (n,)."""
+        # a view of all windows, (n, channels, offsets, offsets, height, width); indexing copies only the chosen ones
         windows = pad(x, (self.padding,) * 4, value=fill).unfold(2, x.shape[2], 1).unfold(3, x.shape[3], 1)
         return windows[torch.arange(len(x), device=x.device), :, top, left]
 

@@ -57,7 +57,7 @@ class Ordered(ABC, Generic[B]):
 
     def __iter__(self) -> Iterator[B]:
         while self.position < len(self):
-            self.position += 1
+            self.position += 1  # before the yield: `state()` inside the loop then points behind this batch
             yield self.batch(self.epoch, self.position - 1)
         self.epoch, self.position = self.epoch + 1, 0
 
@@ -150,6 +150,7 @@ class Batches(_Shuffled[tuple[Tensor, Tensor]]):
         rows = self._share(index).to(self.split.x.device)
         x, y = self.split.x.index_select(0, rows), self.split.y.index_select(0, rows)
         for k, augmentation in enumerate(self.augment):
+            # drawn for the whole batch, then shared, so that samples do not depend on the number of processes
             draws = augmentation.draw(len(index), generator(self.seed, epoch, position, k))
             x, y = augmentation(x, y, self._share(draws).to(x.device))
         return x if self.transform is None else self.transform(x), y
@@ -208,4 +209,4 @@ class TextBatches(Ordered[tuple[Tensor, Tensor]]):
 
     def batch(self, epoch: int, position: int) -> tuple[Tensor, Tensor]:
         columns = slice(position * self.length, (position + 1) * self.length)
-        return self._x[:, columns].long(), self._y[:, columns].long()
+        return self._x[:, columns].long(), self._y[:, columns].long()  # corpora are stored as int32

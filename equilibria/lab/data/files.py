@@ -113,4 +113,4 @@ def alone(folder: Path) -> Iterator[None]:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(descriptor)
+        os.close(descriptor)  # releases the lock

@@ -109,6 +109,7 @@ def read_table(path: Path, number: type[int] | type[float] = int) -> Tensor:
 
 def _tu_graphs(name: str, paths: Paths, attributes: bool) -> tuple[list[Graph], list[int]]:
     """Return the graphs of a set and its class labels; raises DataError for files that do not fit together."""
+    # the files count nodes and graphs from 1
     edges, owner = read_table(paths[f"{name}_A.txt"]) - 1, read_table(paths[f"{name}_graph_indicator.txt"])[:, 0] - 1
     labels, y = read_table(paths[f"{name}_graph_labels.txt"])[:, 0].unique(return_inverse=True)
     path = paths[f"{name}_A.txt"]
@@ -125,7 +126,7 @@ def _tu_graphs(name: str, paths: Paths, attributes: bool) -> tuple[list[Graph], 
     nodes = owner.bincount(minlength=len(y))
     starts = nodes.cumsum(0) - nodes
     of_edge = owner[edges[:, 0]]
-    order = of_edge.argsort(stable=True)
+    order = of_edge.argsort(stable=True)  # edges of a graph need not be adjacent in the file
     local = (edges - starts[of_edge].unsqueeze(1))[order].t().split(of_edge.bincount(minlength=len(y)).tolist(), dim=1)
     parts = zip(x.split(nodes.tolist()), local, y.split(1), strict=True)
     return [Graph(x_, e.contiguous(), y_) for x_, e, y_ in parts], labels.tolist()

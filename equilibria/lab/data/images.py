@@ -65,6 +65,7 @@ def digits(*, seed: int = 0) -> Dataset[Split]:
 def read_idx(path: Path, dims: int) -> Tensor:
     """Read an IDX file of bytes, gzipped or not, with `dims` dimensions."""
     content = _gunzip(path)
+    # header: two zeros, 8 for bytes, number of dimensions, then the size of each as a big-endian integer
     if content[:3] != b"\0\0\x08" or len(content) < 4:
         raise DataError(f"{path} is no IDX file of bytes: it begins with {content[:4].hex() or 'nothing'}, not with 000008.")
     if content[3] != dims or len(content) < 4 + 4 * dims:

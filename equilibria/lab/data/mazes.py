@@ -28,6 +28,7 @@ def carve(size: int, draws: Random) -> Grid:
     grid[1][1] = FREE
     while trail:
         r, c = trail[-1]
+        # free cells are two apart; the wall between two of them is removed when they are joined
         steps = [(r + dr, c + dc) for dr, dc in ((0, 2), (2, 0), (0, -2), (-2, 0))]
         ways = [(a, b) for a, b in steps if 0 < a < size and 0 < b < size and grid[a][b] == WALL]
         if not ways:
@@ -41,7 +42,7 @@ def carve(size: int, draws: Random) -> Grid:
 
 def paths_from(grid: Grid, start: tuple[int, int]) -> dict[tuple[int, int], tuple[int, int]]:
     """Return, for each reachable cell, the cell before it on its path from `start`."""
-    before, front = {start: start}, [start]
+    before, front = {start: start}, [start]  # the start is its own predecessor, which ends a path
     for r, c in front:
         for cell in ((r, c + 1), (r + 1, c), (r, c - 1), (r - 1, c)):
             if grid[cell[0]][cell[1]] != WALL and cell not in before:

@@ -70,6 +70,7 @@ class Scenes:
 
     def _front(self, u: Tensor) -> Tensor:
         """Return the last layer that covers each point, (n, p)."""
+        # from 2 periods on: a ripple of one period would mainly shift the outline
         angle = torch.atan2(u[..., 1], u[..., 0]).unsqueeze(-1) * torch.arange(2, 2 + RIPPLES)
         waves = torch.stack([angle.cos(), angle.sin()], dim=-1) * self.ripples.unsqueeze(2)
         inside = u.norm(dim=-1) <= self.radius.unsqueeze(2) * (1 + waves.sum(dim=(-1, -2)))
@@ -89,7 +90,7 @@ def draw_scenes(
     def uniform(*shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
         return low + (high - low) * torch.rand(n, layers, *shape, generator=draws, dtype=dtype)
 
-    heading, speed = uniform(high=2 * math.pi), motion * uniform().sqrt()
+    heading, speed = uniform(high=2 * math.pi), motion * uniform().sqrt()  # velocities uniform in a disk
     speed[:, 0] /= 2
     radius = uniform(low=0.15, high=0.35) * min(size)
     radius[:, 0] = float("inf")

@@ -158,7 +158,7 @@ def _unpickle(path: Path) -> Any:
     """Return the content of a pickle, built from stand-ins; raises DataError if it is refused or damaged."""
     with open(path, "rb") as file:
         try:
-            return _Unpickler(file, encoding="latin-1").load()
+            return _Unpickler(file, encoding="latin-1").load()  # Python 2 wrote the files, with bytes as text
         except Exception as error:  # a damaged pickle may raise any type
             raise DataError(f"{path} was refused: {error}. It is damaged or no file of Planetoid.") from error
 

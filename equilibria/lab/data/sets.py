@@ -73,7 +73,7 @@ class Dataset(Generic[S]):
         if not self.mean:
             return x
         mean, std = (x.new_tensor(values).view(-1, 1, 1) for values in (self.mean, self.std))
-        return (x - mean).div_(std)
+        return (x - mean).div_(std)  # in place on the difference, not on the argument
 
 
 def hold_out(dataset: Dataset[Split], count: int, seed: int = 0) -> Dataset[Split]:
@@ -99,6 +99,7 @@ def cut(name: str, samples: Split, valid: int, test: int, classes: tuple[str, ..
 
 def stratified_folds(labels: Tensor, folds: int, seed: int = 0) -> Tensor:
     """Return a fold for each sample, (n,); sizes of folds and of classes in them differ by at most one sample."""
+    # samples in random order, sorted by class, are dealt to the folds in turn
     shuffled = torch.randperm(len(labels), generator=generator(seed, "folds"))
     by_class = shuffled[labels[shuffled].argsort(stable=True)]
     return torch.empty_like(by_class).index_copy_(0, by_class, torch.arange(len(labels)) % folds)

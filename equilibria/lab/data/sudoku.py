@@ -56,7 +56,7 @@ def solve_board(board: Board, limit: int = 2, order: Random | None = None) -> So
     order  generator that shuffles the digits before they are tried; None: ascending order
     """
     size = int(len(board) ** 0.5)
-    whole = (1 << size) - 1
+    whole = (1 << size) - 1  # digits as bits of an integer: sets are compared and counted in one operation
     allowed = [whole] * len(board)
     cells = list(board)
     for cell, digit in enumerate(board):
@@ -83,7 +83,7 @@ def _search(
     allowed  bit mask of the allowed digits of every cell; near: cells of the same row, column or box
     """
     # the cell with the fewest candidates first, which keeps the search tree small
-    best, fewest = -1, 100
+    best, fewest = -1, 100  # more than any cell has candidates
     for cell, digit in enumerate(cells):
         if digit == 0:
             count = allowed[cell].bit_count()

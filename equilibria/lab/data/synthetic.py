@@ -120,6 +120,7 @@ def _outline(n: int, size: int, draws: torch.Generator) -> tuple[Tensor, Tensor]
     """Draw one shape per image; returns its kind, (n, 1, 1), and a mask of its pixels, (n, size, size)."""
     kind = torch.randint(1, len(SHAPES), (n, 1, 1), generator=draws)
     radius = size * (0.12 + 0.13 * torch.rand(n, 1, 1, generator=draws))
+    # the whole shape lies inside the image
     centre = radius.unsqueeze(0) + (size - 1 - 2 * radius) * torch.rand(2, n, 1, 1, generator=draws)
     grid = torch.arange(size, dtype=torch.float32)
     down, right = grid.view(1, -1, 1) - centre[0], grid.view(1, 1, -1) - centre[1]

@@ -96,6 +96,6 @@ def _count(places: Sequence[Path], level: Level) -> list[str]:
     counts: Counter[str] = Counter()
     for line in _lines(places[0], level):
         counts.update(line)
-    units = [unit for unit, _ in counts.most_common()]
+    units = [unit for unit, _ in counts.most_common()]  # ties in the order of their first occurrence
     others = (unit for place in places[1:] for line in _lines(place, level) for unit in line)
     return units if UNKNOWN in counts or all(unit in counts for unit in others) else [*units, UNKNOWN]

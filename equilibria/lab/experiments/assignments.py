@@ -104,6 +104,7 @@ def _optional(text: str, parts: tuple[Any, ...], name: str) -> Any:
     if type(None) in parts and text.lower() in ("none", "null"):
         return None
     kinds = [part for part in parts if part is not type(None)]
+    # if no type accepts the text, the error of the last one is raised
     for kind in kinds[:-1]:
         try:
             return convert(text, kind, name)

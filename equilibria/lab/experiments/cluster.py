@@ -45,6 +45,7 @@ def run_on_cluster(
     logs     folder of submitit's files; all nodes must have access to it and to the folders of the runs
     """
     executor = _executor(cluster, options, logs)
+    # absolute paths: a node may start in another folder
     absolute = [Job(job.row, job.experiment, job.folder.resolve(), job.assignments) for job in jobs]
     submitted = executor.map_array(_run, [Command(tuple(command(job, place))) for job in absolute])
     waiting = dict(zip(jobs, submitted, strict=True))

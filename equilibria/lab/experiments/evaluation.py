@@ -35,6 +35,7 @@ def evaluate(run: Run, *, which: str = "last", root: Path | None = None) -> dict
     task, training = e.task(), e.training
     fabric = make_fabric(1, "auto", "auto", training.precision)
     model = fabric.setup_module(run.model(task, which)).eval()
+    # the random numbers with which the run evaluated its last epoch
     with deterministic(), other_rng(training.seed, training.epochs, 0):
         meter = evaluate_split(task, model, _held_out(e, root), fabric)
     return task.summarise(meter.means())

@@ -98,7 +98,7 @@ class ImageData:
             return split
         x = split.x.float().div_(255) if split.x.dtype == torch.uint8 else split.x
         if self.size < x.shape[-1]:
-            return Split(F.adaptive_avg_pool2d(x, self.size), split.y)
+            return Split(F.adaptive_avg_pool2d(x, self.size), split.y)  # interpolation would skip pixels
         return Split(F.interpolate(x, size=(self.size, self.size), mode="bilinear"), split.y)
 
 

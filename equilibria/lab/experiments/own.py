@@ -46,7 +46,7 @@ def load_experiment(target: str, scale: Scale, name: str | None = None) -> Exper
         summary=(inspect.getdoc(kind) or attribute).splitlines()[0],
         settings=NoSettings(),
         training=Training(),
-        make=lambda settings: made() if isinstance(made, type) else made,
+        make=lambda settings: made() if isinstance(made, type) else made,  # a task alone has no settings
         scale=scale,
         origin=name or _absolute(place, attribute),
     )

@@ -87,7 +87,7 @@ def plan(
     count = table.seeds[scale] if seeds is None else seeds
     base = table.folder(out, scale)
     jobs = []
-    for place in range(count):
+    for place in range(count):  # by seeds first: an interrupted table has all its rows early
         for row in chosen:
             experiment = row.experiment(scale).changed(assignments)
             seeded = experiment.seeded(seed_number(experiment, place))
@@ -193,7 +193,7 @@ def _start(job: Job, at_once: int, place: Resources) -> subprocess.Popen[bytes]:
     """Start the process of a job; its output goes to the log in its folder, and processes share the cores."""
     job.folder.mkdir(parents=True, exist_ok=True)
     threads = max(1, (os.cpu_count() or 1) // at_once)
-    environment = {"OMP_NUM_THREADS": str(threads)} | os.environ
+    environment = {"OMP_NUM_THREADS": str(threads)} | os.environ  # a setting of the user has precedence
     with open(job.folder / LOG, "ab") as log:
         # a new session, so that Ctrl-C reaches only this process, which passes it on exactly once
         return subprocess.Popen(

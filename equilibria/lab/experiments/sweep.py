@@ -79,6 +79,7 @@ def points(
         # values may contain characters that a file system refuses
         place_of_point = folder / re.sub(r"[^\w.=,+-]", "_", ",".join(f"{name}={value}" for name, value in own.items()))
         for place in range(seeds):
+            # a grid over seeds determines the seed of every point
             number = changed.training.seed if "training.seed" in own else seed_number(changed, place)
             jobs.append(Job(label, changed.seeded(number), place_of_point / f"seed-{number}", tuple(changes)))
         found.append(Point(own, tuple(jobs)))

@@ -114,7 +114,7 @@ def _draw(axes: Axes, results: TableResults, curve: Curve) -> bool:
         points = [line for run in results.runs.get(row.name, ()) if (line := _points(run, curve))]
         if not points:
             continue
-        x, low, middle, high = _band(points)
+        x, low, middle, high = _band(points)  # the band is the range over seeds, not a deviation
         colour, style = looks[row.name]
         marker = "." if len(x) == 1 else None
         axes.plot(x, middle, color=colour, ls=style, marker=marker, lw=1.8, label=row.title_at(results.scale))

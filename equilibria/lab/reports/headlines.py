@@ -34,6 +34,7 @@ def speed_ups(tables: Mapping[str, Mapping[str, Any]]) -> list[SpeedUp]:
     found = []
     for name, table in tables.items():
         rows = table["rows"]
+        # plain DEQs: "deq" in tables of one system, "deq-SYSTEM" in others; "-jr" marks Jacobian regularization
         for deq in (row for row in rows if row == "deq" or (row.startswith("deq-") and not row.endswith("-jr"))):
             suffix = deq.removeprefix("deq")
             skips = [row for row in (f"{skip}{suffix}" for skip in SKIPS) if row in rows]

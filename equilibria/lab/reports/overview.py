@@ -65,13 +65,16 @@ def page(tables: Mapping[str, Mapping[str, Any]], others: Sequence[Table], notes
         verdicts = [WORDS[claim["held"]] for claim in table["claims"]]
         counted = ", ".join(f"{verdicts.count(word)} {word}" for word in WORDS.values() if word in verdicts)
         lines.append(f"| [{name}]({name}/{TEXT}) | {table['source']} | {table['scale']} | {runs} | {counted or '–'} |")
+    for unrun in others:
+        command, claims = f"`equilibria reproduce {unrun.name}`", len(unrun.claims)
+        lines.append(f"| {command} | {unrun.source} | | not run | {claims} to judge |")
     parts = [
         "# Results",
         "Every folder is the report of one table, written from its runs: figures beside the published ones, the claims, the "
         "protocol, curves. The tables on this page are written from them; only the notes at its end are by hand. Each "
         "command runs its table; finished runs are not run again. `equilibria reproduce --all --scale reduced --report "
         "results` runs all of them, and leaves reports of the full scale as they are.",
-        "\n".join([*lines, *map(_unreported, others)]),
+        "\n".join(lines),
         *_speed_ups(tables),
         "## Claims",
         _counts(tables),
@@ -117,11 +120,6 @@ def _read_table(file: Path) -> dict[str, Any]:
     return found
 
 
-def _unreported(table: Table) -> str:
-    """Return the line of a table that has not been run."""
-    return f"| `equilibria reproduce {table.name}` | {table.source} | | not run | {len(table.claims)} to judge |"
-
-
 def _claims(tables: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return the lines of the table of all claims, numbered claims first."""
     lines = ["| | claim | published | ours | verdict | command |", "|---|---|---|---|---|---|"]
@@ -138,4 +136,4 @@ def _claims(tables: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def _place(identity: str) -> int:
     """Return the sort key of a claim: C1, C2, ..., then claims without a number."""
     number = identity.removeprefix("C")
-    return int(number) if number.isdigit() else 1000
+    return int(number) if number.isdigit() else 1000  # as numbers, since C10 follows C9

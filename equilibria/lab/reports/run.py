@@ -46,7 +46,7 @@ WORDS = {
     "explicit_accuracy": ("accuracy of the start alone", SHARE),
     "explicit_error": ("error of the start alone", SHARE),
 }
-LOGARITHMIC = ("loss", "residual", "residual_max", "lr")  # metrics that span decades
+LOGARITHMIC = ("loss", "residual", "residual_max", "lr")  # metrics that span several orders of magnitude
 
 
 def write_run_report(folder: Path) -> Path:

@@ -71,17 +71,13 @@ def collect(table: Table, scale: Scale, folder: Path) -> TableResults:
 
 def with_stored(results: TableResults, stored: Mapping[str, tuple[Measured, ...]]) -> TableResults:
     """Return results with measurements of an earlier report added, for rows and machines that have no run here."""
-    measured = {
-        row.name: (*(own := results.measured.get(row.name, ())), *_others(stored.get(row.name, ()), own))
-        for row in results.table.rows
-    }
+    measured = {}
+    for row in results.table.rows:
+        own = results.measured.get(row.name, ())
+        machines = {found.machine for found in own}
+        others = (found for found in stored.get(row.name, ()) if found.machine not in machines)
+        measured[row.name] = (*own, *others)
     return TableResults(results.table, results.scale, measured, results.runs, results.unfinished)
-
-
-def _others(stored: Iterable[Measured], own: Iterable[Measured]) -> tuple[Measured, ...]:
-    """Return the stored measurements of machines that `own` does not have."""
-    known = {found.machine for found in own}
-    return tuple(found for found in stored if found.machine not in known)
 
 
 def _by_machine(table: Table, row: TableRow, scale: Scale, runs: Iterable[Run]) -> tuple[Measured, ...]:

@@ -85,6 +85,7 @@ def _chosen(results: Results, left: str, right: str | None) -> dict[str | None, 
 
     def rank(place: int) -> tuple[bool, int, int]:
         runs = min((0 if found is None else len(found.runs)) for found in choices[place])
+        # enough runs first, then more runs, then the earlier choice; the mixture of machines is the last one
         return runs >= LEAST_RUNS, runs, -place
 
     return dict(zip(rows, choices[max(range(len(choices)), key=rank)], strict=True))

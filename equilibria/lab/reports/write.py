@@ -57,6 +57,7 @@ def _write(results: TableResults, drawn: Mapping[str, tuple[str, bytes]], folder
         replace_file(folder / f"{name}.png", content)
     titles = {f"{name}.png": title for name, (title, _) in drawn.items()} | kept
     shown = {**drawn, **{Path(name).stem: (title, (folder / name).read_bytes()) for name, title in kept.items()}}
+    # the numbers before the pages: they are what later reports read
     replace_file(folder / NUMBERS, (json.dumps(plain(results), indent=1) + "\n").encode())
     replace_file(folder / TEXT, markdown_page(results, titles).encode())
     replace_file(folder / PAGE, html_page(results, shown).encode())

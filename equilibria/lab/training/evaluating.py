@@ -31,7 +31,7 @@ class Evaluator:
         """Return the means by split name; the first split also has the spectral radius on its first batch."""
         loaders, rank = self.state.loaders, self.state.fabric.global_rank
         given = [(name, loader) for name, loader in (("valid", loaders.valid), ("test", loaders.test)) if loader is not None]
-        known = verdicts(self.state.module)
+        known = verdicts(self.state.module)  # restored afterwards, so that training counts as many evaluations as without
         try:
             with self.weights(), other_rng(self.training.seed, self.state.progress.epoch, rank):
                 found = {name: self._split(loader, look=i == 0) for i, (name, loader) in enumerate(given)}

@@ -165,7 +165,7 @@ class Run:
         """
         one_of("choice of weights", which, ("last", "raw", "best"))
         found = self.checkpoint("best" if which == "best" else "checkpoints", ("model", "average"))
-        with torch.random.fork_rng():
+        with torch.random.fork_rng():  # the initial weights are overwritten; the caller's random state must not change
             model = task.model()
         try:
             averaged = found.parts["average"]["means"] if which == "last" and "average" in found.parts else {}
@@ -227,6 +227,7 @@ def extend_run(folder: Path, epochs: int) -> None:
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
     """Return the records in metrics.jsonl; an incomplete last line is left out."""
     file = folder / METRICS
+    # [:-1]: the text after the last newline is empty, or a line that was not completely written
     lines = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
     return [_metrics_line(file, number, line) for number, line in enumerate(lines, start=1)]
 

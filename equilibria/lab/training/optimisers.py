@@ -61,7 +61,7 @@ def momentum_at(schedule: Schedule, step: int, steps: int) -> float | None:
 
 def _cycle(done: float, steps: int, *, low: float, high: float, end: float) -> float:
     """Return the value of a cycle from `low` to `high` to `end`, by half a cosine each; `done` in [0, 1) is the progress."""
-    step, top = done * steps, CYCLE_TOP * steps - 1
+    step, top = done * steps, CYCLE_TOP * steps - 1  # - 1 as in torch, which counts steps from 0
     if step <= top:
         return _between(low, high, step / top)
     return _between(high, end, (step - top) / max(steps - 1 - top, 1e-9))

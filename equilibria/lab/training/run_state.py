@@ -96,7 +96,7 @@ class State:
             self.meter = Meter.merged([own["meter"]])
             self.task.resume(own["task"])
             set_verdicts(self.module, own["verdicts"])
-        elif rank == 0:
+        elif rank == 0:  # means are merged over ranks, so one rank may hold the sums of all former ones
             self.meter = Meter.merged([each["meter"] for each in processes])
 
 

@@ -47,7 +47,7 @@ def observe(outcome: Outcome, solutions: Sequence[Solution]) -> Observed:
     loss = outcome.loss.detach()
     values = [torch.as_tensor(v, device=loss.device).detach().double().reshape(1) for v in outcome.metrics.values()]
     rows = [_summed(s.stats, s.adjoint) for s in solutions]
-    read = torch.cat([loss.double().reshape(1), *values, *rows]).tolist()
+    read = torch.cat([loss.double().reshape(1), *values, *rows]).tolist()  # the only device sync of a step's statistics
     metrics = dict(zip(outcome.metrics, read[1:], strict=False))
     return Observed(read[0], metrics, outcome.size, _solves(solutions, read[1 + len(metrics) :]))
 
@@ -134,6 +134,7 @@ def _solves(solutions: Sequence[Solution], read: Sequence[float]) -> BatchSolves
     """Return the statistics of all solves from the numbers of `_summed`, six per solve; None without solves."""
     if not solutions:
         return None
+    # `_summed` gives six numbers per solve
     depth, finite, residual, largest, failed, failed_adjoint = (read[i::6] for i in range(6))
     adjoints = [s.adjoint for s in solutions if s.adjoint is not None]
     return BatchSolves(

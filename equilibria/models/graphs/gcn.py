@@ -132,6 +132,7 @@ def sum_pool(x: Tensor, batch: Tensor | None) -> Tensor:
 def row_normalized(x: Tensor) -> Tensor:
     """Divide each row by its sum, as is usual for features of citation graphs; rows whose sum is 0 stay unchanged."""
     total = x.sum(dim=1, keepdim=True)
+    # the inner `where` keeps nan out of the gradient of rows whose sum is 0
     return torch.where(total == 0, x, x / torch.where(total == 0, 1.0, total))
 
 

@@ -191,6 +191,7 @@ class ChainNet(NodeNet):
 
     def logits(self, graph: GraphInput) -> Tensor:
         x = self.layer(row_normalized(graph.x), graph.adjacency)
+        # states shrink with the distance to the first node; normalising leaves only their direction
         return self.head(self.dropout(normalize(x, dim=1)))
 
 

@@ -168,7 +168,7 @@ class MNISTResNet(ImplicitResNetConfig):
 
     @property
     def latent_size(self) -> tuple[int, int]:
-        return self.image[1] // 3, self.image[2] // 3
+        return self.image[1] // 3, self.image[2] // 3  # after the pooling by 3
 
     def encoder(self) -> nn.Module:
         half = self.channels // 2
@@ -206,7 +206,7 @@ class SVHNResNet(ImplicitResNetConfig):
 
     @property
     def latent_size(self) -> tuple[int, int]:
-        return math.ceil(self.image[1] / 4), math.ceil(self.image[2] / 4)
+        return math.ceil(self.image[1] / 4), math.ceil(self.image[2] / 4)  # after two blocks of stride 2
 
     def encoder(self) -> nn.Module:
         width = self.channels // 4
@@ -243,7 +243,7 @@ class CIFARResNet(ImplicitResNetConfig):
 
     @property
     def latent_size(self) -> tuple[int, int]:
-        return (self.image[1] + 8) // 4, (self.image[2] + 8) // 4
+        return (self.image[1] + 8) // 4, (self.image[2] + 8) // 4  # padded by 4 on each side, then pooled twice
 
     def encoder(self) -> nn.Module:
         half = [PlainBlock(self.channels) for _ in range(self.blocks // 2)]
@@ -316,7 +316,7 @@ class ImplicitResNet(nn.Module):
             DEQ(cell, None, solver, stop or config.stop(), gradient) if depth is None else WeightTied(cell, depth)
         )
         self.head = config.head()
-        self.train(self.training)
+        self.train(self.training)  # sets `layer.batched` for the initial mode
 
     def forward(self, images: Tensor) -> Tensor:
         return self.head(self.layer(self.encoder(images)))

@@ -122,7 +122,7 @@ class Lion(nn.Module):
         self.backbone = copy.deepcopy(backbone).requires_grad_(False)
         self.behind = DEQ(FeaturePrompt(config.features, config.feature_hidden), None, solver, stop, gradient)
         self.head = nn.Linear(config.features, config.classes)
-        self.train(self.training)
+        self.train(self.training)  # puts the backbone in eval mode from the start
 
     def forward(self, images: Tensor) -> Tensor:
         h = self._features(images + self.before(images))
@@ -213,7 +213,7 @@ class Pruning:
                 self.scores[name] += (p * p.grad).abs()
         before = {name: p.clone() for name, p in self.parameters.items()}
         optimizer.step()
-        decay = 1.0 if self.removed else self.config.decay
+        decay = 1.0 if self.removed else self.config.decay  # removed weights stay at zero
         for name, p in self.parameters.items():
             p.copy_(torch.where(self.critical[name], p, (1 - decay) * before[name]))
 
@@ -224,6 +224,7 @@ class Pruning:
             raise RuntimeError(
                 "select cannot be called after remove_: removed weights have no score. Make a new Pruning to prune further."
             )
+        # one ranking over all tensors, so that a tensor that matters little may lose most of its weights
         scores = torch.cat([score.flatten() for score in self.scores.values()])
         chosen = torch.zeros_like(scores, dtype=torch.bool)
         chosen[scores.topk(round(self.config.keep * len(scores))).indices] = True

@@ -64,6 +64,7 @@ def _post(config: MDEQConfig, channels: int) -> nn.Module:
     layer = conv(channels, channels, 1)
     if config.conventions.post_weight_norm:
         layer = normalized(layer)
+    # half as many groups as in the fusion, see `MDEQConfig.groups`
     norm = latent_norm(config, channels, max(config.groups // 2, 1), affine=config.post == "affine")
     return nn.Sequential(activation(config.conventions.activation), layer, norm)
 

@@ -52,7 +52,7 @@ class ResidualBlock(nn.Module):
         self.norm1 = latent_norm(config, wide, groups)
         self.norm2 = latent_norm(config, channels, groups)
         self.norm3 = latent_norm(config, channels, groups)
-        self.dropout = VariationalDropout(dropout, shared=(2, 3))
+        self.dropout = VariationalDropout(dropout, shared=(2, 3))  # drops whole channels
         self.activation = activation(config.conventions.activation)
         self.eager = config.conventions.eager
 

@@ -113,7 +113,7 @@ class MonotoneConvConfig(MonotoneConfig):
         return MonotoneConv2d(self.image[0], self.channels, 3, self.image[1:], self.m)
 
     def head(self) -> nn.Module:
-        height, width = ((side + 2) // self.pool for side in self.image[1:])
+        height, width = ((side + 2) // self.pool for side in self.image[1:])  # + 2 for the frame of the state
         last = nn.Linear(self.channels * height * width, self.classes)
         return nn.Sequential(nn.AvgPool2d(self.pool), nn.Flatten(), last)
 
@@ -132,6 +132,7 @@ class MonotoneTiersConfig(MonotoneConfig):
         return MonotoneTiers2d(self.image[0], self.channels, 3, self.image[1:], self.m)
 
     def head(self) -> nn.Module:
+        # every tier halves the image; + 2 for the frame of the state
         height, width = (side // 2 ** (len(self.channels) - 1) + 2 for side in self.image[1:])
         return nn.Sequential(_Last(), nn.Flatten(), nn.Linear(self.channels[-1] * height * width, self.classes))
 

@@ -110,13 +110,13 @@ class AdaptiveSteps(Integrator):
         for tried in range(1, self.max_steps + 1):
             dt = 1 - t if 1 - t < dt + SHORTEST else dt  # this step ends at 1 if otherwise a tiny one would be left
             point, slopes = _advance(tableau, counted, t, h, slope, dt)
-            slopes.append(counted(t + dt, point))
+            slopes.append(counted(t + dt, point))  # for the error, and the first slope of the next step if this is accepted
             error = self._error(dt * weighted_sum(tableau.error, slopes), h, point)
             if error <= 1:
                 t, h, slope, taken = t + dt, point, slopes[-1], taken + 1
             if t >= 1:
                 return Flow(h, taken, tried - taken, counted.calls)
-            dt *= _change(error, tableau.order)
+            dt *= _change(error, tableau.order)  # a rejected step is tried again with a shorter one
             if dt < SHORTEST:
                 break
         raise RuntimeError(

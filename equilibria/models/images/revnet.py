@@ -57,6 +57,7 @@ class _ReversibleBlocks(Function):
         for f, g in stack.pairs():
             left = left + f(right)
             right = right + g(left)
+        # positions by id: backward meets the weights again as parameters of the modules
         ctx.stack, ctx.names = stack, {id(weight): i for i, weight in enumerate(weights)}
         ctx.save_for_backward(left, right)
         return left, right

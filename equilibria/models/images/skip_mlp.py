@@ -146,7 +146,7 @@ class SkipNet(nn.Module):
             z = self.layer(features)
         else:
             s = self.layer.solve(features)
-            z = s.f(s.z)
+            z = s.f(s.z)  # as in the paper's code; in training the gradient reaches the cell through this step too
         prediction = self.head(z)
         return (prediction, z) if with_state else prediction
 

@@ -86,8 +86,8 @@ class AdaptiveVocabulary(nn.Module):
         self.tables = _parameters(shapes)
         self.out_tables = _parameters([] if config.tied else shapes)
         self.biases = nn.ParameterList(torch.zeros(size) for size, _ in shapes)
-        each = config.divisor > 1 and len(widths) > 1
-        one = not each and widths[0] != width
+        each = config.divisor > 1 and len(widths) > 1  # a projection per cluster
+        one = not each and widths[0] != width  # one projection for all clusters
         self.projections = _parameters([(width, w) for w in widths] if each else [(width, widths[0])] if one else [])
         own = widths[:1] if config.shared_projections else widths
         self.out_projections = _parameters([(width, w) for w in own] if each else [])
@@ -123,6 +123,7 @@ class AdaptiveVocabulary(nn.Module):
         if self.cluster_weight is None:
             return head
         head = F.log_softmax(head, dim=-1)
+        # the entries of the clusters are at the end of the head in reverse order: -1 is cluster 1
         tails = [F.log_softmax(self._logits(h, i), dim=-1) + head[..., -i, None] for i in range(1, len(self.tables))]
         return torch.cat([head[..., : self.config.cutoffs[0]], *tails], dim=-1)
 
@@ -138,7 +139,7 @@ class AdaptiveVocabulary(nn.Module):
             return F.cross_entropy(self._logits(flat, 0), goal, reduction="none").view_as(targets)
         head = F.log_softmax(self._logits(flat, 0), dim=-1)
         cluster = torch.bucketize(goal, torch.tensor(self.config.cutoffs, device=goal.device), right=True)
-        column = torch.where(cluster == 0, goal, head.shape[1] - cluster)
+        column = torch.where(cluster == 0, goal, head.shape[1] - cluster)  # the token's own entry, or that of its cluster
         found = head.gather(1, column.unsqueeze(1)).squeeze(1)
         for i in range(1, len(self.tables)):
             places = (cluster == i).nonzero().squeeze(1)

@@ -108,6 +108,7 @@ class DEQTransformer(EquilibriumModel):
             z = self.layer(u, memory, init=z0)
             return z, (z,)
         if isinstance(self.layer, DEQ):
+            # one more run at the equilibrium shows the inputs of the blocks between the first and the last
             s = self.layer.solve(u, memory, init=z0)
             with torch.no_grad(), cell.watched() as seen:
                 s.f(s.z.detach())
@@ -156,6 +157,7 @@ class TransformerXL(SequenceModel):
         states = memory or [None] * len(self.blocks)
         blocks: Sequence[Any] = list(self.blocks)
         around = [block.around(positions, hidden, state, None) for block, state in zip(blocks, states, strict=True)]
+        # the number of the block is part of the state, so that a checkpointed segment replays its own blocks
         step = _BlockStep(blocks, around)
         _, z = repeat(step, (torch.tensor(0), x), len(blocks), self.checkpoint)
         seen = tuple(step.seen[i] for i in range(len(blocks)))

@@ -77,7 +77,7 @@ class RelativeAttention(nn.Module):
         if memory is None:
             return Around(distances, hidden, None, None)
         inner = self.heads * self.head_width
-        keys_values = F.linear(memory, self.qkv.weight[inner:])
+        keys_values = F.linear(memory, self.qkv.weight[inner:])  # no queries: earlier positions have their outputs already
         keys_values = keys_values if injected is None else keys_values + injected[..., inner:]
         keys, values = keys_values.chunk(2, dim=-1)
         return Around(distances, hidden, self._split(keys), self._split(values))
@@ -100,7 +100,7 @@ class RelativeAttention(nn.Module):
         differentiated = torch.is_grad_enabled() or autodiff_modes.inside_transform() or autodiff_modes.inside_dual_level()
         large = bias.shape[-2] * bias.shape[-1] >= FUSED_FROM
         if self.fused and large and not differentiated and not self.dropout.active:
-            return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias)
+            return F.scaled_dot_product_attention(query, keys, values, attn_mask=bias)  # it scales the products itself
         scores = torch.softmax((query * self.head_width**-0.5) @ keys.mT + bias, dim=-1)
         return self.dropout(scores) @ values
 

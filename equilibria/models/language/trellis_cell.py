@@ -138,7 +138,7 @@ class TrellisCell(nn.Module):
         h, c = z
         # dropped before it is cut into taps, so that h_{t-s} and h_t lose the same channels
         h = self.dropout(torch.cat([h0.expand(-1, dilation, -1), h], dim=1))
-        taps = torch.cat([h[:, :-dilation], h[:, dilation:]], dim=-1)
+        taps = torch.cat([h[:, :-dilation], h[:, dilation:]], dim=-1)  # [h_{t-s}, h_t]
         i, o, g, f = (injected + self.W2(taps)).chunk(4, dim=-1)
         c = torch.sigmoid(f) * _delayed(c, c0.expand(-1, dilation, -1)) + torch.sigmoid(i) * torch.tanh(g)
         return torch.sigmoid(o) * torch.tanh(c), c
@@ -161,7 +161,7 @@ class TrellisStack(nn.Module):
 
     def tapped(self, x: Tensor, history: tuple[Tensor, ...], *, init: States, every: int | None) -> list[States]:
         """Return the states after every `every` layers, and after the last."""
-        fixed = FrozenCell(self.cell)
+        fixed = FrozenCell(self.cell)  # weights are computed and masks drawn once for all layers, as in a solve
         dilations = self.cell.config.dilations
         with fixed.in_place():
             cell: TrellisCell = fixed.cell  # type: ignore[assignment]
@@ -234,6 +234,7 @@ _WIKITEXT = TrellisConfig(
     auxiliary_every=25,
     auxiliary_weight=0.1,
 )
+# changes that the code of the equilibrium makes to the explicit network
 _EQUILIBRIUM = {"carry": "state", "weight_norm": True, "input_bias": True, "auxiliary_every": None, "auxiliary_weight": 0.0}
 
 TRELLIS_CONFIGS = {

@@ -140,7 +140,7 @@ class TrellisNet(EquilibriumModel):
         require(targets is not None or not with_parts, "with_parts returns parts of a loss and needs targets: pass them.")
         rereading = self.config.carry == "tokens"
         memory = checked(tokens, memory, 1 if rereading else 3)
-        known = memory[0].shape[1] if rereading and memory else 0
+        known = memory[0].shape[1] if rereading and memory else 0  # positions that are read again and not scored
         read = torch.cat([memory[0], tokens], dim=1) if known else tokens
         x = self._embedded(read)
         history = () if rereading else memory
@@ -154,6 +154,7 @@ class TrellisNet(EquilibriumModel):
         x: Tensor = self.vocabulary.embed(tokens)
         share = self.config.word_dropout
         if self.training and share:
+            # drops tokens of the vocabulary, so that a token is dropped at all its positions
             kept = (torch.rand(self.config.tokens, device=x.device) >= share).to(x.dtype) / (1 - share)
             x = x * kept[tokens].unsqueeze(-1)
         return self.input_dropout(x)

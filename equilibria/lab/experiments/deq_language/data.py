@@ -55,6 +55,7 @@ class Segments(Ordered[TextSegment]):
     ) -> None:
         super().__init__(batch_size, rank, world_size)
         self.split = split
+        # training drops a shorter last segment; evaluation must score every token
         self.text = TextBatches(tokens, batch_size, length, drop_last=split == "train", rank=rank, world_size=world_size)
 
     def __len__(self) -> int:

@@ -83,7 +83,7 @@ def deepened(model: SequenceModel, depth: int) -> SequenceModel:
     twin = _twin(model)
     layer: Any = getattr(model, "layer", None)
     if isinstance(layer, DEQ):
-        stop = dataclasses.replace(layer.stop, rtol=NEVER, atol=0.0, max_steps=depth)
+        stop = dataclasses.replace(layer.stop, rtol=NEVER, atol=0.0, max_steps=depth)  # exactly `depth` steps
         gradient = layer.gradient
         if isinstance(gradient, Implicit):
             gradient = Implicit(solver=gradient.solver, stop=stop)

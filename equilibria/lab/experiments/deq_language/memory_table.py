@@ -59,12 +59,12 @@ def memory(row: str, scale: Scale = "full") -> Experiment[Any]:
     return made(f"{MEMORY}-{row}", f"memory of a training step, {_KINDS[row]}", settings, training, scale)
 
 
-def _memory_table() -> Table:
+def tables() -> tuple[Table, ...]:
     most, least = f"bytes_{MEMORY_DEPTHS[-1]}", f"bytes_{MEMORY_DEPTHS[0]}"
     times = MEMORY_DEPTHS[-1] / MEMORY_DEPTHS[0]
     kept = f"GMRES keeps {DIRECTIONS} directions, whatever the number of its steps."
 
-    return Table(
+    table = Table(
         name=MEMORY,
         title="Memory of a training step of DEQ-Transformer",
         source=f"{DEQ_SOURCE}; the checkpoints are those of Chen and others 2016, arXiv:1604.06174",
@@ -127,7 +127,4 @@ def _memory_table() -> Table:
             ),
         },
     )
-
-
-def tables() -> tuple[Table, ...]:
-    return (_memory_table(),)
+    return (table,)

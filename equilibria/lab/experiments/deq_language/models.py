@@ -174,7 +174,7 @@ class LanguageModel:
         if self.gain != 1:
             with torch.no_grad():
                 for name, weight in model.named_parameters():
-                    length = name.endswith("weight.original0")
+                    length = name.endswith("weight.original0")  # the row lengths g of weight norm
                     if length or (weight.dim() > 1 and "parametrizations" not in name):
                         weight.mul_(self.gain)
         return model

@@ -148,6 +148,7 @@ class Language(Task[TextSegment]):
         found = dict(means)
         for name, value in means.items():
             if name == NLL or name.startswith(f"{NLL}_"):
+                # math.exp raises OverflowError above 709
                 found[f"perplexity{name.removeprefix(NLL)}"] = math.exp(value) if value < 700 else math.inf
         if NLL in means:
             found["bits"] = means[NLL] / math.log(2)

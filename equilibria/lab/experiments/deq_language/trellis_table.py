@@ -83,9 +83,9 @@ def _full_trellis(deq: bool) -> Training:
     )
 
 
-def _trellis_table() -> Table:
+def tables() -> tuple[Table, ...]:
     notes = ("All rows see the same tokens; the equilibrium is unrolled over 10 layers at first.", MEMORY_NOTE)
-    return Table(
+    table = Table(
         name=TRELLIS,
         title="DEQ-TrellisNet on the Penn Treebank",
         source=f"{DEQ_SOURCE}, the table on the Penn Treebank; speeds are those published for WikiText-103",
@@ -133,7 +133,4 @@ def _trellis_table() -> Table:
             ),
         },
     )
-
-
-def tables() -> tuple[Table, ...]:
-    return (_trellis_table(),)
+    return (table,)

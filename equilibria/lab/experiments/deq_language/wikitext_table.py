@@ -114,15 +114,13 @@ def wikitext(row: str, scale: Scale = "full") -> Experiment[Any]:
     trellis, deq = model.kind == "trellis", model.depth is None and model.kind != "untied"
     name: TextName = "wikitext-103" if scale == "full" else "wikitext-2"
     data = text(scale, name, length=(100 if deq else 75) if trellis else 150, steps=STEPS)
-    if scale == "full":
-        training = _trellis_training(deq) if trellis else _transformer_training(deq)
-    else:
+    if scale != "full":
         training = small_training(scale, pretraining=deq, trellis=trellis)
+    elif trellis:
+        training = _trellis_training(deq)
+    else:
+        training = transformer_training(STEPS_PER_EPOCH, 300_000, 60, 32_000 if deq else 0)
     return made(f"{WIKITEXT}-{row}", title, LanguageSettings(data=data, model=model), training, scale)
-
-
-def _transformer_training(deq: bool) -> Training:
-    return transformer_training(STEPS_PER_EPOCH, 300_000, 60, 32_000 if deq else 0)
 
 
 def _trellis_training(deq: bool) -> Training:

@@ -75,6 +75,7 @@ class Trained:
         """Return a mask of right answers, (batch,), and the statistics of the solve; `tolerance` replaces the model's."""
         layer, stop = self.model.layer, self.model.layer.stop
         if tolerance is not None:
+            # atol = 0, so that the relative tolerance alone decides
             layer.stop = dataclasses.replace(stop, rtol=tolerance, atol=0.0, on_failure="ignore")
         try:
             with record(self.model) as solutions:

@@ -31,6 +31,7 @@ def classifier(kind: str, depth: int) -> SkipMLP:
     with torch.no_grad():
         cell.state.weight.mul_(GAIN)
     if kind == "equilibrium":
+        # never converged and never stalled: the solve takes all steps, with all rows
         steps = Stop(rtol=0.0, atol=0.0, max_steps=depth, patience=10**6, compact=False, on_failure="ignore")
         adjoint = Stop(rtol=1e-3, max_steps=30, on_failure="ignore")
         model.layer = DEQ(cell, solver=Anderson(history=HISTORY), stop=steps, gradient=Implicit(stop=adjoint))

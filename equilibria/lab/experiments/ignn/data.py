@@ -63,7 +63,7 @@ def random_communities(nodes: int = 120, *, seed: int = 0) -> Dataset[tuple[Grap
     x = torch.rand(nodes, FEATURES, generator=draws)
     x[torch.arange(nodes), y] += 0.5
     whole = Graph(x, _undirected(edges[:, same | (torch.rand(len(same), generator=draws) < 0.1)]), y)
-    place = torch.randperm(nodes, generator=draws) * 4 // nodes
+    place = torch.randperm(nodes, generator=draws) * 4 // nodes  # a random quarter for every node: 0, 1, 2 or 3
     masks = (place == 0, place == 1, place >= 2)
     train, valid, test = ((dataclasses.replace(whole, mask=mask),) for mask in masks)
     return Dataset("random communities", train, test, valid, classes=tuple(f"class {i}" for i in range(CLASSES)))

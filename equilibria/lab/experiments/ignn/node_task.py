@@ -136,7 +136,10 @@ class Chains(GraphTask):
         options = {"chains": s.chains, "valid": s.valid, "test": s.test, "seed": 42 + training.seed}
         nodes = {length: round(s.train * 2 * s.chains * length) for length in s.lengths}
         sets = [chains(length=length, train=train, **options) for length, train in nodes.items()]
-        train, valid, test = ([_double(found[0]) for found in split] for split in zip(*map(_splits, sets), strict=True))
+        train, valid, test = (
+            [dataclasses.replace(graph, x=graph.x.double()) for (graph,) in split]
+            for split in zip(*map(_splits, sets), strict=True)
+        )
         return whole(Dataset("chains", tuple(train), tuple(test), tuple(valid)), training, world_size, s.passes)
 
     def loss(self, model: nn.Module, batch: Graph, step: int) -> Outcome:
@@ -161,10 +164,6 @@ class Chains(GraphTask):
         if s.net == "gcn":
             return NodeGCN(NodeGCNConfig(features=100, classes=2, layers=s.gcn_layers))
         return ChainNet(ChainNetConfig(kappa=s.layers.kappa), **s.layers.parts())
-
-
-def _double(graph: Graph) -> Graph:
-    return dataclasses.replace(graph, x=graph.x.double())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +201,7 @@ class Labels(GraphTask):
         scores, y = chosen(model(batch), batch)
         given, true = scores.detach() > 0, y > 0.5
         counts = {"hits": given & true, "false_alarms": given & ~true, "misses": ~given & true}
+        # means per node: weighted by size over batches, they give the counts of the whole split
         metrics: dict[str, Tensor | float] = {name: count.float().sum() / len(y) for name, count in counts.items()}
         return Outcome(F.binary_cross_entropy_with_logits(scores, y), metrics, len(y))
 

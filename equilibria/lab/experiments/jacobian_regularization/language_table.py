@@ -218,7 +218,7 @@ def _jr_claims() -> tuple[Claim, ...]:
     )
 
 
-def _jr_table() -> Table:
+def tables() -> tuple[Table, ...]:
     post, pre = (f"{forward} and {backward}" for forward, backward in NANO_STEPS.values())
     notes = (
         "Steps forward and backward: 30 and 35 without the penalty; with it 12 and 13 (post-LN), 14 and 14 (pre-LN), at the "
@@ -229,7 +229,7 @@ def _jr_table() -> Table:
     )
     titles = {"untied": "Transformer-XL"} | {name: recipe.title for name, recipe in _JR_ROWS.items()}
     columns = tuple(Column(f"at_{k}", f"test perplexity after {k}", f"test.perplexity_at_{k}") for k in AT)
-    return Table(
+    table = Table(
         name=JR,
         title="Jacobian regularization: DEQ-Transformer",
         source=JR_SOURCE,
@@ -272,7 +272,4 @@ def _jr_table() -> Table:
             ),
         },
     )
-
-
-def tables() -> tuple[Table, ...]:
-    return (_jr_table(),)
+    return (table,)

@@ -143,7 +143,7 @@ class Prompt(Task[Batch]):
             pruning.select()
             self._chosen = epochs
             if epochs >= self._epochs - 1:
-                pruning.remove_()
+                pruning.remove_()  # before the last epoch, which trains the remaining weights
 
     def state(self) -> Any:
         pruning = self._resumed if self._pruning is None else self._pruning.state_dict()

@@ -86,6 +86,7 @@ class MDEQOptions:
 
     def solving(self, config: MDEQConfig) -> SolveOptions:
         """Return the options by which the layer is solved and differentiated."""
+        # the code of Skip DEQs, which has the final step, solves the adjoint by GMRES in any case
         by_broyden = self.solver == "broyden" and not config.conventions.final_step
         return SolveOptions(
             stop=relative_stop(config.tolerance, config.forward_steps),
@@ -145,6 +146,7 @@ class Multiscale(ImageTask):
     def run(self, model: nn.Module, x: Tensor) -> tuple[Tensor, list[Solution]]:
         with record(model) as solutions:
             scores, z = model(x, with_state=True)
+        # penalties are computed on the state that the head got, which may be one step after the solver's answer
         return scores, [dataclasses.replace(s, z=z) for s in solutions]
 
     def loss(self, model: nn.Module, batch: Batch, step: int) -> Outcome:

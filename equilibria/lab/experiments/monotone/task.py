@@ -62,12 +62,12 @@ class Monotone(ImageTask):
         if step % RETUNE == 0:
             self._alpha = net.tune_alpha_(batch[0]) if self.settings.method == "peaceman-rachford" else net.make_safe_()
         elif self._alpha is not None:
-            net.splitting.alpha = self._alpha
+            net.splitting.alpha = self._alpha  # alpha is not in the state dict; a resumed run sets it here
         return super().loss(model, batch, step)
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
         if self.settings.method == "forward-backward":
-            inside(model, MonotoneNet).make_safe_()
+            inside(model, MonotoneNet).make_safe_()  # the weights have changed since alpha was chosen
         return super().evaluate(model, batch)
 
     def state(self) -> Any:

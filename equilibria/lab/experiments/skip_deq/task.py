@@ -94,7 +94,7 @@ class _SkipTask(Task[Batch]):
             loss, metrics = self.judge(prediction, y)
             metrics["predict_seconds"] = seconds
             if s is not None:
-                explicit, judged = self.judge(_part(model, "head")(s.z0), y)
+                explicit, judged = self.judge(_part(model, "head")(s.z0), y)  # the network without its solver
                 metrics |= {f"explicit_{name}": value for name, value in ({"loss": explicit} | judged).items()}
         return Outcome(loss, metrics | self._counts(s), len(y))
 
