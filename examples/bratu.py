@@ -45,13 +45,14 @@ def cell(u: Tensor, theta: Tensor) -> Tensor:
 
 
 def temperature(theta: Tensor) -> Tensor:
+    """Return the solution for the parameters theta, (SIZE²,); differentiable in theta."""
     start = torch.zeros(SIZE**2, dtype=torch.float64)
     found = eq.fixed_point(cell, start, theta, stop=TIGHT, gradient=eq.Implicit(stop=TIGHT), batched=False)
     return torch.as_tensor(found.z)
 
 
 def reference(theta: Tensor) -> Tensor:
-    """The same solution by scipy."""
+    """Return the same solution, computed by scipy."""
     matrix, c = MATRIX.numpy(), coefficient(theta).numpy()
     residual, slope = lambda u: matrix @ u - c * np.exp(u), lambda u: matrix - np.diag(c * np.exp(u))
     return torch.from_numpy(scipy.optimize.root(residual, np.zeros(SIZE**2), jac=slope, tol=1e-12).x)

@@ -22,12 +22,14 @@ OPERATOR = Blur(gaussian_kernel(5, 1.0), (SIZE, SIZE))
 
 
 def photograph_tiles() -> Tensor:
+    """Return square grey tiles of two photographs in random order, (tiles, 1, SIZE, SIZE), with values in [0, 1]."""
     grey = [torch.from_numpy(image.copy()).float().mean(-1) / 255 for image in load_sample_images().images]
     tiles = torch.cat([g.unfold(0, SIZE, SIZE).unfold(1, SIZE, SIZE).reshape(-1, 1, SIZE, SIZE) for g in grey])
     return tiles[torch.randperm(len(tiles), generator=torch.Generator().manual_seed(0))]
 
 
 def make(depth: int | None) -> Restoration:
+    """Return a model that solves for the equilibrium, or with `depth` one that unrolls so many iterations."""
     cell = ProximalGradient(OPERATOR, ContractiveDenoiser((SIZE, SIZE), contraction=0.99))
     adjoint = eq.Stop(rtol=3e-2, max_steps=30, on_failure="ignore")
     gradient = eq.Implicit(solver=eq.GMRES(), stop=adjoint)
@@ -51,11 +53,12 @@ def train(model: Restoration, tiles: Tensor, steps: int) -> None:
 
 @torch.no_grad()
 def after(model: Restoration, y: Tensor, steps: int) -> Tensor:
-    """Reconstructions after the given number of plain iterations, which may differ from that of training."""
+    """Return the reconstructions after the given number of plain iterations, which may differ from that of training."""
     return model.cell.image(eq.WeightTied(model.cell, steps, model.cell.start)(y))
 
 
 def decibels(found: Tensor, x: Tensor) -> float:
+    """Return the peak signal-to-noise ratio of images in [0, 1]."""
     return -10 * (found - x).square().mean().log10().item()
 
 

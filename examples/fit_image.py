@@ -47,11 +47,13 @@ def fit(field: EquilibriumField | ExplicitField, x: Tensor, y: Tensor, steps: in
 
 
 def flower(size: int) -> Tensor:
+    """Return the grey values of a photograph, (size², 1), in [-1, 1]."""
     grey = torch.from_numpy(load_sample_image("flower.jpg").copy()).float().mean(-1)[60:400, 180:520] / 127.5 - 1
     return torch.nn.functional.interpolate(grey[None, None], size=(size, size), mode="area").reshape(-1, 1)
 
 
 def decibels(values: Tensor, y: Tensor) -> float:
+    """Return the peak signal-to-noise ratio of values in [-1, 1]."""
     return 10 * torch.log10(4 / (values - y).square().mean()).item()
 
 

@@ -52,7 +52,7 @@ class Encoder(nn.Module):
 
 
 def small_encoder(width: int) -> tuple[nn.Module, nn.ModuleList | nn.Sequential]:
-    """A model that maps vectors to vectors, and the list of its blocks."""
+    """Return a model that maps vectors to vectors, and the list of its blocks."""
     if importlib.util.find_spec("transformers") is not None:
         from transformers import BertConfig
         from transformers.models.bert.modeling_bert import BertEncoder

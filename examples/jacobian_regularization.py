@@ -79,6 +79,7 @@ class Study:
 
 
 def curve(x: Tensor) -> Tensor:
+    """Return the function that the model learns."""
     return 1.5 * x**3 + x**2 - 5 * x + 2 * x.sin() - 3
 
 
@@ -120,6 +121,7 @@ def train(gamma: float, data: Pairs, epochs: int, max_steps: int, seed: int) -> 
 
 @torch.no_grad()
 def examine(cell: Cell, test: Pairs, max_steps: int) -> Study:
+    """Solve for the test inputs within `max_steps` and with enough steps, and measure the Jacobian there."""
     capped = layer(cell, eq.Broyden(), max_steps).solve(test.x)
     solved = {name: layer(cell, solver, ENOUGH).solve(test.x) for name, solver in SOLVERS.items()}
     slope = eq.analysis.dense_jacobian(solved["Broyden"]).abs().flatten()
@@ -127,6 +129,7 @@ def examine(cell: Cell, test: Pairs, max_steps: int) -> Study:
 
 
 def run(gamma: float, epochs: int, max_steps: int, seed: int) -> Study:
+    """Train a cell with penalty weight `gamma` and examine it."""
     data, test = sample(seed)
     return examine(train(gamma, data, epochs, max_steps, seed), test, max_steps)
 

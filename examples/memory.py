@@ -46,13 +46,14 @@ class Cell(nn.Module):
 
 
 def model(gradient: eq.Gradient, steps: int, width: int) -> eq.DEQ:
+    """Return a layer that takes exactly `steps` solver steps."""
     torch.manual_seed(0)
     stop = eq.Stop(rtol=0.0, atol=0.0, max_steps=steps, on_failure="ignore", patience=10_000, compact=False)
     return eq.DEQ(Cell(width), solver=eq.Picard(), stop=stop, gradient=gradient)
 
 
 def stored_bytes(deq: eq.DEQ, x: Tensor) -> int:
-    """The bytes that autograd stores between forward and backward, without weights; every storage counts once."""
+    """Return the bytes that autograd stores between forward and backward, without weights; every storage counts once."""
     weights = {p.untyped_storage().data_ptr() for p in deq.parameters()}
     storages: dict[int, Any] = {}
 

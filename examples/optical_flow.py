@@ -35,11 +35,13 @@ def train(model: DEQFlow, scenes: data.Dataset[data.Split], steps: int) -> None:
 
 
 def error(flow: Tensor, truth: Tensor) -> float:
+    """Return the mean end-point error in pixels."""
     return (flow - truth).norm(dim=-3).mean().item()
 
 
 @torch.no_grad()
 def follow(model: DEQFlow, scenes: data.Dataset[data.Split]) -> None:
+    """Print the errors and costs of estimating every pair from zeros, and of starting at the flow of the pair before."""
     model.eval()
     frames, truth = scenes.normalize(scenes.test.x), scenes.test.y[:, :, :2]
     print(f"no motion: end-point error {error(torch.zeros_like(truth), truth):.2f}")

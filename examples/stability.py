@@ -134,6 +134,7 @@ def look(model: nn.Module, test: Digits) -> tuple[float, float, eq.Stats]:
 
 
 def summary(model: nn.Module, test: Digits, seen: list[eq.Stats], seconds: float) -> Epoch:
+    """Return the record of an epoch: the solves `seen` in training, and accuracy and spectral radius on the test set."""
     accuracy, radius, stats = look(model, test)
     seen = seen or [stats]  # before the first epoch there are only solves of the test set
     steps, failed = (torch.cat([getattr(stats, name) for stats in seen]) for name in ("steps", "failed"))
@@ -159,6 +160,7 @@ def mean(values: list[float]) -> float:
 
 
 def report(name: str, history: list[Epoch], plain: list[Epoch]) -> None:
+    """Print the row of one arm; times are relative to those of the arm without stabilisation, `plain`."""
     untrained, first, last = history[0], history[1], history[-1]
     seconds, plain_seconds = (mean([epoch.seconds for epoch in run[1:]]) for run in (history, plain))
     print(

@@ -242,10 +242,12 @@ class CellMeter:
             self._hooks.append(followed[0].register_hook(self._count_product))
 
     def _count_product(self, cotangent: Tensor) -> None:
+        """Count a product with the Jacobian; autograd calls this hook when a cotangent reaches the output."""
         self.products += 1
         self._check()
 
     def _check(self) -> None:
+        """Raise OutOfTime once the allowed seconds have passed."""
         if time.monotonic() >= self._end:
             raise OutOfTime(f"stopped after {self.seconds:g} s")
 

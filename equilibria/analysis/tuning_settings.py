@@ -163,6 +163,7 @@ class Tuning:
         ]
 
     def _table(self) -> list[str]:
+        """Return the lines of the table: aligned columns, then the text of the setting."""
         rows = [HEADS, *self._rows()]
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         return ["  ".join([*map(str.rjust, row, widths), row[-1]]) for row in rows]

@@ -105,6 +105,7 @@ def _random_like(s: Solution) -> State:
     """Draw a normally distributed start; per sample, every tensor has the root mean square of that of the equilibrium."""
 
     def draw(leaf: Tensor) -> Tensor:
+        # noise of the equilibrium's own magnitude; a fixed magnitude could lie far outside the states that occur
         if not s.layout.batched:
             return leaf.square().mean().sqrt() * torch.randn_like(leaf)
         size = leaf.flatten(1).square().mean(dim=1).sqrt().nan_to_num(1.0)

@@ -305,7 +305,7 @@ class _Examiner:
 
 
 def summary(stats: Stats) -> Solve:
-    """Return the statistics of a solve as numbers."""
+    """Return the statistics of a solve as plain numbers and lists, detached from tensors and devices."""
     counts = {status.name.lower(): stats.count(status) for status in Status if stats.count(status)}
     return Solve(
         status=counts,
@@ -356,6 +356,7 @@ def _coupling(s: Solution, z: Tensor, fz: Tensor) -> float | None:
 
 
 def _wants_gradient(leaf: Any) -> bool:
+    """Return True for tensors that require a gradient."""
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 

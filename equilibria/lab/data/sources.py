@@ -70,10 +70,12 @@ TU_PARTS = {
 
 
 def mnist_files() -> tuple[File, ...]:
+    """Return the four files of MNIST with their addresses and checksums."""
     return _idx_files("mnist", "MNIST", MNIST_SITES, _MNIST_MD5)
 
 
 def fashion_mnist_files() -> tuple[File, ...]:
+    """Return the four files of Fashion-MNIST with their addresses and checksums."""
     return _idx_files("fashion-mnist", "FashionMNIST", FASHION_SITES, _FASHION_MD5)
 
 

@@ -63,7 +63,7 @@ class Evaluator:
                 found = None if self.state.sharded else radius(solutions, self.training.seed)
                 if found is not None:
                     meter.add("spectral_radius", found, 1)
-            self.pause()
+            self.pause()  # between batches, so that an interrupt need not wait for the whole split
 
         return self.means(evaluate_split(self.state.task, self.state.model, loader, self.state.fabric, after))
 

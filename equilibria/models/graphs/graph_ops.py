@@ -103,7 +103,7 @@ class Adjacency:
 
     @property
     def _into(self) -> Rows:
-        """A' by rows, one row per target."""
+        """Return A' in CSR form: row t lists the edges that end at node t."""
         return self._matrix.turned if self._turned else self._matrix.rows
 
     @property
@@ -202,6 +202,7 @@ class _Propagate(torch.autograd.Function):
 
 
 def _product(x: Tensor, adjacency: Adjacency) -> Tensor:
+    """Return A' x for x, (nodes, channels), with the custom backward of `_Propagate`."""
     return _Propagate.apply(x, adjacency)  # type: ignore[no-untyped-call]
 
 

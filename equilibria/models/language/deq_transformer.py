@@ -177,7 +177,7 @@ class _BlockStep:
 
     def __call__(self, z: Tensors, buffers: Buffers) -> Tensors:
         number, state = int(z[0]), z[1]
-        self.seen[number] = state.detach()
+        self.seen[number] = state.detach()  # by number: a checkpoint that recomputes a step replaces its entry
         return z[0] + 1, self.blocks[number](state, None, self.around[number])
 
 

@@ -191,6 +191,7 @@ class _LayerStep:
 
     def __call__(self, z: Tensors, buffers: Buffers) -> Tensors:
         number, h, c = z
+        # the number is part of the state, so that a checkpointed segment replays its own layers
         dilation = self.dilations[int(number) % len(self.dilations)]
         with self.fixed.in_place():
             return number + 1, *self.cell((h, c), self.injected[dilation], *self.before, dilation)

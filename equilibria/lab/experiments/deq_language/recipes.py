@@ -134,7 +134,11 @@ def row(
     nano: str | None = None,
     limited: bool = False,
 ) -> TableRow:
-    """Return a row of a table; `nano` is the title of what the smaller scales run instead."""
+    """Return a row of a table, whose experiment is find(name, scale).
+
+    nano     title of the model that the debug and reduced scales run instead
+    limited  True if solves end at a step limit by design, see `TableRow`
+    """
 
     def experiment(scale: Scale) -> Experiment[Any]:
         return find(name, scale)

@@ -90,6 +90,7 @@ def _name(data: Data, validated: bool) -> str:
 
 
 def _row(data: Data, name: str, validated: bool) -> TableRow:
+    """Return the row of a model; published figures exist for unvalidated rows of implicit models only."""
     published = {} if validated or name == "gcn" else {"best": _PUBLISHED[data][name]}
     return TableRow(name, TITLES[name], partial(experiment, data, name, validated=validated), published)
 
