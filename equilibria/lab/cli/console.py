@@ -22,7 +22,8 @@ INTERRUPTED = 130  # 128 plus the number of SIGINT, as shells report it
 
 
 def is_first_process() -> bool:
-    """True on rank 0."""
+    """Return True on rank 0, and without a launcher."""
+    # torchrun sets RANK, Fabric's own launcher only LOCAL_RANK
     return os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0"
 
 

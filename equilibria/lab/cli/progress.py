@@ -36,6 +36,7 @@ class Lines(Silent):
         self.message(f"epoch {record['epoch']}/{self.epochs}  {summary_line(record)}")
 
     def message(self, text: str) -> None:
+        # rich would read [brackets] as markup and break long lines of a log
         self.console.print(f"{self.label}  {text}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -63,7 +64,7 @@ def listening(label: str) -> Iterator[Listener]:
         yield Lines(label, console)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True) as progress:  # the lines of the epochs stay, the bar does not
         yield Bar(label, progress)
 
 

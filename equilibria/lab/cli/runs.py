@@ -134,6 +134,7 @@ def _jobs(
     found = experiment(name, scale).changed(assignments)
     if folder is not None and seed is None and seeds > 1:
         raise typer.BadParameter("--folder holds one run; leave it out for several --seeds.")
+    # a seed given by --set must not be replaced by the first of the experiment's own seeds
     own = any(text.partition("=")[0].strip() == "training.seed" for text in assignments)
     numbers = [seed] if seed is not None else [found.training.seed] if own else [seed_number(found, i) for i in range(seeds)]
     if own and seeds > 1:

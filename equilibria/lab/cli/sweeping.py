@@ -88,14 +88,14 @@ def sweep(
         measured = results(all_points, name)
         _show(measured, name, way, write_results(folder, name, measured), as_json)
     say_if_toy(scale)
-    exit_on_failures(failures)
+    exit_on_failures(failures)  # last, so that the table of the finished runs is printed in any case
 
 
 def _metric(done: Sequence[Job], metric: str | None) -> tuple[str, str]:
     """Return the metric of the table and whether "max" or "min" of it is best."""
     from equilibria.lab.experiments.sweep import default_metric
 
-    name, way = default_metric(done[0])
+    name, way = default_metric(done[0])  # read from a finished run, since the splits depend on its data
     return (name, way) if metric is None else (metric, "max" if "accuracy" in metric or "iou" in metric else "min")
 
 

@@ -50,7 +50,7 @@ def reproduce(
 
     chosen = [find_table(name) for name in _chosen(table, everything, rows, assignments, as_json)]
     if report is not None:
-        check_folder(report)
+        check_folder(report)  # now, not after hours of training
     say_if_toy(scale)
     failures: list[Failure] = []
     for found in chosen:

@@ -69,13 +69,14 @@ def sparkline(values: Sequence[float], logarithmic: bool = False, width: int = W
     if logarithmic:
         values = [math.log10(value) if value > 0 else math.nan for value in values]
     count = min(width, len(values))
+    # rounded edges give shares whose lengths differ by one at most, so no point is left out
     edges = [round(i * len(values) / count) for i in range(count + 1)]
     means = [_mean(values[a:b]) for a, b in pairwise(edges)]
     known = [mean for mean in means if math.isfinite(mean)]
     if not known:
         return " " * count
     low, high = min(known), max(known)
-    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0  # a constant curve has the lowest block
     return "".join(BLOCKS[round((mean - low) * scale)] if math.isfinite(mean) else " " for mean in means)
 
 

@@ -87,7 +87,7 @@ def convert(text: str, kind: Any, name: str) -> Any:
         return text
     if origin is tuple:
         return _tuple(text, parts, name)
-    if kind is bool:
+    if kind is bool:  # bool("false") would be True
         if text.lower() not in _BOOLEANS:
             raise SettingError(f"{name} must be true or false, got {text!r}.")
         return _BOOLEANS[text.lower()]

@@ -194,7 +194,7 @@ def _start(job: Job, at_once: int, place: Resources) -> subprocess.Popen[bytes]:
     job.folder.mkdir(parents=True, exist_ok=True)
     threads = max(1, (os.cpu_count() or 1) // at_once)
     environment = {"OMP_NUM_THREADS": str(threads)} | os.environ  # a setting of the user has precedence
-    with open(job.folder / LOG, "ab") as log:
+    with open(job.folder / LOG, "ab") as log:  # appended: a resumed run keeps the log of its first part
         # a new session, so that Ctrl-C reaches only this process, which passes it on exactly once
         return subprocess.Popen(
             command(job, place), stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -215,6 +215,7 @@ def _interruptible(running: dict[Job, subprocess.Popen[bytes]]) -> Iterator[None
     try:
         yield
     finally:
+        # empty unless an exception ends the block; all are signalled before the first wait, so that they stop together
         for process in running.values():
             process.send_signal(signal.SIGINT)
         for process in running.values():
@@ -226,7 +227,7 @@ def _interruptible(running: dict[Job, subprocess.Popen[bytes]]) -> Iterator[None
 def _report_epochs(job: Job, seen: dict[Job, int], watch: Callable[[Job, str], None]) -> None:
     """Report epochs of a running job that were finished since the last call."""
     if not (job.folder / "config.json").is_file():
-        return
+        return  # the process has not created its run yet
     records = Run.open(job.folder).metrics
     for record in records[seen.get(job, 0) :]:
         watch(job, f"epoch {record['epoch']}")
@@ -235,7 +236,7 @@ def _report_epochs(job: Job, seen: dict[Job, int], watch: Callable[[Job, str], N
 
 def _processor() -> str:
     """Return the name of the processor."""
-    try:
+    try:  # on Linux platform.processor() names the architecture at most
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):

@@ -36,7 +36,7 @@ def _parsed(path: Path) -> Any:
         return json.loads(text)
     yaml = optional("yaml", "train")
     try:
-        return yaml.safe_load(text) or {}
+        return yaml.safe_load(text) or {}  # an empty file is None in YAML
     except yaml.YAMLError as error:
         raise ValueError(error) from error
 
@@ -56,7 +56,7 @@ def _text(value: Any, name: str, path: Path) -> str:
     """Return a value as text that `--set` accepts."""
     if isinstance(value, (list, tuple)):
         return ",".join(_text(each, name, path) for each in value)
-    if isinstance(value, bool) or value is None:
+    if isinstance(value, bool) or value is None:  # before numbers: a bool is an int
         return str(value).lower()
     if not isinstance(value, (int, float, str)):
         raise SettingError(f"{path}: {name} must be a number, a text, true, false, null or a list, got {value!r}.")

@@ -135,7 +135,7 @@ def _looks(names: Sequence[str]) -> dict[str, tuple[str, str]]:
     """Return colour and line style of every row; "v2-jr" has the colour of "v2", if there is one, and another style."""
     found: dict[str, tuple[str, str]] = {}
     for name in names:
-        base = next((other for other in found if name.startswith(f"{other}-")), None)
+        base = next((other for other in found if name.startswith(f"{other}-")), None)  # a base row comes before its variants
         place = len({colour for colour, _ in found.values()})
         colour = COLOURS[place % len(COLOURS)] if base is None else found[base][0]
         found[name] = colour, STYLES[sum(colour == used for used, _ in found.values()) % len(STYLES)]
@@ -152,7 +152,7 @@ def _points(run: Run, curve: Curve) -> list[tuple[float, float]]:
 
 def _band(lines: Sequence[list[tuple[float, float]]]) -> tuple[list[float], list[float], list[float], list[float]]:
     """Return mean x, and lowest, mean and highest y over the runs, up to the length of the shortest run."""
-    length = min(map(len, lines))
+    length = min(map(len, lines))  # beyond it the mean would jump where a run ends
     rows = [[line[i] for line in lines] for i in range(length)]
     x = [sum(p[0] for p in row) / len(row) for row in rows]
     ys = [[p[1] for p in row] for row in rows]

@@ -147,6 +147,7 @@ def _error(claim: Claim, left: Term, right: Term | None) -> float | None:
         return None
     if claim.by == "difference":
         return float((errors[0] ** 2 + errors[1] ** 2) ** 0.5)
+    # errors of independent means to first order: |d(a / b)|² = (da / b)² + (a db / b²)²
     quotient = left[2].mean / right[2].mean
     return float((errors[0] ** 2 + (quotient * errors[1]) ** 2) ** 0.5 / abs(right[2].mean))
 
