@@ -40,7 +40,7 @@ def coefficient(theta: Tensor) -> Tensor:
 
 
 def cell(u: Tensor, theta: Tensor) -> Tensor:
-    """u <- (-Δ)^-1 c exp(u)."""
+    """Return (-Δ)^-1 c exp(u)."""
     return INVERSE @ (coefficient(theta) * u.exp())
 
 
@@ -59,12 +59,12 @@ def reference(theta: Tensor) -> Tensor:
 
 
 def misfit(theta: Tensor, data: Tensor) -> Tensor:
-    """The negative log-likelihood, up to a constant."""
+    """Return the negative log-likelihood, up to a constant."""
     return (temperature(theta) - data).square().sum() / (2 * NOISE**2)
 
 
 def infer(data: Tensor, steps: int = 8) -> tuple[Tensor, Tensor]:
-    """The most likely coefficients by Newton's method, and their covariance, the inverse Hessian."""
+    """Return the most likely coefficients by Newton's method, and their covariance, the inverse Hessian."""
     theta = torch.tensor([2.0, 0.5], dtype=torch.float64)
     for step in range(steps):
         print(f"step {step}: θ = {theta.tolist()}, misfit {misfit(theta, data).item():.4f}")

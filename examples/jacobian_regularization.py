@@ -84,7 +84,7 @@ def curve(x: Tensor) -> Tensor:
 
 
 def sample(seed: int) -> tuple[Pairs, Pairs]:
-    """Training and test set."""
+    """Return a training set and a test set."""
     generator = torch.Generator().manual_seed(seed)
     x = RANGE * (2 * torch.rand(TRAINING + TEST, 1, generator=generator) - 1)
     y = curve(x) + NOISE * torch.randn(x.shape, generator=generator)
@@ -92,7 +92,7 @@ def sample(seed: int) -> tuple[Pairs, Pairs]:
 
 
 def layer(cell: Cell, solver: eq.Solver[Any], max_steps: int) -> eq.DEQ:
-    """A layer that starts at zero, with a tolerance of 1e-3 and the same limit of steps forward and backward."""
+    """Return a layer that starts at zero, with a tolerance of 1e-3 and the same limit of steps forward and backward."""
     stop = eq.Stop(rtol=1e-3, max_steps=max_steps, on_failure="ignore")
     return eq.DEQ(cell, init=eq.Zeros(1), solver=solver, stop=stop)
 
@@ -153,7 +153,7 @@ def report(gamma: float, studies: list[Study]) -> None:
 
 @torch.no_grad()
 def residuals(study: Study, solver: eq.Solver[Any], steps: int = 15) -> Tensor:
-    """(n, steps + 1), of every sample. A sample that has reached rounding errors keeps its residual."""
+    """Return the residuals of every sample, (n, steps + 1); a sample that has reached rounding errors keeps its residual."""
     stop = eq.Stop(rtol=1e-7, atol=0.0, max_steps=steps, on_failure="ignore", trace=True)
     trace = eq.DEQ(study.cell, init=eq.Zeros(1), solver=solver, stop=stop).solve(study.test.x).stats.trace
     assert trace is not None  # `Stop(trace=True)` was set

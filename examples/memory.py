@@ -70,7 +70,7 @@ def stored_bytes(deq: eq.DEQ, x: Tensor) -> int:
 
 
 def peak_bytes(deq: eq.DEQ, x: Tensor) -> int:
-    """The peak of allocated memory over forward and backward, above that at the start."""
+    """Return the peak of allocated memory over forward and backward, above that at the start."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         deq(x).sum().backward()
     level = peak = 0

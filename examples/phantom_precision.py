@@ -40,7 +40,7 @@ class Layer(nn.Module):
 
 
 def gradient(layer: Layer, x: Tensor, v: Tensor, stop: eq.Stop, how: eq.Gradient) -> Tensor:
-    """The gradient of <v, output> with a fixed cotangent v, so that only the backward pass is compared."""
+    """Return the gradient of <v, output> with a fixed cotangent v, so that only the backward pass is compared."""
     z = eq.DEQ(layer, solver=eq.Picard(), stop=stop, gradient=how)(x)
     return torch.autograd.grad(z, layer.w, v)[0].flatten()
 

@@ -11,16 +11,7 @@ import typer
 
 from equilibria.lab.choices import Scale, Strategy, Which
 from equilibria.lab.cli.console import counted, explained, is_first_process, say, say_if_toy, show_json, show_table
-from equilibria.lab.cli.options import (
-    AsJson,
-    Assignments,
-    DataRoot,
-    Devices,
-    ExperimentName,
-    Out,
-    ScaleOption,
-    SettingsFile,
-)
+from equilibria.lab.cli.options import AsJson, Assignments, DataRoot, Devices, ExperimentName, Out, ScaleOption, SettingsFile
 
 if TYPE_CHECKING:
     from equilibria.lab.experiments.runner import Job

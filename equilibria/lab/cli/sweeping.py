@@ -11,16 +11,7 @@ import typer
 
 from equilibria.lab.choices import Cluster
 from equilibria.lab.cli.console import counted, explained, say, say_if_toy, show_json, show_table
-from equilibria.lab.cli.options import (
-    AsJson,
-    Assignments,
-    DataRoot,
-    Devices,
-    ExperimentName,
-    Out,
-    ScaleOption,
-    SettingsFile,
-)
+from equilibria.lab.cli.options import AsJson, Assignments, DataRoot, Devices, ExperimentName, Out, ScaleOption, SettingsFile
 from equilibria.lab.cli.runs import all_assignments
 
 if TYPE_CHECKING:

@@ -65,7 +65,7 @@ class FileState(Enum):
 
 
 def data_root(root: str | os.PathLike[str] | None = None) -> Path:
-    """The folder of all data: `root`, else $EQUILIBRIA_DATA, else equilibria/data in the user's cache."""
+    """Return the folder of all data: `root`, else $EQUILIBRIA_DATA, else equilibria/data in the user's cache."""
     chosen = root or os.environ.get("EQUILIBRIA_DATA")
     if chosen:
         return Path(chosen).expanduser()

@@ -45,7 +45,7 @@ class Graph:
         return Graph(**moved)
 
     def to_geometric(self) -> Any:
-        """The graph as torch_geometric's Data, with the same names."""
+        """Return the graph as torch_geometric's Data, with the same names."""
         fields = {f.name: value for f in dataclasses.fields(self) if (value := getattr(self, f.name)) is not None}
         return optional("torch_geometric.data", "graph").Data(**fields)
 

@@ -30,7 +30,7 @@ class Solved:
 
 @lru_cache
 def peers(size: int) -> tuple[tuple[int, ...], ...]:
-    """The other cells in the row, column and box of each cell."""
+    """Return the other cells in the row, column and box of each cell."""
     return tuple(
         tuple(sorted({other for unit in units(size) if cell in unit for other in unit} - {cell})) for cell in range(size**2)
     )
@@ -38,7 +38,7 @@ def peers(size: int) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache
 def units(size: int) -> tuple[tuple[int, ...], ...]:
-    """The cells of every row, then of every column, then of every box."""
+    """Return the cells of every row, then of every column, then of every box."""
     height, width = BOXES[size]
     rows = [tuple(range(size * r, size * (r + 1))) for r in range(size)]
     columns = [tuple(range(c, size**2, size)) for c in range(size)]

@@ -11,16 +11,16 @@ class Listener(Protocol):
     """Receives the events of a run on rank 0; an exception raised here ends the run."""
 
     def epoch_started(self, epoch: int, epochs: int, steps: int, done: int) -> None:
-        """An epoch begins: number `epoch` (from 1) of `epochs`, with `steps` steps, `done` of them before a resume."""
+        """Called before epoch `epoch` (from 1) of `epochs`; it has `steps` steps, `done` of them before a resume."""
 
     def step_done(self, step: int, loss: float, seconds: float) -> None:
-        """A step ended: `step` steps of the run are done; `loss` (may be nan) and `seconds` are those of this one."""
+        """Called after a step: `step` steps of the run are done; `loss` (may be nan) and `seconds` are those of this one."""
 
     def epoch_done(self, record: Mapping[str, Any]) -> None:
-        """An epoch ended; `record` is its line of metrics.jsonl."""
+        """Called after an epoch; `record` is its line of metrics.jsonl."""
 
     def message(self, text: str) -> None:
-        """A message for the user, such as a resumed run or a skipped step."""
+        """Show a message to the user, such as that a run was resumed or a step skipped."""
 
 
 class Silent:
