@@ -164,17 +164,9 @@ def root(
     The default `stop` bounds |function(z)| absolutely, because a tolerance relative to |z| is not meaningful for a root.
     """
     check_cell(function)
-    cell = _ModuleMinus(function) if isinstance(function, nn.Module) else _minus(function)
+    cell: Callable[..., State] = lambda z, *inputs: pytree.tree_map(torch.sub, z, function(z, *inputs))  # noqa: E731
+    cell = _ModuleMinus(function) if isinstance(function, nn.Module) else cell
     return fixed_point(cell, z0, *inputs, solver=solver, stop=stop, gradient=gradient, batched=batched)
-
-
-def _minus(function: Callable[..., State]) -> Callable[..., State]:
-    """z - function(z, *inputs)."""
-
-    def cell(z: State, *inputs: Any) -> State:
-        return pytree.tree_map(torch.sub, z, function(z, *inputs))
-
-    return cell
 
 
 class _ModuleMinus(nn.Module):

@@ -280,7 +280,10 @@ class _Pull:
         if self.equation.precision <= torch.finfo(torch.float32).eps:
             self.grads, product = self.at.pull(u * self.scale)
         else:  # half precision has few exponents, so gradients are multiplied by their scale after they are computed
-            common = _common_scale(self.scale, self.rhs)
+            # the power of two, which rounds nothing, just below the largest scale of a nonzero cotangent
+            nonzero = (self.rhs != 0).any(dim=1, keepdim=True)
+            largest = torch.where(nonzero, self.scale, 0.0).amax() if len(u) else self.scale.new_ones(())
+            common = torch.where(largest > 0, torch.exp2(largest.log2().floor()), torch.ones_like(largest))
             grads, product = self.at.pull(u * (self.scale / common))
             self.grads = [None if grad is None else grad * common for grad in grads]
             product = product * common
@@ -297,14 +300,6 @@ class _Pull:
     def release(self) -> None:
         """Free the gradients before another run of the cell."""
         self.grads = ()
-
-
-def _common_scale(scale: Tensor, rhs: Tensor) -> Tensor:
-    """The power of two, which rounds nothing, just below the largest scale of a nonzero cotangent."""
-    if not len(scale):
-        return scale.new_ones(())
-    largest = torch.where((rhs != 0).any(dim=1, keepdim=True), scale, torch.zeros_like(scale)).amax()
-    return torch.where(largest > 0, torch.exp2(largest.log2().floor()), torch.ones_like(largest))
 
 
 def _responsible(pull: _Pull, u: Tensor, rows: Tensor) -> Tensor:

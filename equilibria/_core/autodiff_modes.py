@@ -11,7 +11,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -188,7 +188,7 @@ def jvp(f: Callable[..., Tensor], primals: Sequence[Tensor], tangents: Sequence[
     """The derivative of `f` at `primals` along `tangents`."""
     if not inside_dual_level():
         try:
-            with _one_thread(), _with_derivatives():
+            with _one_thread():
                 return torch.func.jvp(f, tuple(primals), tuple(tangents))[1]
         except RuntimeError as error:
             if "mutate a captured Tensor" not in str(error):
@@ -208,24 +208,18 @@ def jvp(f: Callable[..., Tensor], primals: Sequence[Tensor], tangents: Sequence[
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Hold the lock of forward mode, and store which thread holds it."""
+    """Hold the lock of forward mode, and store which thread holds it; leave inference mode."""
     global _forward_thread
-    with _forward_mode:
+    with ExitStack() as stack:
+        stack.enter_context(_forward_mode)
+        if torch.is_inference_mode_enabled():  # the jvp of torch 2.6 returns zeros there; no_grad still prevents a graph
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.no_grad())
         before, _forward_thread = _forward_thread, threading.get_ident()
         try:
             yield
         finally:
             _forward_thread = before
-
-
-@contextmanager
-def _with_derivatives() -> Iterator[None]:
-    """Leave inference mode, in which the jvp of torch 2.6 returns zeros; no_grad still prevents a graph."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 def vjp(f: Callable[..., Tensor], *primals: Tensor) -> Callable[[Tensor], tuple[Tensor, ...]]:

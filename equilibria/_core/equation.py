@@ -197,10 +197,8 @@ class FoldedEquation(Equation):
     def bind(self, args: Sequence[Tensor]) -> Map:
         """The map over all rows, a `LinearMap` if the equation is linear."""
         right = self.right(*args)
-        return super().bind(args) if right is None else self._linear_map(args, right)
-
-    def _linear_map(self, args: Sequence[Tensor], right: Tensor) -> Map:
-        """The linear map whose products are those of the mapped equation."""
+        if right is None:
+            return super().bind(args)
 
         def product(t: Tensor) -> Tensor:
             return self(t, *args) - right

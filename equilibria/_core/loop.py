@@ -238,19 +238,15 @@ def _with_rows(
     may be saturated, and depend on the others less than the rest does.
     """
     forward = run.scale is None and solver.evaluates_residual
-    apart = apart or (forward and result.failed and _is_joined(result.stats))
+    if forward and result.failed and len(result.z) > 1:
+        # rows of different steps, or put in place of what was not finite, were not evaluated together
+        best, status = result.stats.best, result.stats.status
+        apart = apart or bool(((best != best[0]) | (status == Status.NONFINITE)).any())
     if apart and forward and run.measured_later and (rows is None or (rows is TRUSTED and result.failed)):
         rows, counter = compare_answer(run, result), run.f.counter
         result.stats = dataclasses.replace(result.stats, evaluations=counter.evaluations, sample_evaluations=counter.rows)
     result.coupled, result.unmeasured = None if rows is None else rows.coupled, dropped or apart
     return result
-
-
-def _is_joined(stats: Stats) -> bool:
-    """True if rows of the answer were not evaluated together: of different steps, or put in place of what was not finite."""
-    if len(stats.best) < 2:
-        return False
-    return bool(((stats.best != stats.best[0]) | (stats.status == Status.NONFINITE)).any())
 
 
 def finished(

@@ -170,7 +170,13 @@ class Layout:
         tensors, first = [], 0
         for leaf in self.leaves:  # narrow, not split: autograd forbids in-place writes to views from a multi-view function
             part = matrix if len(self.leaves) == 1 else matrix.narrow(1, first, leaf.columns)
-            tensors.append(self._restore(part, leaf))
+            shape = self._shape(leaf, part.shape[0])
+            if leaf.dtype.is_complex:
+                # view_as_complex needs strides that are multiples of two
+                pairs = part.to(leaf.dtype.to_real()).reshape(*shape, 2).contiguous()
+                tensors.append(torch.view_as_complex(pairs))
+            else:
+                tensors.append(part.reshape(shape).to(leaf.dtype))
             first += leaf.columns
         return pytree.tree_unflatten(tensors, self.structure)
 
@@ -180,22 +186,12 @@ class Layout:
 
     def _join(self, tensors: list[Tensor]) -> Tensor:
         """The tensors of a state side by side in one matrix, (rows, n)."""
-        parts = [self._flatten(tensor, leaf) for tensor, leaf in zip(tensors, self.leaves, strict=True)]
+        parts = []
+        for tensor, leaf in zip(tensors, self.leaves, strict=True):
+            rows = tensor.shape[0] if self.batched else 1
+            real = torch.view_as_real(tensor.resolve_conj()) if leaf.dtype.is_complex else tensor
+            parts.append(real.reshape(rows, leaf.columns).to(self.dtype))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-    def _flatten(self, tensor: Tensor, leaf: Leaf) -> Tensor:
-        """One tensor of a state as columns of the matrix, (rows, columns)."""
-        rows = tensor.shape[0] if self.batched else 1
-        real = torch.view_as_real(tensor.resolve_conj()) if leaf.dtype.is_complex else tensor
-        return real.reshape(rows, leaf.columns).to(self.dtype)
-
-    def _restore(self, part: Tensor, leaf: Leaf) -> Tensor:
-        """Columns of the matrix as the tensor of a state, in its own shape and dtype."""
-        shape = self._shape(leaf, part.shape[0])
-        if leaf.dtype.is_complex:
-            # view_as_complex needs strides that are multiples of two
-            return torch.view_as_complex(part.to(leaf.dtype.to_real()).reshape(*shape, 2).contiguous())
-        return part.reshape(shape).to(leaf.dtype)
 
 
 @functools.lru_cache(maxsize=256)

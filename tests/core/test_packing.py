@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import equilibria as eq
@@ -182,3 +182,30 @@ def test_a_state_that_leaves_its_dtype_is_not_finite_but_returned_so() -> None:
     assert half[:2, 0].tolist() == [torch.finfo(torch.float16).max, 1.0] and single[:2, 0].tolist() == [1e5, 1e5]
     plain = Layout.of(torch.zeros(3, 2))
     assert plain.saturate(matrix) is matrix and plain.refuse_overflow(matrix, marked) is marked
+
+
+def test_stored_layouts_follow_shape_dtype_and_batching() -> None:
+    """The layout of a single tensor is computed once per shape, dtype, device and batching."""
+    states = [torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(3, 4).double(), torch.zeros(3, 2, 2), torch.zeros(3, 4)]
+    for batched in (True, False, True):
+        for state in states:
+            layout, fresh = Layout.of(state, batched=batched), Layout._of_tree(state, batched)
+            assert layout == fresh
+            assert layout.unpack(layout.pack(state)).shape == state.shape
+    assert Layout.of(states[0]) is Layout.of(states[-1])
+
+
+class Affine(nn.Linear):
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
+        return torch.tanh(0.3 * super().forward(z) + x)
+
+
+def test_a_layer_takes_another_batch_dtype_and_autocast_at_every_call() -> None:
+    deq = eq.DEQ(Affine(4, 4))
+    for batch in (3, 1, 5, 3):
+        assert deq(torch.randn(batch, 4)).shape == (batch, 4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        s = deq.solve(torch.randn(3, 4))
+        assert s.equation.precision == torch.finfo(torch.bfloat16).eps
+    assert deq.solve(torch.randn(3, 4)).equation.precision == torch.finfo(torch.float32).eps
+    assert deq.double()(torch.randn(3, 4, dtype=torch.float64)).dtype == torch.float64
