@@ -54,6 +54,7 @@ def jacobian_penalty(s: Solution, probes: int = 1, generator: torch.Generator | 
     z, args, _ = quarantine(s.equation, z, s.equation.args, z, good)
     pull = _pull(lambda t: s.equation(t, *args), z)
     total = z.new_zeros(())
+    # E |J'e|^2 = |J|_F^2 for e with unit covariance; J' and not J, as reverse mode is the one that all cells have
     for _ in range(probes):
         probe = torch.randn(z.shape, dtype=z.dtype, device=z.device, generator=generator)
         total = total + torch.where(good.unsqueeze(1), pull(probe), 0).square().sum()

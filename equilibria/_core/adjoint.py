@@ -3,6 +3,10 @@
 The adjoint problem is a `Problem` whose equation is an `AdjointEquation`. Its solution is exact, or given by a formula
 (`Problem.linear`). The residual of a solution is measured by the pull-back that gives the gradients, and the status follows
 the measured residual. Samples with derivatives that are not finite are found, left out and reported.
+
+Usually one pass through the loop of `backward_first_order` suffices, and `_is_solved` ends it. The loop is repeated without
+the samples whose derivatives are not finite, and as one system if the rows turn out to depend on each other. Cotangents are
+divided by their size before the solve: products of tiny or huge cotangents would leave the dtype.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ def attach(problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
     z, inputs, good = result.z, args, result.stats.status != Status.NONFINITE
     if problem.result.nonfinite and bool(good.any()):
         z, inputs, _ = quarantine(problem.equation, z, args, z, good)
+    # a leaf of its own: the cotangent of z stops here, so that backward through `out` reaches only what the cell closes over
     leaf = z.detach().requires_grad_()
     out = problem.equation(leaf, *inputs)
     return _Attach.apply(problem, result.z, out, leaf, good, [arg.detach() for arg in inputs])
@@ -65,6 +66,7 @@ class _Attach(Function):
         v = torch.where(keep, v, torch.zeros_like(v))
         equation = ctx.problem.equation
         adjoint = ctx.problem.derived(AdjointEquation)
+        # one scale for all rows unless they are known to be apart: nothing would notice a coupled system divided row by row
         size = cotangent_scale(equation, v, measured=False)
         system = _adjoint_map(ctx, v / size)
         u = cotangent(adjoint, system)

@@ -173,7 +173,7 @@ class Fold:
     randomness: str
 
     def unfold(self, x: Tensor) -> Tensor:
-        """(size * batch, ...) -> (size, batch, ...)."""
+        """Split the first dimension of a folded tensor again: (size * batch, ...) -> (size, batch, ...)."""
         return x.unflatten(0, (self.size, self.batch))
 
 

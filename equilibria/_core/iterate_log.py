@@ -59,6 +59,7 @@ class IterateLog:
 
         A row that had stopped before an iterate has its answer there.
         """
+        # read back only if iterates were asked for
         last = int(steps.max()) if self.iterates and len(steps) else 0
         found = []
         for step, index, rows, z in self.iterates:

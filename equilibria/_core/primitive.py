@@ -1,7 +1,8 @@
 """The one primitive: the fixed point of F(z, *args) in z, differentiable in args to any order and in any mode.
 
 `FixedPoint` is an autograd.Function. Its forward runs the solver without a graph and saves z, the status and the args,
-nothing else. Which rule differentiates it depends on who asks:
+nothing else. If nothing is differentiated, its forward is called directly and no node is made. Which rule differentiates it
+depends on who asks:
 
     backward()                       `adjoint.backward_first_order`: one run of the cell with a graph at z, then products J'u
     create_graph=True, torch.func    `_backward_any_order`: the adjoint g = J'g + v is another FixedPoint, on explicit args
@@ -12,7 +13,7 @@ Invariants. Cotangents are divided by `cotangent_scale` before the solve and mul
 are relative to the incoming gradient. A sample that is not finite is replaced by a good one with a cotangent of zero
 (`quarantine`), because 0 * nan is nan. The residual of a first-order adjoint is measured by the same pull-back that gives
 the gradients, and its status follows the measured residual. The device is waited for once per backward, in
-`backward_first_order`, besides the waits of the solver.
+`adjoint._is_solved`, besides the waits of the solver; more often only if a sample is not solved or not finite.
 """
 
 from __future__ import annotations

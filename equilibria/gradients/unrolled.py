@@ -84,6 +84,7 @@ class Unrolled(Gradient):
                     "every solver."
                 )
         if self.checkpoint is None and self.truncate is None:
+            # the solver's own steps record the graph: `f` is given, so that `run` does not switch gradients off
             return _spared(lambda problem, z0, args: problem.run(z0, f=_bind(problem, args)).z, problem, z0, args)
         return self._replay(problem, z0, args)
 

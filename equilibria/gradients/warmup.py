@@ -39,6 +39,6 @@ class Warmup(Gradient):
         require(self.until >= 0, f"Warmup's until must not be negative, got {self.until}.")
 
     def __call__(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
-        """Use the gradient of the current phase."""
+        """Solve by `first` in the first `until` training solves of the layer, and by `then` afterwards."""
         gradient = self.first if problem.solves < self.until else self.then
         return gradient(problem, z0 if gradient.follows_start else z0.detach(), args)

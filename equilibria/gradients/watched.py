@@ -152,6 +152,7 @@ class _Watch:
 
     def _again(self, v: Tensor, good: Tensor) -> list[Tensor | None]:
         """Compute the gradients again, with good samples in place of the others and a zero cotangent for these."""
+        # new leaves, so that this second run has a graph of its own: backward has freed that of the first
         leaves = [tensor.detach() for tensor in self.tensors]
         needed = [leaves[i].requires_grad_() for i in self.followed]
         if not bool(good.any()):
