@@ -3,7 +3,8 @@
 `solve` runs one solver, or a chain of them, on a map. `_run` takes the steps in torch, `_run_native` in compiled code, with
 the same results. Both compare rows once per solve with the same rows run without the others (`compaction`), unless backward
 measures the answer and found nothing wrong the last time. `finished` makes the statistics; natively one call does, unless a
-sample has failed. `_verified` evaluates the result again if its residual is not known from an evaluation of all rows together.
+sample has failed. `_verified` evaluates the result again if its residual is not known from an evaluation of all rows
+together.
 
 Invariants. The device is waited for once per check (`Stop.check_every`), once at the end, and once where rows are compared.
 A row that has stopped does not change any more. `LoopRun` is constant during a run; a chain or a repetition gets a new one.
