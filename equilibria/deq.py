@@ -81,7 +81,9 @@ class DEQ(nn.Module):
         """The equilibrium with its statistics. `init` is a state or an earlier Solution to start from instead."""
         stop = self.stop if self.training or self.eval_stop is None else self.eval_stop
         start = self.init if init is None else constant(init)
-        solves = 0 if self.solves is None else self._count_solve(self.solves)
+        solves = 0 if self.solves is None else int(self.solves)  # training solves before this one
+        if self.solves is not None and self.training and torch.is_grad_enabled() and not autodiff_modes.inside_transform():
+            self.solves += 1  # the gradient depends on the count
         try:
             solution = _solve(
                 self.cell, start, inputs, self.solver, stop, self.gradient, self.batched, self._compiler, solves
@@ -95,13 +97,6 @@ class DEQ(nn.Module):
         if recordings.get():
             note(self, solution)
         return solution
-
-    def _count_solve(self, solves: Tensor) -> int:
-        """Count this solve, because the gradient depends on the count; returns the number of training solves before it."""
-        before = int(solves)
-        if self.training and torch.is_grad_enabled() and not autodiff_modes.inside_transform():
-            solves += 1
-        return before
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__ | {"_compiler": None if self._compiler is None else Compiler()}
@@ -219,8 +214,11 @@ def _solve(
         with torch.no_grad():
             known = layout.pack_output(f(start), layout.batch, cast=Autocast.current(layout.device).enabled)
     equation = CellEquation(fixed, layout, given)
-    if equation.opaque:
-        _check_ranks_agree(stop)
+    if equation.opaque and stop.process_group is None and torch.distributed.get_world_size() > 1:
+        raise ValueError(
+            "The cell's weights are sharded, so every call of it is a collective and all ranks must take the same number of "
+            'steps, or they deadlock: give the stop a process_group, Stop(process_group="world").'
+        )
     # an autograd.Function cannot give gradients to tensors in a closure, so that another path is taken for them
     opaque = equation.opaque
     recorded = torch.is_grad_enabled() or autodiff_modes.inside_transform() or autodiff_modes.inside_dual_level()
@@ -274,14 +272,6 @@ def _fill_rows(tree: Any, rows: Tensor, value: float) -> Any:
         return torch.where(rows.view(-1, *[1] * (leaf.dim() - 1)), torch.full_like(leaf, value), leaf)
 
     return pytree.tree_map(fill, tree)
-
-
-def _check_ranks_agree(stop: Stop) -> None:
-    if stop.process_group is None and torch.distributed.get_world_size() > 1:
-        raise ValueError(
-            "The cell's weights are sharded, so every call of it is a collective and all ranks must take the same number of "
-            'steps, or they deadlock: give the stop a process_group, Stop(process_group="world").'
-        )
 
 
 def constant(start: Solution | State) -> Callable[..., State]:

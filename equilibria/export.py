@@ -90,6 +90,10 @@ def to_onnx(
     inputs = _as_tuple(example_inputs)
     program = export(model, inputs, dynamic_batch=dynamic_batch, with_steps=with_steps)
     shapes = _dynamic_shapes(inputs, "batch") if dynamic_batch else None  # the name it has in the file
+    names = None  # where some arguments are numbers, which are no graph inputs
+    if all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(inputs)):
+        arguments = inspect.signature(model.forward).bind(*inputs).arguments
+        names = [name for argument, value in arguments.items() for name in _numbered(argument, value)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch about its own parts
         written = torch.onnx.export(
@@ -97,7 +101,7 @@ def to_onnx(
             dynamo=True,
             verbose=False,
             dynamic_shapes=shapes,
-            input_names=_input_names(model, inputs),
+            input_names=names,
             output_names=_output_names(program, with_steps),
         )
     assert written is not None
@@ -126,15 +130,6 @@ def _as_tuple(example_inputs: Any) -> tuple[Any, ...]:
 
 def _dynamic_shapes(inputs: tuple[Any, ...], any_size: Any) -> tuple[Any]:
     """The dynamic dimensions of the arguments of `_Whole`: the first of every tensor with a row per sample."""
-    batch = _batch_size(inputs)
-
-    def rows(leaf: Any) -> dict[int, Any] | None:
-        return {0: any_size} if _has_rows(leaf) and leaf.shape[0] == batch else None
-
-    return (pytree.tree_map(rows, inputs),)
-
-
-def _batch_size(inputs: tuple[Any, ...]) -> int:
     sizes = [leaf.shape[0] for leaf in pytree.tree_leaves(inputs) if _has_rows(leaf)]
     require(len(sizes) > 0, "There is no tensor with a batch dimension among example_inputs: set dynamic_batch=False.")
     require(
@@ -142,19 +137,15 @@ def _batch_size(inputs: tuple[Any, ...]) -> int:
         f"example_inputs holds {sizes[0]} samples, and torch.export takes sizes 0 and 1 for constants: give two samples or "
         "more, or set dynamic_batch=False for batches of just that size.",
     )
-    return int(sizes[0])
+
+    def rows(leaf: Any) -> dict[int, Any] | None:
+        return {0: any_size} if _has_rows(leaf) and leaf.shape[0] == sizes[0] else None
+
+    return (pytree.tree_map(rows, inputs),)
 
 
 def _has_rows(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0
-
-
-def _input_names(model: nn.Module, inputs: tuple[Any, ...]) -> list[str] | None:
-    """Input names from the arguments of the model; None if some arguments are numbers, which are no graph inputs."""
-    if not all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(inputs)):
-        return None
-    arguments = inspect.signature(model.forward).bind(*inputs).arguments
-    return [name for argument, value in arguments.items() for name in _numbered(argument, value)]
 
 
 def _output_names(program: ExportedProgram, with_steps: bool) -> list[str]:

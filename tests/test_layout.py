@@ -1,7 +1,8 @@
 """The package stays easy to walk through: the counts of benchmarks/layout.py are within their limits.
 
 The limits stand in that script. Nothing here depends on time, on the processor or on other
-libraries. Comments per line and the time of the import are printed by the script and not held: they are aims, not limits.
+libraries. Comments per line, private functions used once and the time of the import are printed by the script and not held:
+they are aims, not limits.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ def script() -> ModuleType:
 
 
 layout = script()
-FILES = sorted(layout.PACKAGE.rglob("*.py"))
 
 
 @pytest.mark.skipif(not native.available(), reason=native.reason() or "native")
@@ -63,11 +63,6 @@ def test_the_walk_counts_functions_of_the_package_alone() -> None:
 def test_the_root_of_the_package_and_its_public_names_stay_few() -> None:
     assert layout.root_modules() <= layout.ROOT_MODULES
     assert len(eq.__all__) <= layout.PUBLIC_NAMES
-
-
-def test_few_private_functions_are_used_once() -> None:
-    private, once = layout.private_used_once(FILES)
-    assert once <= layout.USED_ONCE * private, f"{once} of {private}"
 
 
 def test_the_readme_is_short() -> None:

@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint as run_checkpointed
 from equilibria._core import autodiff_modes
 from equilibria._core.attach import attach
 from equilibria._core.checks import require
-from equilibria._core.failures import report_failures
 from equilibria._core.primitive import differentiable_fixed_point
 from equilibria._core.problem import LinearSolve, Problem
 from equilibria._core.quarantine import quarantine
@@ -135,7 +134,9 @@ def unroll_from(
     if concrete and not bool(torch.isfinite(out.detach().sum())):
         finite = torch.isfinite(out.detach()).all(dim=1)
         if not bool(finite.all()):  # steps from an iterate that has not converged may overflow
-            _set_aside(problem, ~finite)
+            marked = result.stats.status.masked_fill(~finite, Status.NONFINITE)
+            result.stats, result.nonfinite = dataclasses.replace(result.stats, status=marked), True
+            problem.report_failures(result.stats)
             return unroll_from(problem, z, status.masked_fill(~finite, Status.NONFINITE), args, advance, replays=replays)
     problem.result.add_evaluations(steps.runs, len(z))
     result.stats = dataclasses.replace(result.stats, extra_steps=steps.runs)
@@ -162,16 +163,6 @@ class _Advance:
             return out
 
         return torch.where(self.good.unsqueeze(1), self.advance(f, start), z)
-
-
-def _set_aside(problem: Problem, rows: Tensor) -> None:
-    """Mark samples whose extra steps are not finite as NONFINITE, and report them."""
-    stats = problem.result.stats
-    status = stats.status.masked_fill(rows, Status.NONFINITE)
-    problem.result.stats, problem.result.nonfinite = dataclasses.replace(stats, status=status), True
-    report_failures(
-        problem.result.stats, problem.stop, problem.solver, what="forward", owner=problem.equation.identity.owner
-    )
 
 
 def _recording() -> bool:
