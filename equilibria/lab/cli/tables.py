@@ -90,9 +90,9 @@ def report(
     """Check the claims of all stored reports again, without their runs, and rewrite the pages and the overview."""
     from equilibria.lab.experiments.catalogue import tables
     from equilibria.lab.reports.overview import write_overview
-    from equilibria.lab.reports.write import NUMBERS, rewrite_report
+    from equilibria.lab.reports.write import NUMBERS, rewrite_report, stored_folders
 
-    found = [name for name, table in tables().items() if rewrite_report(table, folder / name) is not None]
+    found = [rewrite_report(table, place) for name, table in tables().items() for place in stored_folders(folder, name)]
     if not found:
         raise typer.BadParameter(f"{folder} has no report of a table: expected DIR/TABLE/{NUMBERS}.")
     typer.echo(f"{counted(len(found), 'report')}; overview: {write_overview(folder, tables())}")

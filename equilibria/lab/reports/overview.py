@@ -11,7 +11,7 @@ from equilibria.lab.experiments.definitions import Table
 from equilibria.lab.reports.headlines import lines as headlines
 from equilibria.lab.reports.markdown import MARKS
 from equilibria.lab.reports.measured import AGAIN
-from equilibria.lab.reports.write import NUMBERS, TEXT
+from equilibria.lab.reports.write import NUMBERS, TEXT, stored_folders
 from equilibria.lab.training.durable import read_object
 
 PAGE = "README.md"
@@ -44,10 +44,9 @@ WORDS = {True: "held", False: "did not hold", None: "undecided"}
 
 
 def write_overview(folder: Path, tables: Mapping[str, Table]) -> Path:
-    """Read folder/TABLE/table.json of all tables, in this order, and write folder/README.md; returns its path."""
-    files = {name: folder / name / NUMBERS for name in tables}
-    found = {name: _read_table(file) for name, file in files.items() if file.is_file()}
-    others = [table for name, table in tables.items() if name not in found]
+    """Read the stored reports of all tables, in this order, and write folder/README.md; returns its path."""
+    found = {place.name: _read_table(place / NUMBERS) for name in tables for place in stored_folders(folder, name)}
+    others = [table for name, table in tables.items() if not stored_folders(folder, name)]
     notes = (folder / NOTES).read_text() if (folder / NOTES).is_file() else ""
     replace_file(folder / PAGE, page(found, others, notes).encode())
     return folder / PAGE
@@ -56,7 +55,7 @@ def write_overview(folder: Path, tables: Mapping[str, Table]) -> Path:
 def page(tables: Mapping[str, Mapping[str, Any]], others: Sequence[Table], notes: str = "") -> str:
     """Return the overview as Markdown.
 
-    tables  results of `reports.table.plain` by name
+    tables  results of `reports.table.plain` by the name of their folder
     others  tables that have not been run
     """
     lines = ["| table | source | scale | runs | claims |", "|---|---|---|---:|---|"]
@@ -115,7 +114,7 @@ def _kind(claim: Mapping[str, Any]) -> str:
 def _read_table(file: Path) -> dict[str, Any]:
     """Return the content of a table.json; raises ValueError if it is incomplete."""
     found = read_object(file, AGAIN)
-    if missing := [key for key in ("source", "scale", "rows", "claims") if key not in found]:
+    if missing := [key for key in ("table", "source", "scale", "rows", "claims") if key not in found]:
         raise ValueError(f"{file} has no {', '.join(map(repr, missing))}. {AGAIN}")
     return found
 
@@ -127,7 +126,7 @@ def _claims(tables: Mapping[str, Mapping[str, Any]]) -> list[str]:
     for identity, claim, name in sorted(rows, key=lambda row: _place(row[0])):
         verdict = MARKS[WORDS[claim["held"]]]
         published, scale = claim.get("published", "–"), tables[name]["scale"]
-        command = f"[`reproduce {name} --scale {scale}`]({name}/{TEXT})"
+        command = f"[`reproduce {tables[name]['table']} --scale {scale}`]({name}/{TEXT})"
         because = f": {claim['reason']}" if claim.get("reason") else ""
         lines.append(f"| {identity} | {claim['claim']} | {published} | {claim['seen']} | {verdict}{because} | {command} |")
     return lines

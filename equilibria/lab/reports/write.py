@@ -44,6 +44,11 @@ def rewrite_report(table: Table, folder: Path) -> TableResults | None:
     return results
 
 
+def stored_folders(folder: Path, table: str) -> list[Path]:
+    """Return the folders of a table's stored reports: `TABLE`, and `TABLE-full` for runs of the full scale beside it."""
+    return [place for place in (folder / table, folder / f"{table}-full") if (place / NUMBERS).is_file()]
+
+
 def stored_rows(table: Table, scale: Scale, folder: Path) -> dict[str, tuple[Measured, ...]]:
     """Return the measurements of the report in a folder by row; empty if there is no report of this scale."""
     return read_rows(folder / NUMBERS, table) if reported_scale(folder) == scale else {}
