@@ -318,6 +318,9 @@ def _is_needed(window: Tensor, ring: Ring) -> bool:
     """True if the window of a sample is longer than the ring, or where that would wait for a device."""
     if isinstance(ring.slot, Tensor) or ring.filled < ring.limit:
         return False
-    if window.device.type != "cpu" or autodiff_modes.inside_transform():
-        return True
-    return bool((window > ring.limit).any())
+    return not _reads_at_once(window) or bool((window > ring.limit).any())
+
+
+def _reads_at_once(x: Tensor) -> bool:
+    """True if a number of `x` is in memory already, so that reading it waits for no device."""
+    return x.device.type == "cpu" and not autodiff_modes.inside_transform()
