@@ -44,8 +44,8 @@ from equilibria.serving.static import StaticBatching
 ROWS = 64
 SPREAD = (256, 512, 1024)  # widths of the cells
 LOADS = (0.3, 0.5, 0.7, 0.8, 0.9)
-ARRIVALS = 8192  # the largest number of arrivals in a trace
-SECONDS = 4.0  # of static at saturation, the longest trace otherwise
+ARRIVALS = 4096  # the largest number of arrivals in a trace
+SECONDS = 2.0  # of static at saturation, the longest trace otherwise
 REPEATS = 5  # of the time to an easy answer behind hard requests
 KINDS = ("static", "grouped", "engine", "full")
 
@@ -171,20 +171,23 @@ def clock_cost() -> float:
 def arrive(serve: Any, requests: Sequence[Request], arrivals: Sequence[float]) -> list[float]:
     """Latencies of requests that arrive at these times."""
     now, sent, reading = 0.0, 0, clock_cost()
-    waiting: list[tuple[float, Any]] = []
+    due: dict[int, float] = {}  # arrivals of the requests that are not answered, by ticket
+    done: list[Any] = []
     latencies: list[float] = []
-    while sent < len(arrivals) or waiting:
+    while sent < len(arrivals) or due:
         begin = time.process_time()
-        if not waiting and arrivals[sent] > now:
+        if not due and arrivals[sent] > now:
             now = arrivals[sent]
         while sent < len(arrivals) and arrivals[sent] <= now:
             request = requests[sent % len(requests)]
-            waiting.append((arrivals[sent], serve.submit(request.inputs, **request.options)))
+            ticket = serve.submit(request.inputs, **request.options)
+            ticket.add_done_callback(done.append)
+            due[id(ticket)] = arrivals[sent]
             sent += 1
         serve.step()
         now += max(time.process_time() - begin - reading, 0.0)
-        latencies += [now - due for due, ticket in waiting if ticket.done()]
-        waiting = [(due, ticket) for due, ticket in waiting if not ticket.done()]
+        latencies += [now - due.pop(id(ticket)) for ticket in done]
+        done.clear()
     return latencies
 
 
@@ -255,7 +258,10 @@ def at_load(
 ) -> dict[str, Any]:
     """Percentiles of latencies at that many requests per second by server, and those of the engine over the others'."""
     traces = [[moment / rate for moment in trace] for trace in traces]
-    latencies = {kind: [sorted(arrive(servers[kind], case.requests, trace)) for trace in traces] for kind in kinds}
+    latencies: dict[str, list[list[float]]] = {kind: [] for kind in kinds}
+    for trace in traces:
+        for kind in kinds:
+            latencies[kind].append(sorted(arrive(servers[kind], case.requests, trace)))
     found: dict[str, Any] = {"per_second": rate, "arrivals": len(traces[0]), "traces": len(traces)}
     shares = {f"p{share}": share / 100 for share in (50, 90, 99)}
     points = {
@@ -272,9 +278,10 @@ def at_load(
 
 
 def commit() -> str:
-    """The commit of the code, with "+" if files have changed since."""
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout
-    changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "equilibria", "benchmarks/serving.py"], check=False)
+    """The last commit that changed the package, with "+" if files of it have changed since."""
+    last = ["git", "log", "-1", "--format=%h", "--", "equilibria"]
+    head = subprocess.run(last, capture_output=True, text=True, check=True).stdout
+    changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "equilibria"], check=False)
     return head.strip() + ("+" if changed.returncode else "")
 
 

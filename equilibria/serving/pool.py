@@ -86,11 +86,10 @@ class Pool:
         return not self.left and not self.done and self.active == 0 and not self.staging.tickets
 
     def residuals(self) -> list[tuple[int, int, float]]:
-        """Return (row, steps, residual over tolerance) of every row in use."""
+        """Return (row, steps, residual over tolerance) of every row in use that has taken a step."""
         rows, excess, step = list(self.rows), self.solve.excess(), self.step_number  # copied: other threads call this
-        return [
-            (i, step - row.born, best) for i, (row, best) in enumerate(zip(rows, excess, strict=False)) if row is not None
-        ]
+        used = ((i, row, best) for i, (row, best) in enumerate(zip(rows, excess, strict=False)) if row is not None)
+        return [(i, step - row.born, best) for i, row, best in used if step > row.born]
 
     def tickets(self) -> list[Ticket]:
         """Return all requests of this pool that are not answered."""

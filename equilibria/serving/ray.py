@@ -38,12 +38,20 @@ PAUSE = 0.2  # seconds before a request whose replica died is sent again
 Model = str | Path | Callable[[], nn.Module]
 
 
-async def _answered(ticket: Ticket) -> Answer:
-    """Wait for the answer to a request; cancelling the wait frees the row of the request."""
-    try:
-        return await asyncio.wrap_future(ticket.future)
-    finally:
-        ticket.cancel()
+class Predicting:
+    """A deployment with an engine, called from Python."""
+
+    engine: Any
+
+    async def predict(
+        self, inputs: Any, rtol: float | None = None, max_steps: int | None = None, deadline: float | None = None
+    ) -> Answer:
+        """Answer one request, `handle.predict.remote(x).result()`; cancelling the call frees its row."""
+        ticket: Ticket = self.engine.submit(inputs, rtol, max_steps, deadline)
+        try:
+            return await asyncio.wrap_future(ticket.future)
+        finally:
+            ticket.cancel()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,19 +130,13 @@ def application(
     return front.bind(bound, limits or Limits(), api_key, queue, rows * most)
 
 
-class Replica:
+class Replica(Predicting):
     """An engine in a process of its own."""
 
     def __init__(self, model: Model, threads: int, options: dict[str, Any]) -> None:
         torch.set_num_threads(threads)
         found = model() if callable(model) else load_model(model)
         self.engine = Engine(found.eval(), **options).start()
-
-    async def predict(
-        self, inputs: Any, rtol: float | None = None, max_steps: int | None = None, deadline: float | None = None
-    ) -> Answer:
-        """Solve one request; cancelling the call frees its row."""
-        return await _answered(self.engine.submit(inputs, rtol, max_steps, deadline))
 
     def check_health(self) -> None:
         """Raise if the thread of the engine has died; Ray Serve then starts another replica."""
@@ -225,12 +227,12 @@ class RemoteEngine:
         return []
 
 
-class Front:
+class Front(Predicting):
     """Takes requests over HTTP and from Python, and passes them to the replicas."""
 
     def __init__(self, handle: Any, limits: Limits, api_key: str | None, queue: int, rows: int) -> None:
         self.engine = RemoteEngine(handle, queue, rows)
-        self.server = Server(self.engine, limits=limits, api_key=api_key)  # type: ignore[arg-type]
+        self.server = Server(self.engine, limits=limits, api_key=api_key)
         self.routes = self.server.handlers()
 
     async def __call__(self, request: Request) -> Response:
@@ -241,9 +243,3 @@ class Front:
         if request.method != method:
             return JSONResponse({"error": f"Use {method} for {request.url.path}."}, 405, {"Allow": method})
         return await handler(request)
-
-    async def predict(
-        self, inputs: Any, rtol: float | None = None, max_steps: int | None = None, deadline: float | None = None
-    ) -> Answer:
-        """Answer a request from Python: `handle.predict.remote(x).result()`."""
-        return await _answered(self.engine.submit(inputs, rtol, max_steps, deadline))

@@ -23,8 +23,10 @@ from equilibria.serving import (
     EngineClosedError,
     InvalidRequestError,
     QueueFullError,
+    Ticket,
     UnservableModelError,
 )
+from equilibria.serving.pacing import Admission
 from tests.problems import name
 from tests.serving.nets import HOUR, SOLVERS, STOP, Clock, Net, alone, requests
 
@@ -50,21 +52,66 @@ def run(engine: Engine, inputs: list[Tensor], arrivals: list[int]) -> list[Answe
     return [ticket.result(0) for ticket in tickets]
 
 
+REQUESTS = 14
+ADMISSIONS: list[Admission] = ["continuous", "auto", "grouped"]
+OPTIONS: list[dict[str, Any]] = [{}, {}, {"rtol": 1e-2}, {"rtol": 1e-10}, {"max_steps": 0}, {"max_steps": 5}]
+
+
 @pytest.mark.parametrize("solver", SOLVERS, ids=name)
-@settings(max_examples=6, deadline=None, derandomize=True)
-@given(arrivals=st.lists(st.integers(0, 7), min_size=14, max_size=14), rows=st.integers(1, 6), seed=st.integers(0, 99))
-def test_late_rows_are_solved_as_if_alone(solver: Any, arrivals: list[int], rows: int, seed: int) -> None:
-    model, inputs = Net(solver, seed=seed), requests(len(arrivals), seed)
-    answers = run(Engine(model, rows=rows), inputs, arrivals)
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(
+    arrivals=st.lists(st.integers(0, 7), min_size=REQUESTS, max_size=REQUESTS),
+    rows=st.integers(1, 6),
+    seed=st.integers(0, 99),
+    admission=st.sampled_from(ADMISSIONS),
+    order=st.permutations(range(REQUESTS)),
+)
+def test_late_rows_are_solved_as_if_alone(
+    solver: Any, arrivals: list[int], rows: int, seed: int, admission: Admission, order: list[int]
+) -> None:
+    model, inputs = Net(solver, seed=seed), requests(REQUESTS, seed)
+    inputs = [inputs[i] for i in order]
+    answers = run(Engine(model, rows=rows, admission=admission), inputs, arrivals)
     for answer, x in zip(answers, inputs, strict=True):
         same(answer, model, x)
+
+
+@pytest.mark.parametrize("solver", [eq.Picard(), eq.Anderson(), eq.Broyden()], ids=name)
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(
+    arrivals=st.lists(st.integers(0, 5), min_size=REQUESTS, max_size=REQUESTS),
+    options=st.lists(st.sampled_from(OPTIONS), min_size=REQUESTS, max_size=REQUESTS),
+    fates=st.lists(st.sampled_from(["answered", "answered", "cancelled", "nan"]), min_size=REQUESTS, max_size=REQUESTS),
+)
+def test_late_rows_with_options_beside_cancelled_and_nan_requests_are_solved_as_if_alone(
+    solver: Any, arrivals: list[int], options: list[dict[str, Any]], fates: list[str]
+) -> None:
+    model, inputs = Net(solver), requests(REQUESTS)
+    engine = Engine(model, rows=4, admission="continuous")
+    tickets: list[tuple[Ticket, Tensor, str, dict[str, Any]]] = []
+    for x, steps, option, fate in zip(inputs, arrivals, options, fates, strict=True):
+        for _ in range(steps):
+            engine.step()
+        for ticket, _, earlier, _ in tickets[-2:]:
+            if earlier == "cancelled":
+                ticket.cancel()
+        tickets.append((engine.submit(x * float("nan") if fate == "nan" else x, **option), x, fate, option))
+    engine.run()
+    for ticket, x, fate, option in tickets:
+        if ticket.cancelled():
+            continue
+        if fate == "nan":
+            assert ticket.result(0).status == eq.Status.NONFINITE
+        else:
+            same(ticket.result(0), model, x, **option)
 
 
 @pytest.mark.parametrize("solver", SOLVERS, ids=name)
 def test_late_rows_are_solved_as_if_alone_without_native_steps(solver: Any) -> None:
     with native.disabled():
         model, inputs = Net(solver), requests(14)
-        answers = run(Engine(model, rows=4), inputs, [0, 0, 1, 3, 0, 2, 7, 0, 1, 1, 5, 0, 0, 2])
+        engine = Engine(model, rows=4, admission="continuous")
+        answers = run(engine, inputs, [0, 0, 1, 3, 0, 2, 7, 0, 1, 1, 5, 0, 0, 2])
         for answer, x in zip(answers, inputs, strict=True):
             same(answer, model, x)
 
@@ -82,7 +129,7 @@ def test_histories_of_rows_grow_as_if_alone(n: int, compiled: bool) -> None:
 @pytest.mark.parametrize("solver", [eq.Picard(), eq.Anderson(), eq.Broyden()], ids=name)
 def test_every_request_has_its_own_tolerance_and_steps(solver: Any) -> None:
     model, inputs = Net(solver), requests(9)
-    engine = Engine(model, rows=3)
+    engine = Engine(model, rows=3, admission="continuous")
     options: list[dict[str, Any]] = [{"rtol": 1e-2}, {"rtol": 1e-10}, {"max_steps": 3}, {"max_steps": 0}, {}]
     tickets = [(x, option, engine.submit(x, **option)) for x in inputs for option in options]
     engine.run()
@@ -101,7 +148,7 @@ def test_failures_have_the_status_of_a_solve_alone(solver: Any, kind: str) -> No
         model.layer.stop = eq.Stop(rtol=0.0, atol=0.0, max_steps=60, on_failure="ignore")
     scale = {"tiny": 1e-250, "huge": 1e250, "nan": float("nan")}.get(kind, 1.0)
     inputs = [scale * x if i % 2 else x for i, x in enumerate(requests(6))]
-    answers = run(Engine(model, rows=4), inputs, [0, 0, 2, 3, 1, 0])
+    answers = run(Engine(model, rows=4, admission="continuous"), inputs, [0, 0, 2, 3, 1, 0])
     for answer, x in zip(answers, inputs, strict=True):
         output, stats = alone(model, x)
         if kind == "stalling":  # below the spacing of the numbers a residual may be exactly zero
@@ -174,7 +221,7 @@ def test_a_bad_request_does_not_change_the_other_answers(kind: str) -> None:
     inputs = [0.3 * x for x in requests(9)]
 
     def answers(with_bad: bool) -> list[Answer]:
-        engine = Engine(model, rows=8, full=True)
+        engine = Engine(model, rows=8, full=True, admission="continuous")
         tickets = [engine.submit(x) for x in inputs[:4]]
         wrong = engine.submit(bad) if with_bad else None
         for _ in range(3):
@@ -208,7 +255,7 @@ def test_native_steps_of_a_row_do_not_depend_on_other_requests(solver: Any) -> N
         pytest.skip(native.reason())
     model = eq.DEQ(Elementwise(), solver=solver, stop=STOP)
     inputs = requests(9)
-    together = run(Engine(model, rows=4), inputs, [0, 0, 1, 2, 0, 3, 0, 1, 1])
+    together = run(Engine(model, rows=4, admission="continuous"), inputs, [0, 0, 1, 2, 0, 3, 0, 1, 1])
     for answer, x in zip(together, inputs, strict=True):
         (single,) = run(Engine(model, rows=4), [x], [0])
         assert torch.equal(answer.output, single.output)
@@ -389,6 +436,38 @@ def test_the_served_model_is_not_modified() -> None:
     assert model.training and vars(model.layer) == before[0] and vars(model.encoder) == before[1]
     assert all(torch.equal(p, before[2][n]) for n, p in model.named_parameters())
     torch.testing.assert_close(answer.output, expected[0], rtol=ROUNDING, atol=ROUNDING)
+
+
+def test_requests_enter_beside_others_and_leave_before_them() -> None:
+    """An easy request that comes when hard ones have begun is answered before them."""
+    model = Net(eq.Picard(), stop=eq.Stop(max_steps=500, on_failure="ignore"))
+    model.layer.cell = Oscillating()
+    hard, easy = requests(4)[:3], requests(4)[3]
+    engine = Engine(model, rows=4, admission="continuous")
+    tickets = [engine.submit(x, max_steps=400) for x in hard]
+    engine.step()
+    first = engine.submit(easy, max_steps=3)
+    while not first.done():
+        engine.step()
+    assert not any(ticket.done() for ticket in tickets)
+    engine.run()
+    assert (first.result(0).steps, [ticket.result(0).steps for ticket in tickets]) == (3, [400] * 3)
+
+
+def test_the_page_shows_no_residual_of_an_earlier_request() -> None:
+    """A row at its start may still have the residual of the request before it in its place."""
+    engine = Engine(Net(eq.Picard()), rows=1)
+    engine.submit(requests(1)[0])
+    engine.step()
+    assert engine.residuals() == []
+    engine.step()
+    ((row, steps, excess),) = engine.residuals()
+    assert (row, steps) == (0, 1) and excess > 1
+
+
+def test_an_unknown_admission_is_an_error() -> None:
+    with pytest.raises(ValueError, match="admission must be one of auto, continuous, grouped"):
+        Engine(Net(), admission="never")  # type: ignore[arg-type]
 
 
 def test_answers_report_waiting_and_total_time() -> None:

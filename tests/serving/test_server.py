@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hmac
 import http.client
+import io
 import json
+import pickle
+import re
 import socket
 import threading
 import time
@@ -194,6 +198,70 @@ def test_a_full_queue_sends_retry_after_and_deadlines_hold(monkeypatch: pytest.M
         first.join()
     late = json.loads(answers["first"][2])
     assert late["late"] and late["status"] != "CONVERGED" and late["steps"] > 0
+
+
+def test_a_body_without_a_declared_length_is_limited_too(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=300) as client:
+        client.sendall(
+            b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
+        client.sendall(b"4e20\r\n" + b" " * 20_000 + b"\r\n")  # two times the limit, and more could follow
+        assert b" 413 " in client.recv(1000).split(b"\r\n")[0]
+
+
+class Exploding:
+    """Leaves a trace when it is unpickled."""
+
+    unpickled = False
+
+    def __reduce__(self) -> Any:
+        return setattr, (Exploding, "unpickled", True)
+
+
+@pytest.mark.parametrize("kind", ["application/json", "application/x-safetensors", "application/octet-stream"])
+def test_nothing_is_unpickled(port: int, kind: str) -> None:
+    written = io.BytesIO()
+    torch.save({"inputs": Exploding()}, written)
+    for body in (pickle.dumps({"inputs": Exploding()}), written.getvalue()):
+        assert call(port, "POST", "/predict", body, Content_Type=kind)[0] == 400
+    assert not Exploding.unpickled
+
+
+def test_a_draining_server_refuses_requests_and_answers_those_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, engine, answers = Clock(monkeypatch), Engine(never_ending(), rows=1), []
+    with running(engine, limits=Limits(deadline=HOUR)) as (server, port):
+        thread = threading.Thread(target=lambda: answers.append(call(port, "POST", "/predict", {"inputs": GOOD})))
+        thread.start()
+        until(lambda: engine.active == 1)
+        server.draining = True
+        code, headers, body = call(port, "POST", "/predict", {"inputs": GOOD})
+        assert code == 503 and headers["retry-after"] and "shutting down" in json.loads(body)["error"]
+        assert call(port, "GET", "/health")[0] == 503
+        clock.passed += HOUR
+        thread.join()
+    assert answers[0][0] == 200 and json.loads(answers[0][2])["late"]
+
+
+def test_the_api_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[tuple[bytes, bytes]] = []
+
+    def compare(given: bytes, key: bytes) -> bool:
+        compared.append((given, key))
+        return given == key
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    with running(Engine(Net(), rows=2), api_key="schlüssel") as (_, port):
+        assert call(port, "GET", "/metrics", X_API_Key="s")[0] == 401
+        assert call(port, "GET", "/metrics")[0] == 401
+    assert compared == [(b"s", "schlüssel".encode()), (b"", "schlüssel".encode())]
+
+
+def test_a_log_line_per_request_is_written_if_asked(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="equilibria.serving")
+    for verbose, lines in ((False, 0), (True, 1)):
+        with running(Engine(Net(), rows=2), verbose=verbose) as (_, port):
+            assert call(port, "POST", "/predict", {"inputs": GOOD})[0] == 200
+        assert len(re.findall(r"CONVERGED in \d+ steps, residual \S+, \S+ ms", caplog.text)) == lines
 
 
 def test_requests_without_the_api_key_get_401() -> None:
