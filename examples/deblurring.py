@@ -31,8 +31,7 @@ def photograph_tiles() -> Tensor:
 def make(depth: int | None) -> Restoration:
     """Return a model that solves for the equilibrium, or with `depth` one that unrolls so many iterations."""
     cell = ProximalGradient(OPERATOR, ContractiveDenoiser((SIZE, SIZE), contraction=0.99))
-    adjoint = eq.Stop(rtol=3e-2, max_steps=30, on_failure="ignore")
-    gradient = eq.Implicit(solver=eq.GMRES(), stop=adjoint)
+    gradient = eq.Implicit(solver=eq.GMRES(), stop=eq.Stop(rtol=3e-2, max_steps=30, on_failure="ignore"))
     stop = eq.Stop(rtol=1e-4, max_steps=50, on_failure="ignore")
     return Restoration(cell, depth=depth, stop=stop, gradient=gradient)
 
@@ -67,8 +66,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300, help="of training")
     parser.add_argument("--plot", type=Path, default=Path("deblurring.png"), help="where the picture goes")
     arguments = parser.parse_args()
-    tiles = photograph_tiles()
-    x, rest = tiles[:64], tiles[64:]
+    x, rest = photograph_tiles().tensor_split([64])
     y = OPERATOR(x) + NOISE * torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
     depths, curves, last = (1, 2, 3, 5, 10, 20, 50, 100), {}, {}
     for name, depth in (("equilibrium", None), ("5 unrolled steps", 5)):
@@ -83,14 +81,13 @@ def main() -> None:
     columns = {"image": x, "measured": y} | {f"{name},\n100 steps": found for name, found in last.items()}
     figure = plt.figure(figsize=(11, 4.2), layout="constrained")
     parts: Any = figure.subfigures(1, 2, width_ratios=(1.25, 1))
-    left, right = parts
-    panels = left.subplots(3, len(columns))
+    panels = parts[0].subplots(3, len(columns))
     for column, (title, values) in zip(panels.T, columns.items(), strict=True):
         column[0].set_title(title, fontsize=9)
         for panel, index in zip(column, chosen, strict=True):
             panel.imshow(values[index, 0].tolist(), cmap="gray", vmin=0, vmax=1)
             panel.set(xticks=[], yticks=[])
-    axes = right.subplots()
+    axes = parts[1].subplots()
     for name, values in curves.items():
         axes.plot(depths, values, marker="o", label=name)
     axes.set(xscale="log", xlabel="plain iterations", ylabel="PSNR, dB")
