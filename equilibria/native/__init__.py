@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from equilibria.native.context import CONTEXT_SIZE
+from equilibria.native.context import CONTEXT_SIZE, INTERFACE
 
 __all__ = ["available", "disabled", "reason"]
 
@@ -29,7 +29,7 @@ def _load() -> tuple[Any, str]:
         found = importlib.import_module("equilibria.native._kernels")
     except ImportError as error:
         return None, f"The compiled kernels are not built ({error}); install again where there is a C++ compiler."
-    if found.context_size != CONTEXT_SIZE:
+    if (found.context_size, getattr(found, "interface", 1)) != (CONTEXT_SIZE, INTERFACE):
         return None, "The compiled kernels were built from other sources; install again."
     return found, ""
 

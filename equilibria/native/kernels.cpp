@@ -157,6 +157,9 @@ static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_kernels", nullptr, 0, 
 
 PyMODINIT_FUNC PyInit__kernels() {
     PyObject* module = PyModule_Create(&definition);
-    if (module) PyModule_AddIntConstant(module, "context_size", long(sizeof(Context)));
+    if (module) {
+        PyModule_AddIntConstant(module, "context_size", long(sizeof(Context)));
+        PyModule_AddIntConstant(module, "interface", INTERFACE);
+    }
     return module;
 }

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 
 import equilibria as eq
 from equilibria import native
+from equilibria.native.context import CONTEXT_SIZE, INTERFACE
 from tests.native.choice import can_run
 
 ROOT = Path(__file__).parent.parent.parent
@@ -116,3 +118,14 @@ def build(folder: Path, **environment: str) -> Path:
 def test_the_build_succeeds_without_a_compiler(tmp_path: Path) -> None:
     pytest.importorskip("setuptools")
     assert not list(build(tmp_path, CC="/bin/false", CXX="/bin/false").glob("*.so"))
+
+
+@pytest.mark.parametrize(
+    "stale", [{}, {"interface": INTERFACE - 1}, {"interface": INTERFACE, "context_size": CONTEXT_SIZE + 8}]
+)
+def test_kernels_of_other_sources_are_refused(stale: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EQUILIBRIA_NATIVE", raising=False)
+    built = SimpleNamespace(**({"context_size": CONTEXT_SIZE} | stale))
+    monkeypatch.setitem(sys.modules, "equilibria.native._kernels", built)
+    kernels, reason = native._load()
+    assert kernels is None and "built from other sources; install again" in reason

@@ -49,7 +49,7 @@ def test_an_empty_pool_is_filled_at_once_and_a_full_one_waits() -> None:
 
 @pytest.mark.parametrize(("steps", "apart"), [([18] * 8, False), ([3] * 7 + [300], True)])
 def test_rows_enter_in_groups_where_steps_hardly_vary(steps: list[int], apart: bool) -> None:
-    """A batch of eight, while others wait: does a request enter before all of the batch have left?"""
+    """Others wait beside a batch of eight; one enters before the whole batch has left only if steps vary."""
     pacing, active, entered = measured(8), 8, False
     for step in range(1, max(steps)):
         free = sum(own <= step for own in steps)
