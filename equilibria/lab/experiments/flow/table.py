@@ -8,7 +8,7 @@ from typing import Any
 
 from equilibria.lab.experiments.claims import Claim, at_most, column_at_most, value_at_most
 from equilibria.lab.experiments.definitions import Column, Experiment, Profile, Scale, Table, TableRow
-from equilibria.lab.experiments.flow.memory_table import memory_table
+from equilibria.lab.experiments.flow.memory_table import PHANTOM, memory_table
 from equilibria.lab.experiments.flow.task import FlowSettings, OpticalFlow, SceneData
 from equilibria.lab.training.settings import Optimizer, Schedule, Training
 from equilibria.models.flow.configs import FLOW_CONFIGS
@@ -30,7 +30,7 @@ _BY_ROW: dict[str, dict[str, Any]] = {
     "unrolled": {"kind": "unrolled"},
     "raft": {"kind": "unrolled", "config": _DETACHED},
     "deq": {"kind": "jfb"},
-    "deq-upg": {"kind": "upg", "phantom_steps": 4, "correction_steps": 3},
+    "deq-upg": {"kind": "upg", **PHANTOM},
     "deq-exact": {"kind": "implicit"},
 }
 FRAMES = 8  # per scene; all pairs but the first start warm
