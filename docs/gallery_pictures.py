@@ -37,7 +37,9 @@ def bars(axes: Any, labels: Sequence[str], groups: dict[str, Sequence[float | No
             axes.text(value, place, f" {value:.3g}", va="center", fontsize=7)
     axes.set_yticks([place + (len(groups) - 1) * height / 2 for place in range(len(labels))], labels, fontsize=7)
     axes.invert_yaxis()
-    finish(axes, unit, "", legend=len(groups) > 1)
+    finish(axes, unit, "")
+    if len(groups) > 1:  # above the axes, where it hides no bar
+        axes.legend(frameon=False, fontsize=8, ncols=2, loc="lower left", bbox_to_anchor=(0, 1))
     axes.margins(x=0.12)
     return axes
 

@@ -70,7 +70,7 @@ def _text(value: dict[str, Any] | None) -> str:
     if value is None:
         return "-"
     mean, deviation = value["mean"], value.get("std")
-    digits = 0 if abs(mean) >= 1000 else 1 if abs(mean) >= 100 else 2
+    digits = 0 if abs(mean) >= 1000 else 1 if abs(mean) >= 100 else 2 if abs(mean) >= 0.1 or mean == 0 else 4
     return f"{mean:,.{digits}f}" if deviation is None else f"{mean:,.{digits}f} ± {deviation:,.{digits}f}"
 
 

@@ -33,7 +33,7 @@ SEARCHES = 4  # runs of the cell per halving of the batch, at most, to find samp
 def backward_first_order(
     problem: Problem, z: Tensor, status: Tensor, args: Sequence[Tensor], needs: Sequence[bool], v: Tensor
 ) -> Sequence[Tensor | None]:
-    """Gradients of the args without derivatives of their own: one run of the cell with a graph, then only products."""
+    """Return first-order gradients of the args: one run of the cell with a graph, then only products."""
     equation, good = problem.equation, status != Status.NONFINITE
     some_bad, adjoint = problem.result.nonfinite, problem.derived(AdjointEquation)
     lost, whole_z = None, z  # `lost`: samples that are found on the way and reported at the end
@@ -92,7 +92,7 @@ def _couples(at: Linearisation, u: Tensor, precision: float) -> bool:
 
 
 def cotangent(adjoint: Problem, system: LinearMap) -> Tensor:
-    """Solve u = J'u + v, exactly or by the formula; without derivatives of its own.
+    """Solve u = J'u + v by the solver or by the formula of the gradient; u has no graph.
 
     The caller measures the residual when it pulls u back, and then calls `verified`, which reports failures.
     """
@@ -141,7 +141,7 @@ def rest(adjoint: Problem, system: LinearMap, residual: Tensor, u: Tensor) -> Te
 
 
 def steps_left(adjoint: Problem) -> int:
-    """max_steps less the steps that the adjoint solve has taken."""
+    """Return how many of max_steps the adjoint solve has not taken."""
     stats = adjoint.result.adjoint
     taken = int(stats.steps.max()) if stats is not None and stats.steps.numel() else 0
     return max(adjoint.stop.max_steps - adjoint.stop.largest(taken), 0)
@@ -294,7 +294,7 @@ class _Pull:
         return torch.addcdiv(self.rhs - u, product, self.scale)
 
     def seems_finite(self) -> Tensor:
-        """A scalar, False if any gradient is not finite, or rarely if a sum of finite numbers overflows."""
+        """Return a scalar, False if any gradient is not finite, or rarely if a sum of finite numbers overflows."""
         real = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in self.grads if grad is not None]
         # a sum in half precision overflows early
         sums = [grad.sum(dtype=torch.float32 if grad.element_size() < 4 else None).to(self.rhs.dtype) for grad in real]
@@ -307,7 +307,7 @@ class _Pull:
 
 
 def _responsible(pull: _Pull, u: Tensor, rows: Tensor) -> Tensor:
-    """(batch,) samples whose own share of the gradients is not finite; none where only sums over samples are not."""
+    """Return (batch,), True for samples whose own share of the gradients is not finite; there may be none."""
     equation, at, found = pull.equation, pull.at, torch.zeros_like(rows)
     groups, searches = [rows], SEARCHES * max(len(rows).bit_length(), 1)
     while groups and searches and not equation.identity.coupled:

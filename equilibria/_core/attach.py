@@ -23,7 +23,7 @@ from equilibria.solution import Status
 
 
 def attach(problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
-    """The equilibrium, (batch, n), with first-order gradients for every tensor the cell used."""
+    """Return the equilibrium, (batch, n), with first-order gradients for every tensor the cell used."""
     if autodiff_modes.inside_transform():
         raise RuntimeError(OUT_OF_REACH)
     result = problem.run(z0, [arg.detach() for arg in args])
@@ -86,7 +86,7 @@ class _Attach(Function):
 
 
 def _overflowing(system: LinearMap, u: Tensor, precision: float) -> Tensor | None:
-    """(batch,) samples whose cotangent overflows when it is pulled back through the cell; None if there are none.
+    """Return (batch,), True for samples whose cotangent overflows in the pull-back through the cell; None if there are none.
 
     The adjoint system is solved for cotangents of size 1. Autograd propagates them at their own size, which may leave the
     range of half precision, or that of any dtype if they are huge.
@@ -99,7 +99,7 @@ def _overflowing(system: LinearMap, u: Tensor, precision: float) -> Tensor | Non
 
 
 def _adjoint_map(ctx: Any, rhs: Tensor) -> LinearMap:
-    """The affine map g -> J'g + rhs on the graph that forward kept."""
+    """Return the map g -> J'g + rhs, which uses the graph that forward kept."""
     out, leaf, equation = ctx.out, ctx.leaf, ctx.problem.equation
 
     def transposed(u: Tensor) -> Tensor:

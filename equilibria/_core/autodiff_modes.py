@@ -121,7 +121,7 @@ def check_derivatives(what: str, *tensors: Tensor) -> None:
 
 
 def primal(x: Tensor) -> Tensor:
-    """`x` without its tangent of the open dual level, if it has one."""
+    """Return `x` without its tangent of the open dual level, if it has one."""
     return forward_ad.unpack_dual(x).primal if inside_dual_level() else x
 
 
@@ -172,7 +172,7 @@ def check_recordable() -> None:
 
 
 def pull_each(pull: Callable[[Tensor], Sequence[Tensor | None]], v: Tensor) -> Sequence[Tensor | None]:
-    """pull(v). Under torch.autograd.grad(is_grads_batched=True), pull is called for each cotangent of the batch in turn."""
+    """Return pull(v). Under autograd.grad(is_grads_batched=True), call pull for each cotangent of the batch in turn."""
     if not torch._C._functorch.is_legacy_batchedtensor(v):
         return pull(v)
     level = torch._C._vmapmode_increment_nesting() - 1

@@ -119,7 +119,7 @@ class SolveRecord:
         return [getattr(self, name) for name in self._names()]
 
     def load(self, tensors: Sequence[Tensor]) -> None:
-        """Continue from the tensors of another record, which was traced."""
+        """Take over the tensors that a compiled loop carried, in the order of `_names`."""
         self.traced, self.diverged = True, self.start
         for name, tensor in zip(self._names(), tensors, strict=True):
             setattr(self, name, tensor)
@@ -159,7 +159,7 @@ class SolveRecord:
         return step > 0 and step % DIVERGENCE_EVERY == 0
 
     def _limit(self) -> Tensor:
-        """(rows,), the residual beyond which a row has diverged."""
+        """Return (rows,), the residual beyond which a row has diverged."""
         if self.limit is None:
             assert self.first_length is not None
             scale = torch.maximum(self.first_length, self.first_size)
@@ -280,7 +280,7 @@ class SolveRecord:
         return self.better if self.open is None else ~self.worse
 
     def running(self) -> int:
-        """The number of rows still running; waits for the device unless the fast path has read it."""
+        """Return the number of rows still running; waits for the device unless the fast path has read it."""
         if self.open is None:
             return self.rows
         counted, self.counted = self.counted, None
@@ -305,7 +305,7 @@ class SolveRecord:
         return self.open.nonzero().squeeze(1)
 
     def freeze(self, state: Any) -> Any:
-        """A solver's state with finished rows fixed at their best iterate, with a residual of zero."""
+        """Return the solver's state with finished rows fixed at their best iterate, with a residual of zero."""
         assert self.open is not None
         keep = self.open.unsqueeze(1)
         z, fz = torch.where(keep, state.z, self.z), torch.where(keep, state.fz, self.z)
@@ -333,7 +333,7 @@ class SolveRecord:
             self.closed = {name: self.closed[name].index_copy(0, self.index, value) for name, value in current.items()}
 
     def close(self) -> ClosedRecord:
-        """The record of the whole batch."""
+        """Close the rows that still run, and return the record of the whole batch."""
         self._write_off()
         closed, log, first = self.closed, self.log, self.first_length
         assert first is not None

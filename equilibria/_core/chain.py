@@ -52,7 +52,7 @@ def solve_chain(run: LoopRun, z0: Tensor, chain: Fallback, solve: Solve) -> Solv
 
 
 def _gave_up(run: LoopRun, result: SolveResult) -> Tensor:
-    """(batch,), True for samples that stalled by the patience of the chain, not by that of the caller."""
+    """Return (batch,), True for samples that stalled by the patience of the chain, not by that of the caller."""
     stalled = result.stats.status == Status.STALLED
     return stalled if run.stop.patience is None else torch.zeros_like(stalled)
 

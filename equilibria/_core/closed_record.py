@@ -64,7 +64,7 @@ class ClosedRecord:
     doubtful: Tensor | None = None  # (batch,) samples whose state has grown too far for their residual to mean anything
 
     def settle(self, stats: Stats) -> tuple[Tensor, Stats, Tensor]:
-        """Result and statistics where a sample has failed, and (batch,) True where the residual is below the start's.
+        """Return z and statistics if a sample has failed, and (batch,), True where the residual is below the start's.
 
         The best iterate is the one with the smallest residual relative to |f(z)|. That of a sample that runs away is of no
         use: beside a state that has grown enough, any residual is small. Such a sample gets its start back. A sample that

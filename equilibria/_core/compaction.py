@@ -153,7 +153,7 @@ def compare_rows(run: LoopRun, solver: Solver[Any], state: Iterate, excess: Tens
 def compare_answer(run: LoopRun, result: SolveResult) -> RowCheck:
     """Evaluate the row that stopped first and the one with the largest residual without the others.
 
-    The others have moved since a row stopped: where it depends on them, its residual is not the one that is told any more.
+    The others have moved since a row stopped: where it depends on them, its residual is no longer the recorded one.
     """
     whole, stats, stop = run.f, result.stats, run.stop
     if (

@@ -101,10 +101,10 @@ def _placed(
 
 
 def beyond_rounding(length: Tensor, size: Tensor | None, precision: float) -> Tensor:
-    """The part of a residual that is no rounding: beside a state that has run away far enough, all of it is rounding."""
+    """Return the residual less the rounding error of a value of norm `size`; without `size` the residual itself."""
     return length if size is None else length - precision * size
 
 
 def larger(a: Tensor, b: Tensor) -> Tensor:
-    """The larger one; `a` where `b` is nan. ONNX knows no fmax."""
+    """Return the larger value, `a` where `b` is nan; ONNX has no fmax."""
     return torch.where(b > a, b, a)

@@ -233,7 +233,7 @@ def _run_native(run: LoopRun, z0: Tensor, solver: Solver[Any]) -> SolveResult | 
 def _with_rows(
     run: LoopRun, solver: Solver[Any], result: SolveResult, rows: RowCheck | None, *, apart: bool, dropped: bool
 ) -> SolveResult:
-    """A solve with what is known about its rows.
+    """Set what is known about the rows of a result: whether they are coupled, and whether they were measured together.
 
     A result is unmeasured if it joins rows of different evaluations. That rows run alone gave the same is not enough: those
     may be saturated, and depend on the others less than the rest does.
@@ -253,7 +253,7 @@ def _with_rows(
 def finished(
     record: ClosedRecord, counter: Counter, taken: int = 0, state: Any = None, *, settle: bool = True
 ) -> SolveResult:
-    """The result of a closed record; reads back once whether a sample has failed, and only then settles it.
+    """Return the result of a closed record; reads back once whether a sample has failed, and only then settles it.
 
     Linear systems have a fixed scale and are not settled, so that nothing is read back. Without `settle` nothing is read
     back either, and the statistics are final only if no sample has failed.
@@ -292,7 +292,7 @@ def finished(
 
 
 def confirm(run: LoopRun, claimed: SolveResult, rounding: float) -> SolveResult:
-    """The result with measured residuals; samples are CONVERGED only if the measured residual is within the tolerance.
+    """Return the result with measured residuals; samples are CONVERGED only if their measured residual meets the tolerance.
 
     A sample marked CONVERGED that is not becomes STALLED, because by its own residual the solver had finished. `rounding`
     is by how much the relative residual of such a sample may exceed the tolerance: 0 for rows that depend on each other,
@@ -324,7 +324,7 @@ def confirm(run: LoopRun, claimed: SolveResult, rounding: float) -> SolveResult:
 
 
 def measure(result: SolveResult, f: FlatMap, stop: Stop, precision: float) -> SolveResult:
-    """The result of a solve with its residuals measured by one evaluation of `f`."""
+    """Return the result of a solve with its residuals measured by one evaluation of `f`."""
     before = result.stats
     f = Map(f.raw if isinstance(f, Map) else f)
     f.counter = Counter(before.evaluations, before.sample_evaluations, before.products)
@@ -333,7 +333,7 @@ def measure(result: SolveResult, f: FlatMap, stop: Stop, precision: float) -> So
 
 
 def _compact(f: Map, state: Iterate, record: SolveRecord, *, over: bool) -> tuple[Map, Iterate] | None:
-    """Map and state on the running rows alone, histories written `over` where they stood; None if rows cannot be taken."""
+    """Return map and state of the running rows, histories compacted in place if `over`; None if rows cannot be taken."""
     index = record.running_rows()
     smaller = f.take(index)
     if smaller is None:

@@ -81,7 +81,7 @@ class Map:
         return self.any_rank(here) if self.any_rank else here
 
     def take(self, index: Tensor) -> Map | None:
-        """The map of the rows at `index`, with the same counter; None if rows cannot be taken."""
+        """Return the map of the rows at `index`, with the same counter; None if rows cannot be taken."""
         if self.equation is not None:
             rowwise = zip(self.args, self.equation.rowwise, strict=True)
             args = [arg[index] if rows else arg for arg, rows in rowwise]  # args without rows are shared
@@ -106,7 +106,7 @@ class Map:
         return self._share(Map(lambda y: raw(y * unit) / unit))
 
     def jacobian(self, z: Tensor) -> LinearMap | Linearisation:
-        """The products with the derivative at `z`; the same object, with its graph, for repeated calls at one point."""
+        """Return the products with the derivative at `z`; repeated calls at one point return the same object."""
         if self._derivative is None or self._derivative[0] is not z:
             self._derivative = z, Linearisation(self.raw, z, counter=self.counter)
         return self._derivative[1]
@@ -163,7 +163,7 @@ class LinearMap(Map):
         return self._share(self.with_rhs(self.rhs / unit))
 
     def jacobian(self, z: Tensor) -> LinearMap:
-        """Itself: the derivative is M at every z."""
+        """Return self: the derivative is M at every z."""
         return self
 
 

@@ -72,7 +72,7 @@ def applies(layer: Any, inputs: tuple[Any, ...], init: Any) -> bool:
 
 
 def call(layer: Any, inputs: tuple[Tensor, ...]) -> Tensor:
-    """The equilibrium, by the operator."""
+    """Return the equilibrium, computed by the operator."""
     parameters = list(layer.parameters())
     recording = torch.is_grad_enabled()
     wanted = [recording and each.requires_grad for each in (*inputs, *parameters)]
@@ -87,7 +87,7 @@ def call(layer: Any, inputs: tuple[Tensor, ...]) -> Tensor:
     schema="(int layer, Tensor[] inputs, Tensor[] parameters, bool[] wanted) -> (Tensor, Tensor)",
 )
 def solve(layer: int, inputs: list[Tensor], parameters: list[Tensor], wanted: list[bool]) -> tuple[Tensor, Tensor]:
-    """The equilibrium of a layer, and a token for its backward pass. `wanted`: inputs and parameters that need gradients."""
+    """Solve a layer; returns the equilibrium and a token for backward. `wanted`: tensors that need gradients."""
     found = _layers[layer]
     # free the graphs whose tokens are gone: nothing can ask for their gradients any more
     for number in [number for number, graph in _graphs.items() if graph.token.expired()]:

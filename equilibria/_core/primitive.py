@@ -72,7 +72,7 @@ class FixedPoint(Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the args: of first order without transforms, else by a rule that is differentiable itself."""
+        """Return gradients of the args: of first order without transforms, else by a rule that is differentiable itself."""
         z, status, *args = ctx.saved_tensors
         needs = ctx.needs_input_grad[2:]
         transformed = not autodiff_modes.is_ordinary() and (
@@ -87,7 +87,7 @@ class FixedPoint(Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor, None]:
-        """The tangent of z."""
+        """Return the tangent of the equilibrium for tangents of the args; the status has none."""
         z, status, *args = [autodiff_modes.primal(saved) for saved in ctx.saved_tensors]
         return _jvp(ctx.problem, z, status, args, tangents[2:]), None
 
@@ -108,7 +108,7 @@ class FixedPoint(Function):
 def _backward_any_order(
     problem: Problem, z: Tensor, status: Tensor, args: Sequence[Tensor], needs: Sequence[bool], v: Tensor
 ) -> Sequence[Tensor | None]:
-    """Gradients of the args that are themselves differentiable: the adjoint is another fixed point."""
+    """Return gradients of the args that are themselves differentiable: the adjoint is another fixed point."""
     equation, good = problem.equation, status != Status.NONFINITE
     if problem.result.unmeasured and autodiff_modes.has_values(z, *args):
         problem.measure(z.detach(), equation(z, *args).detach(), args)
@@ -124,7 +124,7 @@ def _backward_any_order(
 
 
 def _jvp(problem: Problem, z: Tensor, status: Tensor, args: Sequence[Tensor], tangents: Sequence[Tensor | None]) -> Tensor:
-    """The tangent of z, itself differentiable."""
+    """Return the tangent of the equilibrium for tangents of the args; differentiable again."""
     equation, good = problem.equation, status != Status.NONFINITE
     chosen = [i for i, tangent in enumerate(tangents) if tangent is not None]
     given = [tangent for tangent in tangents if tangent is not None]
@@ -137,7 +137,7 @@ def _jvp(problem: Problem, z: Tensor, status: Tensor, args: Sequence[Tensor], ta
 
 
 def _solve_differentiably(problem: Problem, derived: Problem, z: Tensor, rhs: Tensor, args: Sequence[Tensor]) -> Tensor:
-    """The solution of an adjoint or tangent system as a function of all it depends on."""
+    """Solve an adjoint or tangent system, differentiably in z, `rhs` and the args."""
     if problem.linear.formula is None:
         return FixedPoint.apply(derived, torch.zeros_like(rhs), z, rhs, *args)[0]
     zero = torch.zeros_like(rhs)
@@ -152,7 +152,7 @@ def _learn_coupling(equation: Equation, z: Tensor, args: Sequence[Tensor]) -> No
 
 
 def _in_args(equation: Equation, z: Tensor, args: Sequence[Tensor], chosen: Sequence[int]) -> Callable[..., Tensor]:
-    """The equation at z as a function of some of its args."""
+    """Return F(z, *args) as a function of the args at the indices `chosen`."""
 
     def f(*values: Tensor) -> Tensor:
         """F with the chosen args replaced by `values`."""

@@ -82,7 +82,7 @@ class Problem:
     measured_later: bool = False  # True if backward evaluates the cell at the result and measures the residual there
 
     def changed(self, **settings: Any) -> Problem:
-        """This problem with other settings. It has the same result; the problem itself is not changed."""
+        """Return this problem with other settings. It has the same result; the problem itself is not changed."""
         other = object.__new__(Problem)
         vars(other).update(vars(self) | settings)  # a sixth of the time of dataclasses.replace, several times per solve
         return other
@@ -206,7 +206,7 @@ class Problem:
 
 
 def version(args: Sequence[Tensor]) -> int:
-    """A number that changes if one of these tensors is written to in place."""
+    """Return a number that changes if one of these tensors is written to in place."""
     return sum(arg._version for arg in args if not arg.is_inference())
 
 

@@ -69,7 +69,7 @@ class Program:
         return [tensor.index_select(0, index) if has else tensor for tensor, has in zip(inputs, rows, strict=True)]
 
     def _loop(self, parts: Parts, z0: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-        """The solve as it is traced: steps taken, and the tensors."""
+        """Run the traced loop; returns the steps taken and the tensors that it carried."""
         rest = list(given)
         scale = rest.pop(0) if self.extra[0] else None
         known = rest.pop(0) if self.extra[1] else None
@@ -109,7 +109,7 @@ class Program:
         return (step, *after[len(own) :])
 
     def _begin(self, f: _Traced, z0: Tensor, scale: Tensor | None) -> tuple[Any, SolveRecord]:
-        """State and tensors after the first step, which comes before the loop since shapes still change in it."""
+        """Return state and tensors after the first step; it runs before the loop, because shapes still change in it."""
         record = SolveRecord(self.stop, z0, scale, self.precision)
         state = self.solver.init(f, z0)  # type: ignore[arg-type]
         record.record_rows(state, 0)
@@ -180,9 +180,9 @@ def split(whole: fx.GraphModule) -> Parts:
 
 
 def _inner(output: fx.Node, late: set[fx.Node]) -> tuple[set[fx.Node], list[fx.Node]]:
-    """The nodes of the part that depends on the state, and the values from outside that it needs.
+    """Return the nodes that depend on the state, and the other values that they need.
 
-    A view is no value of its own, and costs nothing to be taken inside.
+    Views of values are taken inside, because they cost nothing there.
     """
     inner: set[fx.Node] = set()
     saved: dict[fx.Node, None] = {}
@@ -223,7 +223,7 @@ class _Traced:
         return self.product(z)
 
     def jacobian(self, z: Tensor) -> _Traced:
-        """Itself: in a trace only linear maps are asked for their derivative."""
+        """Return self: in a trace only linear maps are asked for their derivative."""
         return self
 
     def product(self, z: Tensor) -> Tensor:
@@ -258,11 +258,11 @@ class Call:
         return tuple(tensor.detach() for tensor in (self.z0, *extra, *self.f.args))
 
     def key(self) -> Hashable:
-        """All that a program depends on."""
+        """Return the key of the program for this call: everything that a program depends on."""
         return self._identity([tensor.shape for tensor in self._tensors()])
 
     def family(self) -> Hashable:
-        """The same but for the batch size."""
+        """Return the key without the batch size, which programs of one family differ in."""
         rows = (True, *self.equation.rowwise)
         shapes = [tensor.shape for tensor in self._tensors()]
         return self._identity([shape[1:] if has else shape for shape, has in zip(shapes, rows, strict=True)])

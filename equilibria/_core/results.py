@@ -96,7 +96,7 @@ def merge(first: SolveResult, then: SolveResult, rows: Tensor | None = None) -> 
 
 
 def within_dtype(result: SolveResult, z0: Tensor) -> SolveResult:
-    """The result with samples that overflow the dtype set to NONFINITE and to their start."""
+    """Return the result with samples that overflow the dtype set to NONFINITE and to their start."""
     lost = ~torch.isfinite(result.z).all(dim=1)
     if not bool(lost.any()):
         return result

@@ -12,7 +12,7 @@ Grads = Sequence[Tensor | None]
 
 
 def sum_finite_shares(rows: Tensor, share: Callable[[Tensor], Grads], zero: Grads) -> tuple[Grads, Tensor]:
-    """The sum of the finite gradients of `rows`, and (batch,) a mask of the rows that were left out.
+    """Return the sum of the finite gradients of `rows`, and (batch,) a mask of the rows that were left out.
 
     `share` maps a mask of rows to the sum of their gradients; `zero` is the sum over no rows. A group whose sum is not
     finite is halved, because one sample makes the sum of its group non-finite. Groups that remain after

@@ -16,7 +16,7 @@ class Approximation(ABC):
 
     @abstractmethod
     def __call__(self, product: FlatMap, right: Tensor) -> Tensor:
-        """The approximation, (batch, n); `product` is t -> M t and `right` is (batch, n)."""
+        """Return a vector close to (I - M)^{-1} right, (batch, n); `product` is t -> M t."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Neumann(Approximation):
     damping: float
 
     def __call__(self, product: FlatMap, right: Tensor) -> Tensor:
-        """The partial sum of the Neumann series, applied to `right`."""
+        """Return the partial sum of the Neumann series applied to `right`."""
         term, total = right, self.damping * right
         for _ in range(self.steps - 1):
             term = torch.lerp(term, product(term), self.damping)

@@ -166,7 +166,7 @@ class _Advance:
 
 
 def _recording() -> bool:
-    """True where somebody may differentiate what is computed now."""
+    """True if autograd or forward mode may differentiate what is computed now."""
     return torch.is_grad_enabled() or autodiff_modes.inside_dual_level()
 
 

@@ -117,7 +117,7 @@ class Estimate(Approximation):
         return Estimate(state.steps, state.sums, state.core + torch.diag_embed(empty.to(state.core.dtype)), fallback)
 
     def __call__(self, product: FlatMap, right: Tensor) -> Tensor:
-        """The cotangent u of the estimate; where u is too large beside v, the Jacobian-free one."""
+        """Return the estimate applied to `right`; `right` itself for samples where the result is too long relative to it."""
         if self.steps.shape[1] == 0:  # the start was the answer: no step has told anything about the Jacobian
             return right
         weights = solve_small(self.core.transpose(1, 2), products(self.sums, right))

@@ -72,7 +72,7 @@ class Unrolled(Gradient):
         return with_zero_gradient(self._unroll(problem, z0, args), [z0, *args])
 
     def _unroll(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
-        """The result of the steps, (batch, n), with their graph; by depth, directly, or by a replay."""
+        """Take the steps with a graph: a fixed number, those of the solve, or a replay of it; returns z, (batch, n)."""
         problem = problem.changed(known=None)  # F(z0) is known only without its graph
         if self.depth is not None:
             return _spared(_Explicit(self.depth, self.truncate, self.checkpoint), problem, z0, args)
@@ -130,7 +130,7 @@ class _ReplayedStep:
         self.solver, self.f, self.like, self.best, self.truncate = solver, f, like, best, truncate
 
     def buffers(self) -> dict[str, Tensor]:
-        """No buffers: those of an equation are constant."""
+        """Return no buffers, because those of an equation are constant."""
         return {}  # the buffers of an equation are constant
 
     def first(self, state: Iterate) -> Tensors:
@@ -194,11 +194,11 @@ class _PlainStep:
     args: Sequence[Tensor]
 
     def buffers(self) -> dict[str, Tensor]:
-        """No buffers: those of an equation are constant."""
+        """Return no buffers, because those of an equation are constant."""
         return {}
 
     def __call__(self, z: Tensors, buffers: Buffers) -> Tensors:
-        """One evaluation of the equation."""
+        """Evaluate the equation once."""
         return (self.equation(z[0], *self.args),)
 
 

@@ -39,7 +39,7 @@ class Carry:
         self.halted = torch.zeros(0, dtype=torch.bool)  # (batch,) rows that are free
 
     def admit(self, batch: Any, start: Callable[[Any], State]) -> tuple[Any, State]:
-        """The samples and states to train on: those of `batch` in the rows that are free, the others as they were.
+        """Return samples and states to train on: new ones of `batch` in free rows, the others unchanged.
 
         batch  a nesting of tensors, batch first
         start  batch -> a start for each of its samples; called with the samples that are taken, if there are any
@@ -74,7 +74,7 @@ class Carry:
         self.halted = halted | ~sound
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything as lists of tensors, for a checkpoint."""
+        """Return everything as tensors and lists of tensors, for a checkpoint."""
         if self._rows is None:
             return {"leaves": [], "steps": self.steps, "halted": self.halted}
         return {"leaves": pytree.tree_leaves(self._rows), "steps": self.steps, "halted": self.halted}

@@ -35,6 +35,7 @@ class RandomStart:
         require(self.states >= 1, f"A state has at least one tensor, got states={self.states}.")
 
     def __call__(self, *inputs: Any) -> Tensor | tuple[Tensor, ...]:
+        """Draw a start for a batch of the size, dtype and device of `inputs`."""
         tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
         require(bool(tensors), "RandomStart takes batch size and device from the inputs, and there is no tensor among them.")
         first = tensors[0]

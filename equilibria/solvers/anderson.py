@@ -132,19 +132,19 @@ class Anderson(Solver[AndersonState]):
         require(self.ridge is None or self.ridge >= 0, f"Anderson's ridge must not be negative, got {self.ridge}.")
 
     def history_range(self, z: Tensor) -> tuple[int, int]:
-        """The number of pairs stored at first and at most, for a state of the shape and dtype of `z`, (batch, n)."""
+        """Return the number of pairs stored at first and at most, for a state of the shape and dtype of `z`, (batch, n)."""
         n = z.shape[1]
         most = history_size(self.history, self.budget, z, small=n, medium=MANY, large=MANY)
         return most if self.history is not None or n <= SMALL_STATE else min(FEW, most), most
 
     def threshold(self, n: int, dtype: torch.dtype) -> float:
-        """The ridge as the form for `n` numbers uses it: a share of a norm, or what is added to a Gram matrix."""
+        """Return the ridge for `n` numbers: a share of a norm, or for large states a term of the Gram matrix."""
         if n <= MEDIUM_STATE:
             return ridge(self.ridge, dtype)
         return ROUNDING * torch.finfo(dtype).eps if self.ridge is None else self.ridge**2
 
     def init(self, f: Map, z0: Tensor) -> AndersonState:
-        """The start with an empty history."""
+        """Evaluate the start; the history is empty."""
         batch, n = z0.shape
         limit, most = self.history_range(z0)
         start, last, spare = Iterate(z0, f(z0)), z0.new_empty(batch, 2 * n), z0.new_empty(batch, 2 * n)
@@ -218,7 +218,7 @@ class Anderson(Solver[AndersonState]):
         return Judged(shortest, waited * usual, state.held * usual, True, slow)
 
     def _insert(self, state: AndersonState, ring: Ring, mask: Tensor | None) -> Ring:
-        """The ring with the difference from the previous iterate in its slot; `mask` is of the pairs before."""
+        """Return the ring with the difference from the previous iterate in its slot; `mask` marks the earlier pairs."""
         n, followed = state.z.shape[1], differentiated(state.pair, state.last, ring.pairs)
         pair = torch.sub(state.pair, state.last, out=None if followed else state.last)
         if n > MEDIUM_STATE:
@@ -235,7 +235,7 @@ class Anderson(Solver[AndersonState]):
         return ring.with_pair(pair, n, followed, scale)
 
     def _next(self, state: AndersonState, ring: Ring, mask: Tensor | None) -> Tensor:
-        """The next iterate: the damped evaluation less the combination of the history."""
+        """Return the next iterate: the damped evaluation less the combination of the history."""
         k, n = ring.filled, state.z.shape[1]
         if k == 0:
             return state.fz if self.damping == 1 else torch.lerp(state.z, state.fz, self.damping)

@@ -62,11 +62,11 @@ class Solver(ABC, Generic[S]):
 
     @abstractmethod
     def init(self, f: Map, z0: Tensor) -> S:
-        """The state at the start, with f(z0)."""
+        """Evaluate the start and return the first state."""
 
     @abstractmethod
     def step(self, f: Map, state: S) -> S:
-        """The next state."""
+        """Take one step and return the next state."""
 
     def fixed_shape_state(self, state: S) -> S | None:
         """The state with fixed shapes and tensor counters, for the compiled loop; None if the solver cannot be compiled."""

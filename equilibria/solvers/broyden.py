@@ -59,7 +59,7 @@ class Broyden(Solver[BroydenState]):
         check_history("Broyden", "history", self.history, self.budget, "; for none use Picard()")
 
     def init(self, f: Map, z0: Tensor) -> BroydenState:
-        """The start with an empty history."""
+        """Evaluate the start; the history is empty."""
         batch, n = z0.shape
         nothing = z0.new_zeros(batch, 0, n)
         limit = history_size(self.history, self.budget, z0, small=2 * n, medium=20, large=20)

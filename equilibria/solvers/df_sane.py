@@ -47,7 +47,7 @@ class DFSane(Solver[SpectralState]):
         require(self.memory >= 1, f"DFSane's memory must be at least 1, got {self.memory}.")
 
     def init(self, f: Map, z0: Tensor) -> SpectralState:
-        """The start with a step length of one."""
+        """Evaluate the start; the step length is one."""
         start = Iterate(z0, f(z0))
         one = z0.new_ones(z0.shape[0], 1)
         recent = torch.cat((one, one.expand(-1, self.memory - 1) * 0), dim=1)

@@ -89,7 +89,7 @@ class GMRES(Solver[GMRESState]):
         check_history("GMRES", "restart", self.restart, self.budget)
 
     def init(self, f: Map, z0: Tensor) -> GMRESState:
-        """The start with an empty Krylov space."""
+        """Evaluate the start; the Krylov space is empty."""
         fz, nothing = f(z0), z0.new_empty(z0.shape[0], 0, 2 * z0.shape[1])
         start = Iterate(z0, fz)
         most = history_size(self.restart, self.budget, z0, small=z0.shape[1], medium=20, large=20)
@@ -212,7 +212,7 @@ class BiCGSTAB(Solver[BiCGSTABState]):
     differentiable: ClassVar[bool] = False
 
     def init(self, f: Map, z0: Tensor) -> BiCGSTABState:
-        """The start, with its residual as the fixed left vector."""
+        """Evaluate the start; its residual is the fixed left vector."""
         fz = f(z0)
         residual = fz - z0
         one, zero = residual.new_ones(z0.shape[0], 1), torch.zeros_like(residual)
@@ -265,7 +265,7 @@ class NormalCG(Solver[NormalCGState]):
         require(self.shift >= 0, f"NormalCG's shift must not be negative, got {self.shift}.")
 
     def init(self, f: Map, z0: Tensor) -> NormalCGState:
-        """The start, with the gradient of the normal equations as the direction."""
+        """Evaluate the start; the direction is the gradient of the normal equations."""
         fz = f(z0)
         residual = fz - z0
         gradient = residual - f.jacobian(z0).transposed(residual) - self.shift * z0

@@ -52,7 +52,7 @@ class Newton(Solver[NewtonState]):
         return self.linear == "dense"
 
     def init(self, f: Map, z0: Tensor) -> NewtonState:
-        """The start, with the first tolerance of the linear systems."""
+        """Evaluate the start, and set the first tolerance of the linear systems."""
         return NewtonState(z0, f(z0), z0.new_full((z0.shape[0],), 0.1))
 
     def step(self, f: Map, state: NewtonState) -> NewtonState:

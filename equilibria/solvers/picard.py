@@ -27,7 +27,7 @@ class Picard(Solver[Iterate]):
         require(0 < self.damping <= 1, f"Picard's damping must lie in (0, 1], got {self.damping}.")
 
     def init(self, f: Map, z0: Tensor) -> Iterate:
-        """The start and its evaluation."""
+        """Evaluate the start."""
         return Iterate(z0, f(z0))
 
     def step(self, f: Map, state: Iterate) -> Iterate:
@@ -36,5 +36,5 @@ class Picard(Solver[Iterate]):
         return Iterate(z, f(z))
 
     def fixed_shape_state(self, state: Iterate) -> Iterate:
-        """The state itself, whose shapes no step changes."""
+        """Return the state itself: no step changes its shapes."""
         return state

@@ -53,7 +53,7 @@ class PseudoTransient(Solver[PseudoTransientState]):
         )
 
     def init(self, f: Map, z0: Tensor) -> PseudoTransientState:
-        """The start with the first pseudo time step."""
+        """Evaluate the start, and set the first pseudo time step."""
         nobody = torch.zeros(z0.shape[0], dtype=torch.bool, device=z0.device)
         return PseudoTransientState(z0, f(z0), z0.new_full((z0.shape[0], 1), self.first_step), rejected=nobody)
 

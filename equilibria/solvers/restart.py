@@ -35,16 +35,16 @@ class Restart(Solver[RestartState]):
 
     @property
     def evaluates_residual(self) -> bool:  # type: ignore[override]
-        """As the wrapped solver says."""
+        """Return the property of the wrapped solver."""
         return self.solver.evaluates_residual
 
     @property
     def differentiable(self) -> bool:  # type: ignore[override]
-        """As the wrapped solver says."""
+        """Return the property of the wrapped solver."""
         return self.solver.differentiable
 
     def init(self, f: Map, z0: Tensor) -> RestartState:
-        """The start of the wrapped solver."""
+        """Evaluate the start by the wrapped solver."""
         inner = self.solver.init(f, z0)
         return RestartState(inner.z, inner.fz, inner, count=0)
 

@@ -69,7 +69,7 @@ class SteadyState(Solver[Integration]):
         )
 
     def init(self, f: Map, z0: Tensor) -> Integration:
-        """The start with the first step size."""
+        """Evaluate the start, and choose the first step size."""
         fz, rows = f(z0), (z0.shape[0], 1)
         dt = self._first_step(f, z0, fz - z0) if self.first_step is None else z0.new_full(rows, self.first_step)
         nobody = torch.zeros(z0.shape[0], dtype=torch.bool, device=z0.device)
@@ -115,7 +115,7 @@ class SteadyState(Solver[Integration]):
 
 
 def trial(tableau: Tableau, f: Map, z: Tensor, fz: Tensor, dt: Tensor | float) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """One step: the new point, f there, and the slopes of all stages."""
+    """Try one step; returns the new point, f there, and the slopes of all stages."""
     slopes, point, value = [fz - z], z, fz
     for row in tableau.rows:
         point = z + dt * weighted_sum(row, slopes)

@@ -49,7 +49,7 @@ class TrustRegion(Solver[TrustRegionState]):
         check_linear("TrustRegion", self.linear, self.linear_steps)
 
     def init(self, f: Map, z0: Tensor) -> TrustRegionState:
-        """The start, with a step that is not limited yet."""
+        """Evaluate the start; the step is not limited yet."""
         batch = z0.shape[0]
         nobody = torch.zeros(batch, dtype=torch.bool, device=z0.device)
         radius, forcing = z0.new_full((batch, 1), torch.inf), z0.new_full((batch,), 0.1)
@@ -135,7 +135,7 @@ class _Model:
 
 
 def _share(before: Tensor, after: Tensor, predicted: Tensor) -> Tensor:
-    """The decrease of |r|² over the predicted one; below zero where it rose or is not finite."""
+    """Return the decrease of |r|² over the predicted one; below zero where it rose or is not finite."""
     share = divide((before - after) * (before + after), (before - predicted) * (before + predicted))
     return torch.where(torch.isfinite(after) & torch.isfinite(share) & (predicted < before), share, -1.0)
 

@@ -69,16 +69,16 @@ def page(tables: Mapping[str, Mapping[str, Any]], others: Sequence[Table], notes
         lines.append(f"| {command} | {unrun.source} | | not run | {claims} to judge |")
     parts = [
         "# Results",
-        "Every folder is the report of one table, written from its runs: figures beside the published ones, the claims, the "
-        "protocol, curves. The tables on this page are written from them; only the notes at its end are by hand. Each "
-        "command runs its table; finished runs are not run again. `equilibria reproduce --all --scale reduced --report "
-        "results` runs all of them, and leaves reports of the full scale as they are.",
+        "Every folder has the report of one table: our figures beside the published ones, claims, protocol and curves. A "
+        "row that was not run shows a dash. This page is generated from the reports, except for the notes at its end. "
+        "`equilibria reproduce TABLE` runs a table; `equilibria reproduce --all --scale reduced --report results` runs all "
+        "of them and keeps reports of the full scale. Finished runs are not run again.",
         "\n".join(lines),
         *_speed_ups(tables),
         "## Claims",
         _counts(tables),
-        "What the papers say, and what these runs show of it. Commands begin with `equilibria`, and lead to the report they "
-        "write. Some claims are made by several papers, and are numbered:",
+        "The table below has every claim with the published figures, ours and the verdict. The last column is the command "
+        "after `equilibria`, with a link to the report. Claims that several papers make are numbered:",
         "\n".join(f"- {number}: {text}." for number, text in NUMBERED.items()),
         "\n".join(_claims(tables)),
     ]
