@@ -42,9 +42,9 @@ class Diagnosis:
         return tuple(finding for layer in self.layers for finding in layer.findings)
 
     @property
-    def healthy(self) -> bool:
+    def ok(self) -> bool:
         """True if no layer has a finding worse than a hint."""
-        return all(layer.healthy for layer in self.layers)
+        return all(layer.ok for layer in self.layers)
 
     def to_json(self) -> str:
         """Return all numbers and findings as JSON; numbers that are not finite are strings."""
