@@ -217,16 +217,16 @@ class Outer(TanhCell):
         ({"solver": eq.Broyden()}, r"The layer '0' has solver=Broyden.*eq.Picard and eq.Anderson"),
         ({"solver": eq.Fallback(eq.Picard(), eq.Anderson())}, "can be exported"),
         ({"solver": eq.Restart(eq.Anderson())}, "can be exported"),
-        ({"init": eq.Remember()}, "a graph has no memory"),
-        ({"init": eq.FirstStep(eq.Remember())}, "a graph has no memory"),
-        ({"cell": torch.add}, "make the cell an nn.Module"),
+        ({"init": eq.Remember()}, "a graph stores none"),
+        ({"init": eq.FirstStep(eq.Remember())}, "a graph stores none"),
+        ({"cell": torch.add}, "Make the cell an nn.Module"),
         ({"cell": Outer()}, "another DEQ inside its cell"),
         ({"cell": Normalized()}, "normalizes over the batch"),
-        ({"gradient": eq.Reversible(), "solver": eq.Picard()}, "steps of its own"),
-        ({"gradient": eq.Unrolled(depth=3)}, "steps of its own"),
+        ({"gradient": eq.Reversible(), "solver": eq.Picard()}, "takes its own steps"),
+        ({"gradient": eq.Unrolled(depth=3)}, "takes its own steps"),
         ({"gradient": eq.Warmup()}, r"Unrolled\(.*depth=10"),
         ({"batched": False}, "dynamic_batch=False"),
-        ({"solver": eq.Anderson(budget=10**6)}, "set a history in place of the budget"),
+        ({"solver": eq.Anderson(budget=10**6)}, "Set `history` instead of `budget`"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
@@ -239,9 +239,9 @@ def test_layers_that_cannot_be_exported_say_why(options: dict[str, Any], message
 def test_examples_that_cannot_be_followed_say_why(model: nn.Module) -> None:
     with pytest.raises(ValueError, match=r"holds 1 samples.*two samples or more"):
         export(model, inputs(1, N))
-    with pytest.raises(ValueError, match="no tensor with a batch dimension"):
+    with pytest.raises(ValueError, match="has no tensor with a batch dimension"):
         export(model, (3.0,))
-    with pytest.raises(ValueError, match="autocast is on"), torch.autocast("cpu", dtype=torch.bfloat16):
+    with pytest.raises(ValueError, match="Autocast is on"), torch.autocast("cpu", dtype=torch.bfloat16):
         export(model, inputs(4, N))
 
 
@@ -342,7 +342,7 @@ def test_onnx_supports_several_inputs_outputs_and_layers(tmp_path: Path) -> None
 
 def test_an_old_torch_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.10.1+cpu")
-    with pytest.raises(RuntimeError, match=r"from torch 2\.11 on, and this is torch 2\.10\.1\+cpu.*use eq\.export"):
+    with pytest.raises(RuntimeError, match=r"This is torch 2\.10\.1\+cpu, but.* need torch 2\.11 or newer.*use eq\.export"):
         to_onnx(nn.Linear(2, 2), torch.zeros(2, 2), tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
 

@@ -185,7 +185,7 @@ def test_bad_keys_and_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="max_age"):
         eq.Remember(max_age=0)
     whole = eq.DEQ(lambda z, u: 0.5 * z + u, init=memory, batched=False)
-    with pytest.raises(ValueError, match="one whole problem"), eq.sample_keys(whole, [0]):
+    with pytest.raises(ValueError, match="one problem without samples"), eq.sample_keys(whole, [0]):
         whole(data)
     with pytest.raises(TypeError, match="Remember"):
         eq.DEQ(TanhCell(WIDTH), init=3)  # type: ignore[arg-type]

@@ -27,8 +27,8 @@ from equilibria.models.origins import from_data, origin_of, to_data
 from equilibria.models.registry import create
 from equilibria.models.states import bare, check_fit, check_storable, identities, on_host, take_dtypes
 
-FORMAT = 1  # of model files; older versions refuse files with a larger number
-# a single key: safetensors writes several in arbitrary order, and equal models would give different bytes
+FORMAT = 1  # version of the file format; a library refuses files with a larger number than its own
+# metadata are under one key, because safetensors writes several keys in arbitrary order: equal models must give equal bytes
 KEY = "equilibria"
 
 State = dict[str, Any]
@@ -36,7 +36,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class ModelFileError(RuntimeError):
-    """A file holds no model, or not the requested one."""
+    """Raised if a file holds no model, or a model that does not fit the request."""
 
 
 @dataclass(frozen=True)

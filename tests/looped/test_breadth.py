@@ -99,7 +99,7 @@ def test_breadth_refuses_invalid_arguments() -> None:
         eq.looped.breadth(deq, starts=2, keep="vote")
     with pytest.raises(ValueError, match="first must lie in"):
         eq.looped.breadth(deq, starts=2, first=3)
-    with pytest.raises(ValueError, match="there is no tensor"):
+    with pytest.raises(ValueError, match="there is no tensor among them"):
         eq.looped.RandomStart()()
     drawn = eq.looped.RandomStart(shape=(4,))(torch.zeros(2, dtype=torch.int64))
     assert isinstance(drawn, Tensor) and drawn.shape == (2, 4) and drawn.dtype == torch.float32

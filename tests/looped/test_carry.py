@@ -86,9 +86,9 @@ def test_a_carry_is_restored_from_its_state_dict() -> None:
     for each in (carry, other):
         (x, y), state = each.admit(batch([5, 6]), start)
         assert x.tolist() == [5, 2] and y.tolist() == [50, 20] and state[:, 0].tolist() == [0, 3]
-    with pytest.raises(ValueError, match=r"holds 2 rows and got a batch of 1.*drop_last=True"):
+    with pytest.raises(ValueError, match=r"holds 2 rows, but got a batch of 1.*drop_last=True"):
         carry.admit(batch([1]), start)
-    with pytest.raises(RuntimeError, match="call that first"):
+    with pytest.raises(RuntimeError, match="Call admit first"):
         eq.looped.Carry().advance(state, torch.tensor([True]))
     with pytest.raises(ValueError, match="has 3 tensors"):
         other.load_state_dict(carry.state_dict(), (torch.zeros(1), torch.zeros(1)))

@@ -26,7 +26,7 @@ data_app = typer.Typer(help="List, fetch and check datasets.", no_args_is_help=T
 
 @explained()
 def list_all(data: DataRoot = None, as_json: AsJson = False) -> None:
-    """List tables with their experiments, models and datasets, with their sizes."""
+    """List all tables with their experiments, all models and all datasets."""
     from equilibria.lab.experiments.catalogue import tables
     from equilibria.models.registry import info as model_info
     from equilibria.models.registry import names as model_names

@@ -62,7 +62,7 @@ def _lines(path: Path, level: Level) -> Iterator[list[str]]:
 
 def _encode(path: Path, level: Level, index: _Index) -> Tensor:
     """Return the tokens of a text, int32 (n,)."""
-    numbers = array("i")  # 4 bytes per token; a list of Python integers takes several times as much
+    numbers = array("i")  # 4 bytes per token; a list of Python integers would take several times as much
     for line in _lines(path, level):
         numbers.extend(map(index.__getitem__, line))
     if not numbers:

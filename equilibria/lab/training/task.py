@@ -99,14 +99,14 @@ class Task(ABC, Generic[Batch]):
     def summarise(self, means: dict[str, float]) -> dict[str, float]:
         """Return the figures of a split from the means of its metrics over all batches.
 
-        For figures that are not means, such as a ratio of two means.
+        A task overrides this for figures that are not means, such as a ratio of two means.
         """
         return means
 
     def conclude(self, splits: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
         """Return the figures of the validation and test splits from the results of `summarise` for each.
 
-        For figures on the test split that depend on a choice made on the validation split.
+        A task overrides this for figures on the test split that depend on a choice made on the validation split.
         """
         return splits
 

@@ -61,7 +61,7 @@ def test_noise_other_than_dropout_is_found() -> None:
             return super().forward(z, x) + 0.01 * torch.randn_like(z)
 
     model = eq.DEQ(Noisy(0.5))
-    assert causes(model, inputs(8, example_models.WIDTH, dtype=torch.float32)).get("random cell") is eq.analysis.Severity.ERROR
+    assert causes(model, inputs(8, example_models.WIDTH, dtype=torch.float32)).get("random cell") is Severity.ERROR
 
 
 def test_data_hidden_in_the_cell_couples_samples() -> None:

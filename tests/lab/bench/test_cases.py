@@ -109,7 +109,7 @@ def test_the_usual_batches() -> None:
 
 
 def test_an_unknown_name_is_met_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"no case 'mlp'; there are mlp-b32, "):
+    with pytest.raises(ValueError, match=r"no case 'mlp'. Choose one of mlp-b32, "):
         make("mlp")
 
 

@@ -143,7 +143,7 @@ def test_the_environment_goes_first_and_is_left_alone(monkeypatch: pytest.Monkey
 def test_a_cell_that_is_not_known_is_met_with_those_that_are() -> None:
     unknown = contraction(2, 0.9)
     unknown = Case("", nn.Linear(2, 2), unknown.inputs, unknown.start, unknown.cotangent)
-    with pytest.raises(TypeError, match="no cell in JAX for Linear, only for AffineTanhCell, "):
+    with pytest.raises(TypeError, match="no JAX cell for Linear, only for AffineTanhCell, "):
         translate(unknown)
 
 

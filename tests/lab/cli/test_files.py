@@ -108,7 +108,8 @@ def test_nothing_is_computed_for_a_report_that_cannot_be_written(
     def computed(*_: object, **__: object) -> None:
         raise AssertionError("it computed")
 
-    monkeypatch.setattr("equilibria.lab.experiments.runner.run_here", computed)
+    # first the module that imports the function by name: imported after the patch, it would keep `computed` in later tests
     monkeypatch.setattr("equilibria.lab.cli.running.run_here", computed)
+    monkeypatch.setattr("equilibria.lab.experiments.runner.run_here", computed)
     monkeypatch.setattr("equilibria.lab.cli.diagnosis.run_diagnosis", computed)
     assert paths["below"] in told(line, paths)

@@ -1,4 +1,4 @@
-"""Equilibrium fields beside explicit networks of equal parameters, shallow ones of equal memory and deeper ones."""
+"""Equilibrium fields compared with explicit networks of as many parameters, and of as much memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RATES = {
 
 
 def experiment(row: str, scale: Scale = "full") -> Experiment[FieldSettings]:
-    """One row of the table, KIND-NETWORK."""
+    """Return the experiment of a row KIND-NETWORK."""
     kind, _, network = row.partition("-")
     sizes: dict[Scale, dict[str, Any]] = {
         "debug": {"steps": 4, "size": 8},

@@ -1,4 +1,4 @@
-"""Optical flow on generated scenes: training on pairs of frames, evaluation along videos with and without warm starts."""
+"""Optical flow on generated scenes as a task: training on pairs of frames, evaluation along videos."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ADJOINT = Stop(rtol=0.1, atol=0.0, max_steps=12, on_failure="ignore")
 
 @dataclass(frozen=True, kw_only=True)
 class SceneData:
-    """The choice of scenes, see `moving_layers`; `frames` is the length of the videos to validate and test on."""
+    """Settings of the scenes, see `moving_layers`; `frames` is the length of the videos to validate and test on."""
 
     height: int = 48
     width: int = 64
@@ -52,11 +52,11 @@ class SceneData:
 class FlowSettings:
     """Settings of optical flow.
 
-    kind         gradient of the equilibrium: "jfb" of one step, "upg" of `phantom_steps` steps, "implicit"; or the update
-                 "unrolled" `depth` times
-    corrections  iterates on the way that are supervised as well, by a phantom gradient of `correction_steps` steps
-    rtol         of solves, in training and in evaluation
-    depths       updates that are evaluated, of unrolled networks
+    kind         "jfb", "upg" (`phantom_steps` steps) or "implicit": gradient of the equilibrium; "unrolled": the update
+                 applied `depth` times
+    corrections  number of intermediate iterates that are supervised too, with phantom gradients of `correction_steps` steps
+    rtol         relative tolerance of solves, in training and in evaluation
+    depths       numbers of updates after which unrolled networks are evaluated
     """
 
     data: SceneData = field(default_factory=SceneData)
@@ -74,7 +74,7 @@ class FlowSettings:
 
 
 class OpticalFlow(Task[Batch]):
-    """The mean distance of flows, supervised on the way as well; evaluated is the end-point error along videos."""
+    """Trains on the mean distance of flows, of intermediate iterates too, and measures end-point errors along videos."""
 
     better = ("epe", "min")
 
@@ -103,7 +103,7 @@ class OpticalFlow(Task[Batch]):
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
-        """`epe` starts every pair of frames from zeros, `epe_warm` from the equilibrium of the pair before."""
+        """Return errors and costs: `epe` with all solves started from zeros, `epe_warm` with warm starts along the video."""
         frames, y = batch
         net, truth = inside(model, DEQFlow), y[:, :, :2]
         with record(net) as solutions:
@@ -118,7 +118,7 @@ class OpticalFlow(Task[Batch]):
                 warm = net.video(frames)
             metrics |= {"epe_warm": end_point_error(warm, truth)} | _costs("warm", solutions, len(y))
         else:
-            # errors of an unrolled network on the first pair of frames, with other numbers of updates than in training
+            # an unrolled network is also evaluated with other numbers of updates than in training, on the first pair only
             found: dict[str, Tensor | float] = {}
             states = net.layer.trajectory(*net.inputs(frames[:, :2]), depth=max(self.settings.depths)).states  # type: ignore[operator]
             for depth in self.settings.depths:
@@ -128,7 +128,7 @@ class OpticalFlow(Task[Batch]):
 
 
 def make_model(s: FlowSettings) -> DEQFlow:
-    """The network of these settings."""
+    """Return the network of these settings."""
     if s.kind == "unrolled":
         return DEQFlow(s.config, depth=s.depth)
     gradients: dict[str, Gradient] = {
@@ -149,7 +149,7 @@ def make_model(s: FlowSettings) -> DEQFlow:
 
 
 def end_point_error(flow: Tensor, truth: Tensor) -> Tensor:
-    """The mean distance of flows (..., 2, height, width)."""
+    """Return the mean distance of two flows, (..., 2, height, width) each."""
     return _distances(flow, truth).mean()
 
 
@@ -158,7 +158,7 @@ def _distances(flow: Tensor, truth: Tensor) -> Tensor:
 
 
 def _costs(name: str, solutions: list[Any], rows: int) -> dict[str, Tensor | float]:
-    """Evaluations of the cell per pair of frames, by the place of the pair and over all but the first; failed solves."""
+    """Return the evaluations of each pair of frames, their mean over all but the first, and the failed solves."""
     counts = [s.stats.sample_evaluations / rows for s in solutions]
     found: dict[str, Tensor | float] = {f"nfe_{name}_{i + 1}": count for i, count in enumerate(counts)}
     found[f"nfe_{name}"] = sum(counts[1:]) / max(len(counts) - 1, 1)

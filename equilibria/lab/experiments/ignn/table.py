@@ -19,8 +19,8 @@ from equilibria.lab.training.settings import Optimizer, Schedule, Training
 
 Data = Literal["cox2", "proteins"]
 
-FOLDS = 10  # of the cross-validation
-DAMPINGS = (0.5, 0.8, 1.0)  # of the unrolled phantom gradient
+FOLDS = 10  # number of folds of the cross-validation
+DAMPINGS = (0.5, 0.8, 1.0)  # dampings of the unrolled phantom gradient
 TITLES = {"implicit": "IGNN, implicit"} | {f"upg-{d}": f"IGNN, UPG, 5 steps, damping {d}" for d in DAMPINGS}
 TITLES["gcn"] = "graph convolutions"
 PHANTOM = tuple(name for name in TITLES if name.startswith("upg"))
@@ -40,8 +40,8 @@ _PUBLISHED: dict[Data, dict[str, Figure]] = {
 }
 _COUNTS: dict[Data, int] = {"cox2": 467, "proteins": 1113}
 _GUESS: dict[Data, float] = {"cox2": 78.2, "proteins": 59.6}  # share of the larger class, %
-_EPOCHS: dict[Data, int] = {"cox2": 30, "proteins": 10}  # of the reduced scale
-_BATCH: dict[Data, int] = {"cox2": 16, "proteins": 32}  # likewise, so that its few epochs have steps enough
+_EPOCHS: dict[Data, int] = {"cox2": 30, "proteins": 10}  # epochs of the reduced scale
+_BATCH: dict[Data, int] = {"cox2": 16, "proteins": 32}  # its batch sizes, small enough that few epochs have enough steps
 _BEST = Column("best", "test accuracy, best epoch of each fold, %", "test.accuracy", digits=1, factor=100, epochs="max")
 _LAST = Column("last", "test accuracy, last epoch, %", "test.accuracy", digits=1, factor=100)
 _SELECTED = Column(

@@ -1,4 +1,4 @@
-"""Deblurring of photographs: equilibria, the same cells unrolled, plug-and-play and classical regularizers."""
+"""Deblurring of photographs as a task, with equilibria, unrolled cells, plug-and-play and classical regularizers."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class InverseSettings:
     """Settings of deblurring.
 
     method   the cell and its regularizer
-    depth    None for the equilibrium, else the cell is unrolled so many times
-    plugged  plug-and-play: the denoiser is trained on images with Gaussian noise alone, and then held constant
-    noise    deviation of the noise on measurements of images in [0, 1]
-    blur     deviation of the Gaussian kernel of 5 x 5 pixels
-    repeats  how often an epoch goes through the training tiles
-    valid    tiles to choose settings on, beside those of `test`
+    depth    None: the equilibrium; a number: the cell is unrolled that many times
+    plugged  plug-and-play: the denoiser is trained on images with Gaussian noise only, and then held constant
+    noise    standard deviation of the noise on measurements, for images in [0, 1]
+    blur     standard deviation of the Gaussian kernel of 5 x 5 pixels, in pixels
+    repeats  number of passes through the training tiles in an epoch
+    valid    number of tiles for the choice of settings; `test` is the number of test tiles
     """
 
     method: Method = "proximal"
@@ -62,7 +62,7 @@ class InverseSettings:
 
 
 class Deblurring(Task[Batch]):
-    """The mean squared error of reconstructions; evaluated is the PSNR, also after other numbers of plain iterations."""
+    """Trains on the mean squared error of reconstructions, and measures the PSNR, also of plain iteration."""
 
     better = ("psnr", "max")
 
@@ -73,7 +73,7 @@ class Deblurring(Task[Batch]):
         return make_model(self.settings)
 
     def batches(self, root: Path | None, training: Training, rank: int, world_size: int) -> Loaders[Batch]:
-        """Measurements of the validation and test tiles have fixed noise; that of training is drawn anew in every step."""
+        """Return the tiles with measurements; the noise is drawn in every training step, and fixed for other splits."""
         s, tiles = self.settings, photograph_tiles(self.settings.size)
         first = s.test + s.valid
         train = tiles[first : None if s.most is None else first + s.most].repeat(s.repeats, 1, 1, 1)
@@ -99,7 +99,7 @@ class Deblurring(Task[Batch]):
         return Outcome(nn.functional.mse_loss(model(y), x), size=len(x))
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
-        """`mse_d` after d plain iterations from the usual start."""
+        """Return errors: `mse` of the reconstruction, and `mse_d` of d plain iterations from the usual start."""
         y, x = batch
         net = inside(model, Restoration)
         with torch.no_grad(), record(net) as solutions:
@@ -118,9 +118,9 @@ class Deblurring(Task[Batch]):
         return means | {f"psnr{name[3:]}": float(-10 * torch.tensor(value).log10()) for name, value in errors.items()}
 
     def _memory(self, net: Restoration, y: Tensor, x: Tensor, steps: int) -> float:
-        """Peak bytes of a training step with so many steps of the solver, or so many unrolled ones.
+        """Return the peak bytes of a training step with exactly `steps` solver steps, or unrolled steps.
 
-        The adjoint takes as many products as it may, whatever the steps: its basis is part of the memory.
+        The adjoint always takes its largest number of products, because its basis is part of the memory.
         """
         stop = Stop(rtol=0.0, atol=0.0, max_steps=steps, patience=10**6, compact=False, on_failure="ignore")
         unrolled = isinstance(net.layer, WeightTied)
@@ -137,7 +137,7 @@ class Deblurring(Task[Batch]):
 
 
 def make_model(s: InverseSettings) -> Restoration:
-    """The network of these settings."""
+    """Return the network of these settings."""
     measured, size = operator(s), (s.size, s.size)
     denoiser = partial(ContractiveDenoiser, size, contraction=s.contraction)
     cells: dict[str, Any] = {
@@ -158,7 +158,7 @@ def operator(s: InverseSettings) -> Blur:
 
 @lru_cache(maxsize=2)
 def photograph_tiles(size: int) -> Tensor:
-    """Tiles (n, 1, size, size) of scikit-learn's two photographs in grey, in [0, 1], in an order that is always the same."""
+    """Return grey tiles (n, 1, size, size) of scikit-learn's two photographs, in [0, 1] and in a fixed random order."""
     tiles = []
     for photograph in optional("sklearn.datasets", "train").load_sample_images().images:
         grey = torch.from_numpy(photograph.copy()).float().mean(dim=-1) / 255

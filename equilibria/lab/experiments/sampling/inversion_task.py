@@ -1,4 +1,4 @@
-"""Model inversion: the noise whose sample is a given image, by gradients through the chain."""
+"""Model inversion as a task: find the noise whose sample is a given image, by gradients through the chain."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ Way = Literal["sequential", "implicit", "jfb"]
 class InversionSettings(SamplingSettings):
     """Settings of inversion.
 
-    way         gradients by back-propagation through the "sequential" chain, "implicit" ones, or those of one step, "jfb"
-    iterations  of Adam on the noise
-    rtol        of solves of the chain and of its adjoint
+    way         "sequential": back-propagation through the sequential chain; "implicit": implicit gradients of the parallel
+                chain; "jfb": its one-step gradients
+    iterations  number of iterations of Adam on the noise
+    rtol        relative tolerance of the solves of the chain and of its adjoint
     """
 
     way: Way = "implicit"
@@ -45,13 +46,16 @@ class InversionSettings(SamplingSettings):
 
 
 class Inversion(Denoising):
-    """Evaluated is the distance of reconstructions from test images, with its cost."""
+    """Trains a denoiser, and measures the distance of reconstructions from test images and the cost of inversion."""
 
     settings: InversionSettings
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
-        """`mse` of the last iterate under the sequential chain; `rounds` and `adjoint` are calls of the denoiser one after
-        another in an iteration, forward and in backward."""
+        """Return errors and costs of inversion.
+
+        `mse` is the error of the sequential chain from the last noise. `rounds` and `adjoint` are the numbers of sequential
+        calls of the denoiser in an iteration, forward and backward.
+        """
         net, images = inside(model, Denoiser), batch[0][: self.settings.samples]
         frozen = [p for p in net.parameters() if p.requires_grad]
         for p in frozen:
@@ -91,13 +95,13 @@ class Inversion(Denoising):
     def _step(
         self, sampler: ParallelSampler, noise: Tensor, images: Tensor, chain: Solution | None
     ) -> tuple[Solution | None, tuple[int, int]]:
-        """The gradient of one iteration in `noise.grad`, its chain, and rounds forward and in backward."""
+        """Compute the gradient of one iteration in `noise.grad`; returns the chain, and the rounds forward and backward."""
         noise.grad = None
         if self.settings.way == "sequential":
             torch.nn.functional.mse_loss(sampler.sequential(noise)[:, -1], images).backward()
             return None, (sampler.steps, sampler.steps)
         with record(sampler) as solutions:
-            found = sampler.solve(noise, init=chain)  # from the chain of the last iteration
+            found = sampler.solve(noise, init=chain)  # a warm start: the noise changes little between iterations
             torch.nn.functional.mse_loss(torch.as_tensor(found.z)[:, -1], images).backward()
         adjoint = solutions[-1].adjoint
         return found, (1 + found.stats.evaluations, 1 + (1 if adjoint is None else adjoint.evaluations))

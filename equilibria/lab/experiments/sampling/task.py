@@ -1,4 +1,4 @@
-"""A small diffusion model of digits, and its sampling chain solved in parallel beside the chain one state after another."""
+"""A small diffusion model of digits as a task, and its sampling chain, solved in parallel and computed sequentially."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ Rule = Literal["picard", "anderson"]
 class SamplingSettings:
     """Settings of sampling.
 
-    steps      of the chain
-    form       of its fixed point, see `ChainCell`
-    solver     of the chain
-    exponents  the chain is solved to relative residuals of 10^-e for these e
-    samples    that are drawn in evaluation
-    repeats    how often an epoch goes through the training images
+    steps      number of steps of the chain
+    form       form of its fixed point, see `ChainCell`
+    solver     solver of the chain
+    exponents  numbers e: the chain is solved to relative residuals of 10^-e
+    samples    number of samples that are drawn in evaluation
+    repeats    number of passes through the training images in an epoch
     """
 
     config: DenoiserConfig = DIGITS
@@ -68,12 +68,15 @@ class Denoising(Task[Batch]):
 
 
 class Sampling(Denoising):
-    """Evaluated are rounds of the parallel chain and the distance of its samples from those of the sequential chain."""
+    """Trains a denoiser, and compares samples of the parallel chain with those of the sequential chain."""
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
-        """`rounds_e` and `error_e` at a residual of 10^-e; the largest error over the samples; `calls_e` of the denoiser
-        per sample, all states counted, over those of the sequential chain."""
+        """Return `rounds_e`, `error_e` and `calls_e` of chains that are solved to a residual of 10^-e.
+
+        The error is the largest over the samples. `calls_e` counts evaluations of the denoiser per sample, where every
+        state counts, divided by those of the sequential chain.
+        """
         images, net = batch[0], inside(model, Denoiser)
         noise = torch.randn_like(images[: self.settings.samples])
         found: dict[str, Tensor | float] = {}
@@ -94,10 +97,10 @@ class Sampling(Denoising):
 
 
 def symmetric(images: Tensor) -> Tensor:
-    """Images of [0, 1] in [-1, 1]."""
+    """Map images from [0, 1] to [-1, 1]."""
     return 2 * images - 1
 
 
 def relative_error(found: Tensor, truth: Tensor) -> Tensor:
-    """|found - truth| / |truth| of every sample."""
+    """Return |found - truth| / |truth| of every sample, (batch,)."""
     return (found - truth).flatten(1).norm(dim=1) / truth.flatten(1).norm(dim=1)
