@@ -17,7 +17,7 @@ from equilibria.solution import Solution
 from equilibria.stop import Stop
 
 Keep = Literal["residual", "vote"]
-Answer = Callable[[State], Tensor]
+AnswerFunction = Callable[[State], Tensor]
 
 
 def breadth(
@@ -25,7 +25,7 @@ def breadth(
     *,
     starts: int,
     keep: Keep = "residual",
-    answer: Answer | None = None,
+    answer: AnswerFunction | None = None,
     first: int | None = None,
     stop: Stop | None = None,
 ) -> Breadth:
@@ -74,7 +74,7 @@ class Breadth:
     deq: DEQ = field(repr=False)
     starts: int
     keep: Keep
-    answer: Answer | None
+    answer: AnswerFunction | None
     first: int | None
     stop: Stop | None
 

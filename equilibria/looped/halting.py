@@ -15,7 +15,7 @@ from equilibria._core.packing import State
 from equilibria.stop import FLOOR, RECURRENCE, Stop
 
 By = Literal["head", "convergence", "both", "either", "limit"]
-Step = Callable[[Any, State | None], tuple[Any, Tensor, State, Tensor]]
+SupervisedStep = Callable[[Any, State | None], tuple[Any, Tensor, State, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class Halting:
             return (self.wants(halt, residual) & allowed) | (steps >= self.max_steps)
 
     @torch.no_grad()
-    def run(self, step: Step, inputs: Any, state: State | None = None) -> Halted:
+    def run(self, step: SupervisedStep, inputs: Any, state: State | None = None) -> Halted:
         """Take supervised steps until every row has halted; rows that have halted leave the batch.
 
         step    function (inputs, state or None) -> (answer, halt, state, residual), such as `Reasoner.think`, in which no

@@ -20,7 +20,7 @@ from equilibria.analysis.diagnosis.attractors import measure_attractors, wrong_a
 from equilibria.analysis.diagnosis.examine import SEED, Examination, examine
 from equilibria.analysis.diagnosis.findings import Finding, Severity, findings
 from equilibria.analysis.diagnosis.layers import LayerDiagnosis, text
-from equilibria.analysis.measuring import Call, captured, muted, untouched
+from equilibria.analysis.measuring import LayerCall, captured, muted, untouched
 from equilibria.deq import DEQ
 from equilibria.gradients.base import Gradient
 
@@ -113,7 +113,7 @@ def diagnose(model: nn.Module, batch: Any, *, restarts: int = 0, labels: Tensor 
     return Diagnosis(tuple(LayerDiagnosis(e, (*findings(e), *attractor_findings(e.attractors))) for e in examinations))
 
 
-def _examined(name: str, call: Call, restarts: int, wrong: Tensor | None) -> Examination:
+def _examined(name: str, call: LayerCall, restarts: int, wrong: Tensor | None) -> Examination:
     """Examine one layer, with restarts if there are any."""
     examination = examine(name, call)
     if restarts == 0:

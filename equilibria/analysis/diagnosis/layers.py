@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from equilibria.analysis.diagnosis.examine import Examination, Solve
+from equilibria.analysis.diagnosis.examine import Examination, SolveNumbers
 from equilibria.analysis.diagnosis.findings import Finding, Severity
 
 
@@ -72,7 +72,7 @@ def rows(e: Examination) -> list[tuple[str, str]]:
     ]
 
 
-def _solve_line(solve: Solve) -> str:
+def _solve_line(solve: SolveNumbers) -> str:
     """Return the statistics of a solve in one line."""
     counts = ", ".join(f"{count} {name}" for name, count in solve.status.items())
     steps = max(solve.steps, default=0)

@@ -27,7 +27,7 @@ BATCHES = {"mixed": 64}  # batch sizes below the usual ones, so that the check i
 SLACK = 0.03  # share by which the counts in LOOSE may grow; the others must not grow
 LOOSE = ("operations", "read_backs")  # counts that change with the version of torch
 
-Counts = dict[str, int]
+StepCounts = dict[str, int]
 
 
 class Operations(TorchDispatchMode):
@@ -55,7 +55,7 @@ class Lists(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def counts(case: Case, method: Method) -> Counts:
+def counts(case: Case, method: Method) -> StepCounts:
     """Count one training step to the tolerance of the case, after an uncounted warm-up step."""
     found = asdict(count(case, method, case.rtol))
     with Operations() as seen, Lists() as lists:

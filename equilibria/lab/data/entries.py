@@ -34,7 +34,7 @@ from equilibria.lab.data.sudoku import sudoku
 from equilibria.lab.data.synthetic import chains, copy_memory, polynomial, shapes
 from equilibria.lab.data.text import corpus
 
-Kind = Literal["images", "segmentation", "text", "graphs", "nodes", "regression", "sequences", "puzzles", "flow"]
+DatasetKind = Literal["images", "segmentation", "text", "graphs", "nodes", "regression", "sequences", "puzzles", "flow"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Info:
     """
 
     name: str
-    kind: Kind
+    kind: DatasetKind
     summary: str
     counts: tuple[int, int, int]
     shape: str

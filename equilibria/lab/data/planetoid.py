@@ -103,7 +103,7 @@ class _Dtype:
         return types[self.name]
 
 
-class _Array:
+class _NdArray:
     """Replaces numpy.ndarray."""
 
     def __init__(self, *_: object) -> None:
@@ -134,9 +134,9 @@ class _Csr:
 
 STAND_INS: dict[tuple[str, str], Any] = {
     ("numpy", "dtype"): _Dtype,
-    ("numpy", "ndarray"): _Array,
-    ("numpy.core.multiarray", "_reconstruct"): _Array,
-    ("numpy._core.multiarray", "_reconstruct"): _Array,
+    ("numpy", "ndarray"): _NdArray,
+    ("numpy.core.multiarray", "_reconstruct"): _NdArray,
+    ("numpy._core.multiarray", "_reconstruct"): _NdArray,
     ("scipy.sparse.csr", "csr_matrix"): _Csr,
     ("scipy.sparse._csr", "csr_matrix"): _Csr,
     ("collections", "defaultdict"): lambda *_: {},

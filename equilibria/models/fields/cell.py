@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from equilibria.constraints import spectral_norm
-from equilibria.models.fields.filters import Kind, Waves, make_filter
+from equilibria.models.fields.filters import FieldKind, Waves, make_filter
 
 
 class SirenCell(nn.Module):
@@ -38,7 +38,7 @@ class FilterCell(nn.Module):
     f is affine in z. |h| <= 1, so f contracts in the Euclidean norm if |W| < 1.
     """
 
-    def __init__(self, kind: Kind, inputs: int, width: int, scale: float, bound: float | None) -> None:
+    def __init__(self, kind: FieldKind, inputs: int, width: int, scale: float, bound: float | None) -> None:
         super().__init__()
         self.state = _state_map(width, bound, bias=True)
         self.first = make_filter(kind, inputs, width, scale)
@@ -53,7 +53,7 @@ class FilterCell(nn.Module):
         return torch.addcmul(injected, filters, nn.functional.linear(z, self.state.weight))
 
 
-def make_cell(kind: Kind, inputs: int, width: int, scale: float, bound: float | None) -> nn.Module:
+def make_cell(kind: FieldKind, inputs: int, width: int, scale: float, bound: float | None) -> nn.Module:
     """Return the cell of a kind of field; `scale` is divided between its two functions of the coordinates."""
     each = scale / math.sqrt(2)
     if kind == "siren":

@@ -14,7 +14,7 @@ from equilibria.deq import DEQ
 from equilibria.gradients.base import Gradient
 from equilibria.gradients.phantom import JFB
 from equilibria.models.fields.cell import make_cell
-from equilibria.models.fields.filters import Kind, make_filter
+from equilibria.models.fields.filters import FieldKind, make_filter
 from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.fallback import AnySolver
 from equilibria.starts import Zeros
@@ -36,7 +36,7 @@ class FieldConfig:
              None: no bound, as published
     """
 
-    kind: Kind = "siren"
+    kind: FieldKind = "siren"
     inputs: int = 2
     outputs: int = 1
     width: int = 256
@@ -44,7 +44,7 @@ class FieldConfig:
     bound: float | None = None
 
     def __post_init__(self) -> None:
-        require(self.kind in get_args(Kind), f"kind must be one of {get_args(Kind)}, got {self.kind!r}.")
+        require(self.kind in get_args(FieldKind), f"kind must be one of {get_args(FieldKind)}, got {self.kind!r}.")
         for name in ("inputs", "outputs", "width"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}.")
         require(self.scale > 0, f"scale must be positive, got {self.scale}.")

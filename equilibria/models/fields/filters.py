@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-Kind = Literal["siren", "fourier", "gabor"]
+FieldKind = Literal["siren", "fourier", "gabor"]
 SHAPE = 3  # shape of the gamma distribution of γ, divided between the two filters of a cell
 
 
@@ -62,7 +62,7 @@ class GaborFilter(nn.Module):
         return torch.sin(self.waves(x)) * torch.exp(-0.5 * torch.relu(self.sharpness) * squares.clamp_min(0))
 
 
-def make_filter(kind: Kind, inputs: int, width: int, scale: float) -> nn.Module:
+def make_filter(kind: FieldKind, inputs: int, width: int, scale: float) -> nn.Module:
     """Return a filter for a kind of field."""
     return GaborFilter(inputs, width, scale) if kind == "gabor" else FourierFilter(inputs, width, scale)
 

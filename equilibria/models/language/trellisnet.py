@@ -16,7 +16,7 @@ from equilibria.gradients.implicit import Implicit
 from equilibria.models.language.adaptive_vocabulary import AdaptiveVocabulary, VocabularyConfig
 from equilibria.models.language.sequence import EquilibriumModel, Memory, checked, last_columns
 from equilibria.models.language.sequence_layers import linear
-from equilibria.models.language.trellis_cell import States, TrellisCell, TrellisConfig, TrellisStack
+from equilibria.models.language.trellis_cell import TrellisCell, TrellisConfig, TrellisStack, TrellisStates
 from equilibria.models.solve_options import relative_stop
 from equilibria.nn import VariationalDropout
 from equilibria.solvers.broyden import Broyden
@@ -159,7 +159,7 @@ class TrellisNet(EquilibriumModel):
             x = x * kept[tokens].unsqueeze(-1)
         return self.input_dropout(x)
 
-    def _states(self, x: Tensor, history: Memory, tapped: bool) -> list[States]:
+    def _states(self, x: Tensor, history: Memory, tapped: bool) -> list[TrellisStates]:
         """Return the states (h, c) after the layers that have a loss of their own, and last those after the last layer.
 
         Without `tapped`, and for an equilibrium, only the last are returned.
@@ -170,7 +170,7 @@ class TrellisNet(EquilibriumModel):
             return self.layer.tapped(x, history, init=(zeros, zeros), every=every)
         return [self.layer(x, history, init=(zeros, zeros))]
 
-    def _history(self, history: Memory, x: Tensor, z: States) -> Memory:
+    def _history(self, history: Memory, x: Tensor, z: TrellisStates) -> Memory:
         """Return the memory after a segment: h and c at its last position, and the last embedded tokens."""
         h, c = z
         vectors = last_columns(history[2] if history else None, x, max(self.config.dilations))

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from equilibria._core.checks import require
 from equilibria.models.reasoning.blocks import Mixer
 
-Start = Literal["fixed", "learned", "random"]
+ReasonerStart = Literal["fixed", "learned", "random"]
 NoisePer = Literal["solve", "call"]
 
 
@@ -49,12 +49,12 @@ class ReasonerConfig:
     noise: float = 0.0
     noise_per: NoisePer = "solve"
     eval_noise: bool = True
-    start: Start = "fixed"
+    start: ReasonerStart = "fixed"
 
     def __post_init__(self) -> None:
         for name in ("tokens", "positions", "width", "layers", "multiple", "h_cycles", "l_cycles"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}.")
-        for name, kind in (("mixer", Mixer), ("start", Start), ("noise_per", NoisePer)):
+        for name, kind in (("mixer", Mixer), ("start", ReasonerStart), ("noise_per", NoisePer)):
             choices = get_args(kind)
             require(getattr(self, name) in choices, f"{name} must be one of {choices}, got {getattr(self, name)!r}.")
         require(self.registers >= 0, f"registers must not be negative, got {self.registers}.")

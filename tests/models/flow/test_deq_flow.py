@@ -257,7 +257,7 @@ def test_files_keep_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", [(2, 3, 8, 8), (1, 3, 3, 8, 8), (1, 2, 3, 10, 8)])
 def test_frames_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="multiples of 4, got"):
+    with pytest.raises(ValueError, match="divisible by 4, got"):
         tiny()(torch.zeros(shape).double())
 
 

@@ -9,7 +9,7 @@ from equilibria.lab.experiments.claims import Claim, at_most, higher, value_at_m
 from equilibria.lab.experiments.definitions import Column, Experiment, Scale, Table, TableRow
 from equilibria.lab.experiments.fields.task import FieldSettings, Fitting
 from equilibria.lab.training.settings import Optimizer, Schedule, Training
-from equilibria.models.fields.filters import Kind
+from equilibria.models.fields.filters import FieldKind
 
 FIELDS = "fields"
 WIDTH, NARROW = 40, 23  # two layers of 40, and four layers of 23, have about as many weights
@@ -42,7 +42,7 @@ def experiment(row: str, scale: Scale = "full") -> Experiment[FieldSettings]:
     return Experiment(
         name=f"{FIELDS}-{row}",
         summary=f"image, sound and shape by {KINDS[kind]}, {title}",
-        settings=FieldSettings(kind=cast("Kind", kind), **{"width": width, **sizes[scale], **options}),
+        settings=FieldSettings(kind=cast(FieldKind, kind), **{"width": width, **sizes[scale], **options}),
         training=Training(
             epochs=1,
             batch_size=1,

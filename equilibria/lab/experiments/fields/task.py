@@ -21,7 +21,7 @@ from equilibria.lab.experiments.image_task import inside
 from equilibria.lab.training.settings import Training
 from equilibria.lab.training.task import Loaders, Outcome, Task
 from equilibria.models.fields.field import EquilibriumField, ExplicitField, FieldConfig
-from equilibria.models.fields.filters import Kind
+from equilibria.models.fields.filters import FieldKind
 from equilibria.solution import record
 from equilibria.solvers.krylov import GMRES
 from equilibria.stop import Stop
@@ -48,7 +48,7 @@ class FieldSettings:
     size     size of the signals, see `signal`
     """
 
-    kind: Kind = "siren"
+    kind: FieldKind = "siren"
     network: Network = "implicit"
     width: int = 40
     layers: int = 2

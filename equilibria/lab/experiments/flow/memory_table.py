@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from equilibria.analysis.memory import peak_memory
 from equilibria.lab.experiments.claims import at_most, column_at_least, column_at_most
 from equilibria.lab.experiments.definitions import Column, Experiment, Profile, Scale, Table, TableRow
-from equilibria.lab.experiments.flow.task import Batch, FlowSettings, Kind, OpticalFlow, SceneData, make_model
+from equilibria.lab.experiments.flow.task import Batch, FlowKind, FlowSettings, OpticalFlow, SceneData, make_model
 from equilibria.lab.training.settings import Training
 from equilibria.lab.training.task import Loaders, Outcome
 
 MEMORY = "flow-memory"
 DEPTHS = (6, 12, 24, 48)  # number of updates of the unrolled networks
-ROWS: dict[str, tuple[str, Kind]] = {
+ROWS: dict[str, tuple[str, FlowKind]] = {
     "deq": ("equilibrium, one-step gradient, two corrections", "jfb"),
     "unrolled": ("as many updates, back-propagated through", "unrolled"),
 }

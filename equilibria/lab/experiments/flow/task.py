@@ -26,7 +26,7 @@ from equilibria.solvers.krylov import GMRES
 from equilibria.stop import Stop
 
 Batch = tuple[Tensor, Tensor]
-Kind = Literal["jfb", "upg", "implicit", "unrolled"]
+FlowKind = Literal["jfb", "upg", "implicit", "unrolled"]
 ADJOINT = Stop(rtol=0.1, atol=0.0, max_steps=12, on_failure="ignore")
 
 
@@ -61,7 +61,7 @@ class FlowSettings:
 
     data: SceneData = field(default_factory=SceneData)
     config: FlowConfig = FLOW_CONFIGS["nano"]
-    kind: Kind = "jfb"
+    kind: FlowKind = "jfb"
     depth: int = 12
     corrections: int = 2
     correction_steps: int = 1

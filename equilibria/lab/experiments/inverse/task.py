@@ -29,7 +29,7 @@ from equilibria.solvers.krylov import GMRES
 from equilibria.stop import Stop
 
 Batch = tuple[Tensor, Tensor]
-Method = Literal["proximal", "hqs", "admm", "tv", "ista"]
+InverseMethod = Literal["proximal", "hqs", "admm", "tv", "ista"]
 ADJOINT = Stop(rtol=3e-2, max_steps=30, on_failure="ignore")
 EVALUATION = Stop(rtol=1e-5, max_steps=300, on_failure="ignore")
 DEPTHS = (5, 10, 30, 100)  # numbers of steps at which the error is measured
@@ -48,7 +48,7 @@ class InverseSettings:
     valid    number of tiles for the choice of settings; `test` is the number of test tiles
     """
 
-    method: Method = "proximal"
+    method: InverseMethod = "proximal"
     depth: int | None = None
     plugged: bool = False
     size: int = 24

@@ -30,7 +30,7 @@ from equilibria.solvers.tableaus import Method as RungeKutta
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResidualSettings(ImageSettings):
+class ImplicitResNetSettings(ImageSettings):
     """Settings of an implicit ResNet.
 
     kind       dataset whose published network is used
@@ -50,10 +50,10 @@ class ResidualSettings(ImageSettings):
     contract: bool = True
 
 
-class Residual(ImageTask):
+class ImplicitResNetTask(ImageTask):
     """Trains an implicit ResNet and keeps its cell a contraction."""
 
-    def __init__(self, settings: ResidualSettings) -> None:
+    def __init__(self, settings: ImplicitResNetSettings) -> None:
         super().__init__(settings.data)
         self.settings = settings
         self._last: Solution | None = None  # solution of the current step, from `loss` to `improve`

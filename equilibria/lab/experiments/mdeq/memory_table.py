@@ -31,8 +31,8 @@ MEMORY = "mdeq-memory"
 DEPTHS = (5, 10, 20, 40, 80)  # number of steps of the unrolled networks
 NEVER = 1e-30  # a tolerance that no solve reaches, so that it takes all its steps
 DIRECTIONS = 4  # directions that GMRES keeps in the row with a fixed number
-Kind = Literal["implicit", "implicit-default", "upg", "bptt", "checkpointed", "revnet"]
-_TITLES: dict[Kind, str] = {
+MemoryKind = Literal["implicit", "implicit-default", "upg", "bptt", "checkpointed", "revnet"]
+_TITLES: dict[MemoryKind, str] = {
     "implicit": f"DEQ, implicit, GMRES of {DIRECTIONS} directions",
     "implicit-default": "DEQ, implicit, GMRES of 4 to 20, the default",
     "upg": "DEQ, UPG of 5 steps",
@@ -47,7 +47,7 @@ class MemorySettings(ImageSettings):
     """Settings: a model whose solver takes exactly d steps is measured for every d in `depths`."""
 
     model: MDEQOptions = field(default_factory=MDEQOptions)
-    kind: Kind = "implicit"
+    kind: MemoryKind = "implicit"
     depths: tuple[int, ...] = DEPTHS
 
 
@@ -115,7 +115,7 @@ def _train(model: nn.Module, batch: Batch) -> None:
     torch.autograd.grad(judged(scores, y)[0], list(model.parameters()), allow_unused=True)
 
 
-def experiment(kind: Kind, scale: Scale = "full") -> Experiment[Any]:
+def experiment(kind: MemoryKind, scale: Scale = "full") -> Experiment[Any]:
     """Return the experiment of a row: one gradient method at every depth."""
     digits = ImageData(name="digits", train=32, test=32)
     images = {"debug": digits, "reduced": ImageData(name="cifar10", train=32, test=32, size=16)}

@@ -29,8 +29,8 @@ from equilibria.solvers.anderson import Anderson
 
 PROBED = 16  # number of images of a batch on which gradients are compared
 
-Solving = Literal["broyden", "anderson", "picard", "tsit5"]
-Differentiating = Literal["implicit", "upg", "npg", "jfb", "bptt"]
+MDEQSolverName = Literal["broyden", "anderson", "picard", "tsit5"]
+MDEQGradientName = Literal["implicit", "upg", "npg", "jfb", "bptt"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +48,10 @@ class MDEQOptions:
 
     size: str = "nano"
     variant: Variant = "vanilla"
-    solver: Solving = "broyden"
+    solver: MDEQSolverName = "broyden"
     relaxation: float = 1.0
     together: bool = False
-    gradient: Differentiating = "implicit"
+    gradient: MDEQGradientName = "implicit"
     phantom_steps: int = 5
     damping: float = 0.5
     dropout: float | None = None

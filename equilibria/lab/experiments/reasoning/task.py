@@ -39,7 +39,7 @@ from equilibria.solvers.krylov import GMRES
 from equilibria.stop import Stop
 
 Batch = tuple[Tensor, Tensor]
-Kind = Literal["jfb", "exact", "bptt", "stack"]
+ReasonerKind = Literal["jfb", "exact", "bptt", "stack"]
 EXACT_STEPS = 12  # number of products with the Jacobian in the adjoint solve of the exact gradient
 
 
@@ -106,7 +106,7 @@ class ReasoningSettings:
 
     data: PuzzleData = field(default_factory=PuzzleData)
     config: ReasonerConfig = field(default_factory=ReasonerConfig)
-    kind: Kind = "jfb"
+    kind: ReasonerKind = "jfb"
     stack_layers: int = 1
     unrolled: int = 8
     halt_by: By = "head"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from equilibria._core.checks import require
 from equilibria.models.images.inverse.operators import Operator
 
-Pair = tuple[Tensor, Tensor]
+StatePair = tuple[Tensor, Tensor]
 
 
 class ReconstructionCell(Protocol):
@@ -19,11 +19,11 @@ class ReconstructionCell(Protocol):
 
     operator: Operator
 
-    def start(self, y: Tensor) -> Tensor | Pair:
+    def start(self, y: Tensor) -> Tensor | StatePair:
         """Return the state from which the solve starts."""
         ...
 
-    def image(self, z: Tensor | Pair) -> Tensor:
+    def image(self, z: Tensor | StatePair) -> Tensor:
         """Return the reconstructed image in a state."""
         ...
 
@@ -50,7 +50,7 @@ class ProximalGradient(nn.Module):
     def start(self, y: Tensor) -> Tensor:
         return self.operator.adjoint(y).detach()
 
-    def image(self, z: Tensor | Pair) -> Tensor:
+    def image(self, z: Tensor | StatePair) -> Tensor:
         assert isinstance(z, Tensor)
         return z
 
@@ -79,7 +79,7 @@ class HQS(nn.Module):
     def start(self, y: Tensor) -> Tensor:
         return self.operator.adjoint(y).detach()
 
-    def image(self, z: Tensor | Pair) -> Tensor:
+    def image(self, z: Tensor | StatePair) -> Tensor:
         assert isinstance(z, Tensor)
         return z
 
@@ -107,18 +107,18 @@ class ADMM(nn.Module):
         self.operator, self.regularizer = operator, regularizer
         self.log_weight = nn.Parameter(torch.tensor(math.log(weight)))
 
-    def start(self, y: Tensor) -> Pair:
+    def start(self, y: Tensor) -> StatePair:
         x = self.operator.adjoint(y).detach()
         return x, torch.zeros_like(x)
 
-    def image(self, z: Tensor | Pair) -> Tensor:
+    def image(self, z: Tensor | StatePair) -> Tensor:
         return z[0]
 
     def prepare(self, y: Tensor) -> Tensor:
         """Return weight A' y, which does not depend on the state."""
         return self.log_weight.exp() * self.operator.adjoint(y)
 
-    def forward(self, state: Pair, injected: Tensor) -> Pair:
+    def forward(self, state: StatePair, injected: Tensor) -> StatePair:
         z, u = state
         x = self.operator.regularized_inverse(z - u + injected, self.log_weight.exp())
         after: Tensor = self.regularizer(x + u)
@@ -142,18 +142,18 @@ class TotalVariation(nn.Module):
         self.dual = 1 / math.sqrt(8)
         self.primal = 1 / (operator.squared_norm() / 2 + 8 * self.dual)
 
-    def start(self, y: Tensor) -> Pair:
+    def start(self, y: Tensor) -> StatePair:
         x = self.operator.adjoint(y).detach()
         return x, differences(torch.zeros_like(x))
 
-    def image(self, z: Tensor | Pair) -> Tensor:
+    def image(self, z: Tensor | StatePair) -> Tensor:
         return z[0]
 
     def prepare(self, y: Tensor) -> Tensor:
         """Return A' y, which does not depend on the state."""
         return self.operator.adjoint(y)
 
-    def forward(self, state: Pair, backprojected: Tensor) -> Pair:
+    def forward(self, state: StatePair, backprojected: Tensor) -> StatePair:
         x, p = state
         gradient = self.operator.adjoint(self.operator(x)) - backprojected + differences_adjoint(p)
         after = x - self.primal * gradient
