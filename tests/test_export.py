@@ -110,7 +110,7 @@ def test_failures_are_reported_and_change_no_other_sample(model: nn.Module, prog
     assert converged.tolist() == [True, True, False, True, True]
 
 
-def test_a_solve_is_one_loop_and_not_its_steps(program: ExportedProgram) -> None:
+def test_a_solve_is_exported_as_one_loop(program: ExportedProgram) -> None:
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
     assert sum(node.target is torch.ops.higher_order.while_loop for node in nodes) == 2
     # the start, the first step, which precedes the loop, and the step that JFB adds to the answer
@@ -230,13 +230,13 @@ class Outer(TanhCell):
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
-def test_layers_that_cannot_be_exported_say_why(options: dict[str, Any], message: str) -> None:
+def test_layers_that_cannot_be_exported_raise_with_the_cause(options: dict[str, Any], message: str) -> None:
     model = nn.Sequential(eq.DEQ(**{"cell": TanhCell(N), **options})).eval()
     with pytest.raises((TypeError, ValueError), match=message):
         export(model, inputs(4, N))
 
 
-def test_examples_that_cannot_be_followed_say_why(model: nn.Module) -> None:
+def test_invalid_examples_raise_with_the_cause(model: nn.Module) -> None:
     with pytest.raises(ValueError, match=r"holds 1 samples.*two samples or more"):
         export(model, inputs(1, N))
     with pytest.raises(ValueError, match="has no tensor with a batch dimension"):
@@ -348,7 +348,7 @@ def test_an_old_torch_is_refused_before_anything_is_written(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("scale", [1e-35, 1e-24, 1e-16, 1e22])
-def test_states_whose_squares_leave_the_dtype_do_not_claim_to_converge(scale: float) -> None:
+def test_states_whose_squares_leave_the_dtype_are_not_marked_converged(scale: float) -> None:
     class Cell(nn.Module):
         def forward(self, z: Tensor, x: Tensor) -> Tensor:
             return 0.7 * z + x

@@ -1,4 +1,4 @@
-"""Carried rows and halting."""
+"""Carry and Halting: rows that are kept over training steps, and the rules by which they halt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def batch(values: list[float]) -> tuple[Tensor, Tensor]:
     return torch.tensor(values), torch.tensor(values) * 10
 
 
-def test_rows_are_replaced_as_they_halt_and_the_others_go_on() -> None:
+def test_rows_are_replaced_when_they_halt_and_other_rows_continue() -> None:
     carry = eq.looped.Carry()
     (x, y), state = carry.admit(batch([1, 2, 3]), start)
     assert x.tolist() == [1, 2, 3] and not state.any()

@@ -1,4 +1,4 @@
-"""Language modelling: memory from segment to segment, perplexity over a split, and what else is measured."""
+"""Language modelling: memory from segment to segment, perplexity over a split, and further measurements."""
 
 from __future__ import annotations
 

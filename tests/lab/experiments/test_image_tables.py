@@ -1,4 +1,4 @@
-"""The vision experiments: every row runs in debug scale, and the parts that a mistake would hide in."""
+"""The vision experiments: every row at debug scale; images, contraction, penalties and measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts: the rows of the table of LION, what they leave alone, and pruning across a break."""
+"""The table of LION: its rows, the frozen backbone, and pruning that resumes after an interruption."""
 
 from __future__ import annotations
 

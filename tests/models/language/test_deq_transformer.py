@@ -23,7 +23,7 @@ from equilibria.models.language.relative_attention import RelativeAttention, out
 from equilibria.models.language.sequence import GRUModel, SequenceModel, generate, unrolled_pretraining
 from equilibria.models.language.transformer_cell import TransformerCell
 from equilibria.models.language.transformer_configs import TRANSFORMER_CONFIGS, TRANSFORMER_XL_CONFIGS, TransformerConfig
-from tests.models.learning import check_that_it_learns_by_heart
+from tests.models.learning import check_that_it_fits_one_batch
 
 TOKENS = 11
 SMALL = TransformerConfig(
@@ -349,7 +349,7 @@ def test_a_start_at_the_mean_of_the_memory_ends_at_the_same_equilibrium() -> Non
 
 @pytest.mark.parametrize("checkpoint", ["sqrt", "recursive"])
 @pytest.mark.parametrize("build", [lambda **o: small(DRAWN, depth=5, **o), lambda **o: stack(layers=5, **o)])
-def test_checkpoints_leave_the_gradient_as_it_is(build: Any, checkpoint: str) -> None:
+def test_checkpoints_do_not_change_the_gradient(build: Any, checkpoint: str) -> None:
     gradients = []
     for model in (build(), build(checkpoint=checkpoint)):
         torch.manual_seed(3)
@@ -437,7 +437,7 @@ def test_states_and_losses_keep_their_precision_under_autocast(style: str) -> No
 
 
 @pytest.mark.parametrize("name", ["post", "pre", "clusters", "weight-tied", "standard pre", "untied", "gru"])
-def test_a_model_learns_one_batch_by_heart_and_round_trips(name: str) -> None:
+def test_a_model_fits_one_batch_and_round_trips(name: str) -> None:
     def build() -> SequenceModel:
         if name == "gru":
             return GRUModel(TOKENS, 16)
@@ -448,7 +448,7 @@ def test_a_model_learns_one_batch_by_heart_and_round_trips(name: str) -> None:
         config = replace(style, **wide, forward_steps=10, backward_steps=10)  # type: ignore[arg-type]
         return DEQTransformer(config, depth=None if name in STYLES else 3)
 
-    check_that_it_learns_by_heart(build, torch.arange(10).view(2, 5))
+    check_that_it_fits_one_batch(build, torch.arange(10).view(2, 5))
 
 
 # generating
@@ -469,7 +469,7 @@ def test_text_is_drawn_the_same_under_one_generator(name: str) -> None:
             assert torch.equal(model(greedy[:, :-1])[0].argmax(-1)[:, 2:], greedy[:, 3:])
 
 
-def test_colder_text_is_more_probable() -> None:
+def test_text_at_a_lower_temperature_is_more_probable() -> None:
     model = lively(GRUModel(TOKENS, 9))
     prompt = torch.zeros(500, 1, dtype=torch.int64)
     scores = torch.log_softmax(model(prompt)[0][0, 0], -1)
