@@ -97,6 +97,7 @@ class Breadth:
         return self._best(parts, batch, evaluated)
 
     def _layer(self) -> DEQ:
+        # a new layer, so that the settings of the given one are not changed
         deq = self.deq
         stop = self.stop or (deq.stop if deq.training or deq.eval_stop is None else deq.eval_stop)
         return DEQ(deq.cell, deq.init, deq.solver, stop, deq.gradient)

@@ -71,7 +71,7 @@ class Carry:
         finite = torch.stack([torch.isfinite(leaf).flatten(1).all(dim=1) for leaf in pytree.tree_leaves(state)]).all(dim=0)
         self._rows = self._rows[0], state
         self.steps = self.steps + 1
-        self.halted = halted | ~finite
+        self.halted = halted | ~finite  # a state that is not finite would never recover
 
     def state_dict(self) -> dict[str, Any]:
         """Return samples, states and step counts as tensors, for a checkpoint."""
@@ -97,4 +97,5 @@ def _replaced(held: tuple[Any, Any], batch: Any, free: Tensor, start: Callable[[
         return held
     taken = pytree.tree_map(lambda leaf: leaf.index_select(0, free), batch)
     fresh = taken, pytree.tree_map(torch.Tensor.detach, start(taken))
+    # under autocast the dtype of a new state may differ from that of the held ones
     return pytree.tree_map(lambda old, new: old.to(new.dtype).index_copy(0, free, new), held, fresh)

@@ -56,7 +56,7 @@ class Diagnosis:
         Needs matplotlib, which comes with the extra `train`. Every file is written atomically. The page shows the date, the
         versions and, if given, the `command` that wrote it.
         """
-        from equilibria.analysis.diagnosis.page import page, pictures
+        from equilibria.analysis.diagnosis.page import page, pictures  # here, since it needs matplotlib
 
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -107,6 +107,7 @@ def diagnose(model: nn.Module, batch: Any, *, restarts: int = 0, labels: Tensor 
     wrong = None
     if labels is not None:
         layers = [part for part in model.modules() if isinstance(part, DEQ)]
+        # the answers are compared with the labels in a run that leaves buffers, random state and warnings as they were
         with untouched(model, batch), torch.no_grad(), muted(layers):
             wrong = wrong_answers(model(*batch) if isinstance(batch, (tuple, list)) else model(batch), labels)
     examinations = [_examined(name, call, restarts, wrong) for name, call in calls.items()]

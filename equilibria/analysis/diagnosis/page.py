@@ -140,7 +140,7 @@ def _steps(e: Examination, axes: Axes) -> bool:
 
 def _radius(e: Examination, axes: Axes) -> bool:
     """Plot a histogram of the spectral radii."""
-    radii = [radius for radius in e.radius.radius if radius == radius]
+    radii = [radius for radius in e.radius.radius if radius == radius]  # without nan, which has no place on the axis
     if not radii:
         return False
     axes.hist(radii, bins=min(30, max(5, len(radii) // 2)), color=COLOURS[0])

@@ -157,7 +157,7 @@ def _examined(case: Case, method: Method, judge: Judge) -> MethodResult:
         found = tighten(case, method, judge)
         outcome = replace(outcome, tol=found.tol, residual=_finite(found.residual))
         if not found.reached:
-            return replace(outcome, failure=f"residual {found.residual:.1e}, required {case.rtol:.0e}")
+            return replace(outcome, failure=f"not reached: residual {found.residual:.1e}, required {case.rtol:.0e}")
         agreement = judge.gradient(method.step(case, found.tol)[1])
         work = count(case, method, found.tol)
         outcome = replace(outcome, work=work if work.calls else None)  # the hooks do not see the calls of another framework

@@ -85,6 +85,7 @@ def check_data(names: Names = None, data: DataRoot = None, as_json: AsJson = Fal
     """
     _check_names(names or [])
     states = {name: check(name, data) for name in names or data_names()}
+    # without names all datasets are checked, most of which a user has not fetched
     bad = {FileState.DIFFERS, FileState.MISSING} if names else {FileState.DIFFERS}
     if as_json:
         show_json({name: {path: state.value for path, state in files.items()} for name, files in states.items()})

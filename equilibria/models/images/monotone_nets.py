@@ -192,7 +192,7 @@ class MonotoneNet(nn.Module):
         """
         x = self.config.prepared(images)
         deq: Any = self.layer.deq
-        start = self.splitting.start(x)
+        start = self.splitting.start(x)  # the same start for every alpha, so that the numbers of steps compare
         return tune_alpha(self.splitting, lambda: deq.solve(x, init=start).stats.steps.max(), largest)
 
 

@@ -62,7 +62,7 @@ class SkipSolver:
             solver=self.method,
             history=self.history,
             first_step=self.first_step,
-            directions=self.adjoint_steps,
+            directions=self.adjoint_steps,  # GMRES keeps all of them, and never restarts
         )
 
     def published_count(self, stats: Stats, variant: Variant) -> int:

@@ -44,7 +44,7 @@ def activation_penalty(parts: TrellisParts, alpha: float, beta: float) -> Tensor
     """Return alpha mean(dropped^2) + beta mean((output_{t+1} - output_t)^2) (Merity, McCann and Socher 2017)."""
     penalty = alpha * parts.dropped.square().mean()
     if parts.output.shape[1] < 2:
-        return penalty
+        return penalty  # a single position has no change, and the mean over none would be nan
     return penalty + beta * parts.output.diff(dim=1).square().mean()
 
 
@@ -173,6 +173,7 @@ class TrellisNet(EquilibriumModel):
     def _history(self, history: Memory, x: Tensor, z: TrellisStates) -> Memory:
         """Return the memory after a segment: h and c at its last position, and the last embedded tokens."""
         h, c = z
+        # a layer of dilation s needs the s vectors before a segment
         vectors = last_columns(history[2] if history else None, x, max(self.config.dilations))
         return last_columns(None, h, 1), last_columns(None, c, 1), vectors
 

@@ -80,7 +80,7 @@ def test_a_failing_method_is_recorded_with_the_reason_and_not_timed(results: Ben
     (case,) = results.cases
     reasons = {outcome.method: outcome.failure for outcome in case.outcomes if outcome.failure}
     assert reasons == {
-        Lazy.name: "not reached: residual 1.0e+00, 1e-03 asked for",
+        Lazy.name: "not reached: residual 1.0e+00, required 1e-03",
         Broken.name: "RuntimeError: no gradient today in ...",
         NotFinite.name: "its gradient is not finite",
     }

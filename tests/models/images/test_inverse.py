@@ -230,7 +230,7 @@ def test_a_denoiser_of_deepinv_is_called_with_its_level_of_noise() -> None:
 def test_invalid_arguments_of_inverse_problems_raise() -> None:
     with pytest.raises(ValueError, match="odd side"):
         models.Blur(torch.ones(2, 2), (SIZE, SIZE))
-    with pytest.raises(ValueError, match="A linear physics has A_adjoint"):
+    with pytest.raises(ValueError, match="A linear physics needs the method A_adjoint"):
         models.DeepinvOperator(type("Half", (), {"A": lambda self, x: x})(), 1.0)
     with pytest.raises(ValueError, match="share must be in"):
         models.random_mask((4, 4), 0.0)
@@ -245,5 +245,5 @@ def test_invalid_arguments_of_inverse_problems_raise() -> None:
         def squared_norm(self) -> float:
             return 1.0
 
-    with pytest.raises(NotImplementedError, match="use ProximalGradient"):
+    with pytest.raises(NotImplementedError, match="Use ProximalGradient"):
         models.HQS(Bare(), denoiser())(image(), image())

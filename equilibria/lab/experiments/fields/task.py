@@ -92,6 +92,7 @@ class Fitting(Task[Batch]):
 
     def loss(self, model: nn.Module, batch: Batch, step: int) -> Outcome:
         values, self.states = model(self.states, self.settings.size)
+        # the sum of independent losses has the gradient of each alone
         return Outcome(sum(self._errors(values).values(), torch.zeros(())))
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
@@ -99,6 +100,7 @@ class Fitting(Task[Batch]):
         with torch.no_grad(), record(fields) as solutions:
             errors = self._errors(fields({}, self.settings.size)[0])
         found: dict[str, Tensor | float] = {f"psnr_{name}": decibels(error) for name, error in errors.items()}
+        # a mean of decibels, because a mean of errors would be dominated by the hardest signal
         found["psnr"] = sum(found.values(), torch.zeros(())) / len(errors)
         if solutions:
             found["failed"] = torch.cat([s.stats.failed.float() for s in solutions]).mean()

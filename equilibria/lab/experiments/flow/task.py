@@ -74,7 +74,7 @@ class FlowSettings:
 
 
 class OpticalFlow(Task[Batch]):
-    """Trains on the mean distance of flows, of intermediate iterates too, and measures end-point errors along videos."""
+    """Trains on the mean absolute error of flows, of intermediate iterates too; measures end-point errors along videos."""
 
     better = ("epe", "min")
 
@@ -111,7 +111,7 @@ class OpticalFlow(Task[Batch]):
         metrics: dict[str, Tensor | float] = {"epe": end_point_error(flows, truth)}
         mask = y[:, :, 2] > 0
         metrics["epe_visible"] = torch.where(mask, _distances(flows, truth), 0).sum() / mask.sum().clamp_min(1)
-        metrics["epe_zero"] = end_point_error(torch.zeros_like(truth), truth)
+        metrics["epe_zero"] = end_point_error(torch.zeros_like(truth), truth)  # the error of a model that predicts no motion
         if solutions:
             metrics |= _costs("cold", solutions, len(y))
             with record(net) as solutions:
@@ -161,6 +161,7 @@ def _costs(name: str, solutions: list[Any], rows: int) -> dict[str, Tensor | flo
     """Return the evaluations of each pair of frames, their mean over all but the first, and the failed solves."""
     counts = [s.stats.sample_evaluations / rows for s in solutions]
     found: dict[str, Tensor | float] = {f"nfe_{name}_{i + 1}": count for i, count in enumerate(counts)}
+    # the first pair has no warm start, and is left out of both means so that they compare the same pairs
     found[f"nfe_{name}"] = sum(counts[1:]) / max(len(counts) - 1, 1)
     found[f"failed_{name}"] = torch.stack([s.stats.failed.float().mean() for s in solutions]).mean()
     return found

@@ -75,7 +75,7 @@ class Deblurring(Task[Batch]):
     def batches(self, root: Path | None, training: Training, rank: int, world_size: int) -> Loaders[Batch]:
         """Return the tiles with measurements; the noise is drawn in every training step, and fixed for other splits."""
         s, tiles = self.settings, photograph_tiles(self.settings.size)
-        first = s.test + s.valid
+        first = s.test + s.valid  # held-out tiles come first, so that they do not change with the number of training tiles
         train = tiles[first : None if s.most is None else first + s.most].repeat(s.repeats, 1, 1, 1)
         place: dict[str, Any] = {"rank": rank, "world_size": world_size}
         batches = Batches(Split(train, train), training.batch_size, seed=training.seed, drop_last=True, **place)
@@ -114,6 +114,7 @@ class Deblurring(Task[Batch]):
         return Outcome(error, found, len(x))
 
     def summarise(self, means: dict[str, float]) -> dict[str, float]:
+        # a PSNR is computed from the mean error over the split; a mean of PSNRs over batches would depend on the batches
         errors = {name: value for name, value in means.items() if name.startswith("mse")}
         return means | {f"psnr{name[3:]}": float(-10 * torch.tensor(value).log10()) for name, value in errors.items()}
 
@@ -132,7 +133,7 @@ class Deblurring(Task[Batch]):
             with torch.enable_grad():
                 torch.autograd.grad(nn.functional.mse_loss(model(y), x), weights, allow_unused=True)
 
-        train()
+        train()  # a first step allocates what is kept permanently
         return float(peak_memory(train))
 
 

@@ -66,6 +66,7 @@ class ImplicitResNetTask(ImageTask):
     def loss(self, model: nn.Module, batch: Batch, step: int) -> Outcome:
         with record(model) as solutions:
             outcome = super().loss(model, batch, step)
+        # the explicit twin has no solution, and nothing to contract
         self._last = solutions[0] if solutions and self.settings.contract else None
         return outcome
 
@@ -73,7 +74,7 @@ class ImplicitResNetTask(ImageTask):
         super().improve(model, optimizer)
         if self._last is not None:
             inside(model, ImplicitResNet).contract_(self._last)
-            self._last = None
+            self._last = None  # a solution keeps its graph and inputs alive
 
     def _config(self) -> ImplicitResNetConfig:
         """Return the configuration of the network."""

@@ -127,6 +127,7 @@ class Reasoning(Task[Batch]):
 
     def __init__(self, settings: ReasoningSettings) -> None:
         s = self.settings = settings
+        # rows of unrolled models are replaced in every step, because one step computes their whole answer
         steps = s.max_steps if s.kind in ("jfb", "exact") else 1
         self.halting = Halting(by=s.halt_by, stop=Stop(rtol=s.rtol), max_steps=steps, explore=s.explore)
         self.carry = Carry(stagger=steps)
@@ -142,9 +143,8 @@ class Reasoning(Task[Batch]):
         if s.kind == "exact":
             stop = recursions(s.config.h_cycles)
             gradient = Implicit(solver=GMRES(restart=EXACT_STEPS), stop=relative_stop(1e-2, EXACT_STEPS))
-        direct = (
-            s.kind == "jfb" and not s.jacobian_weight
-        )  # the penalty needs a recorded solution, which a direct step does not have
+        # the penalty needs a recorded solution, which a direct step does not have
+        direct = s.kind == "jfb" and not s.jacobian_weight
         return Reasoner(s.config, stop=stop, gradient=gradient, direct=direct)
 
     def batches(self, root: Path | None, training: Training, rank: int, world_size: int) -> Loaders[Batch]:
@@ -209,7 +209,7 @@ class Reasoning(Task[Batch]):
         return self.carry.state_dict()
 
     def resume(self, state: Any) -> None:
-        pair = torch.zeros(0), torch.zeros(0)
+        pair = torch.zeros(0), torch.zeros(0)  # samples (x, y) and states (z_H, z_L) are pairs of tensors
         self.carry.load_state_dict(state, (pair, pair))
 
     def _plain(self, model: nn.Module, batch: Batch) -> Outcome:

@@ -59,7 +59,7 @@ class Inversion(Denoising):
         net, images = inside(model, Denoiser), batch[0][: self.settings.samples]
         frozen = [p for p in net.parameters() if p.requires_grad]
         for p in frozen:
-            p.requires_grad_(False)
+            p.requires_grad_(False)  # only the noise is trained; gradients of weights would add time and memory
         try:
             with torch.enable_grad():
                 found = self._invert(net, images)
@@ -82,6 +82,7 @@ class Inversion(Denoising):
             forward, backward = forward + costs[0], backward + costs[1]
             optimizer.step()
         seconds = (time.thread_time() - begin) / self.settings.iterations
+        # memory is measured in a separate iteration, because the profiler slows the timed ones down
         work: Callable[[], object] = partial(self._step, sampler, noise, images, chain)
         return {
             "mse_first": first,

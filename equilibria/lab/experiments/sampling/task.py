@@ -83,6 +83,7 @@ class Sampling(Denoising):
         for exponent in self.settings.exponents:
             sampler = self.sampler(net, 10.0**-exponent)
             solution, chain = sampler.solve(noise), sampler.sequential(noise)
+            # one more call than the solver's evaluations: the velocity of the noise is computed before the solve
             found[f"rounds_{exponent}"] = 1.0 + solution.stats.evaluations
             found[f"calls_{exponent}"] = 1 / sampler.steps + solution.stats.sample_evaluations / len(noise)
             found[f"error_{exponent}"] = relative_error(torch.as_tensor(solution.z)[:, -1], chain[:, -1]).max()
