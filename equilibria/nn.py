@@ -76,7 +76,7 @@ class VariationalDropout(nn.Module):
         if mask.shape != self._size(x):
             raise ValueError(
                 f"VariationalDropout drew a mask of shape {tuple(mask.shape)} in this solve and now got a tensor of shape "
-                f"{tuple(x.shape)}: give every place in the cell a module of its own."
+                f"{tuple(x.shape)}. Use a separate module for every place in the cell."
             )
         return x * mask.to(x.dtype)
 

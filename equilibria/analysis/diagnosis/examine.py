@@ -265,7 +265,7 @@ class _Examiner:
         # copy.copy shares this dict, so that a new cell of the twin would become the layer's own
         twin.__dict__["_modules"] = dict(self.deq._modules)
         try:
-            with CellMeter(GRADIENT_SECONDS).watch(self.deq.cell) as cell, warnings.catch_warnings(record=True) as told:
+            with CellMeter(GRADIENT_SECONDS).watch(self.deq.cell) as cell, warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", ConvergenceWarning)
                 if cell is not self.deq.cell:
                     twin.cell = cell
@@ -273,7 +273,7 @@ class _Examiner:
         except OutOfTime:
             self.out_of_time.append("the comparison of gradients")
             return []
-        self.reference_problem = next((str(each.message) for each in told if "exact gradient" in str(each.message)), None)
+        self.reference_problem = next((str(each.message) for each in caught if "exact gradient" in str(each.message)), None)
         return agreements
 
     def try_again(self) -> CellTrial:

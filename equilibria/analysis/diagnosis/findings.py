@@ -253,7 +253,7 @@ def _tail(e: Examination) -> Finding | None:
         f"The slowest sample takes {steps[-1]} steps, the median {median}; {e.forward.sample_evaluations} rows were "
         f"evaluated in {e.forward.evaluations} runs.",
         "eq.Fallback(eq.Picard(), eq.Anderson(), eq.Newton()) spends strong solvers on hard samples alone; eq.Remember() "
-        "starts known samples where they ended.",
+        "starts known samples at their last equilibrium.",
     )
 
 

@@ -41,7 +41,7 @@ class TrellisConfig:
     word_dropout     share of the vocabulary whose vectors are set to zero in a forward pass
     weight_drop      share of the entries of W2 that are dropped, in the half that multiplies h_{t-s}
     experts          number of softmaxes in the mixture; 1: a plain softmax
-    auxiliary_every  in the explicit network, every so many layers have a loss of their own; None: only the last
+    auxiliary_every  number of layers of the explicit network from one loss to the next; None: only the last layer has a loss
     auxiliary_weight weight of these losses in the recipe
     tolerance, forward_steps, backward_steps  of the solves, unless a stop and a gradient are given
     pretraining_depth   applications of the cell in unrolled pre-training

@@ -160,7 +160,7 @@ class TrellisNet(EquilibriumModel):
         return self.input_dropout(x)
 
     def _states(self, x: Tensor, history: Memory, tapped: bool) -> list[TrellisStates]:
-        """Return the states (h, c) after the layers that have a loss of their own, and last those after the last layer.
+        """Return the states (h, c) after all layers that have their own loss, and last those after the last layer.
 
         Without `tapped`, and for an equilibrium, only the last are returned.
         """
