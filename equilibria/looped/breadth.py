@@ -80,7 +80,7 @@ class Breadth:
 
     @torch.no_grad()
     def __call__(self, *inputs: Any) -> BreadthSolution:
-        """Return the kept equilibria, without a graph."""
+        """Solve all starts and return the kept equilibria, without a graph."""
         layer, batch = self._layer(), len(pytree.tree_leaves(inputs)[0])
         rows = torch.arange(batch, device=pytree.tree_leaves(inputs)[0].device)
         parts: list[_Round] = []
@@ -97,19 +97,21 @@ class Breadth:
         return self._best(parts, batch, evaluated)
 
     def _layer(self) -> DEQ:
+        """Return the layer with the stop of these solves."""
         # a new layer, so that the settings of the given one are not changed
         deq = self.deq
         stop = self.stop or (deq.stop if deq.training or deq.eval_stop is None else deq.eval_stop)
         return DEQ(deq.cell, deq.init, deq.solver, stop, deq.gradient)
 
     def _rounds(self) -> Iterator[int]:
+        """Yield the number of starts of each round."""
         first = self.starts if self.first is None else self.first
         yield first
         if first < self.starts:
             yield self.starts - first
 
     def _best(self, parts: list[_Round], batch: int, evaluated: int) -> BreadthSolution:
-        """Join the rounds, and select one start per sample."""
+        """Join the rounds, and select for each sample the start that `keep` prefers."""
         leaves, structure = pytree.tree_flatten(parts[0].solution.z)
         wide = [_table(parts, batch, self.starts, i) for i in range(len(leaves))]  # (starts, batch, ...) each
         residual = _filled(parts, batch, self.starts, lambda part: part.residual, torch.inf)
@@ -144,7 +146,7 @@ class Breadth:
         )
 
     def _answers(self, wide: list[Tensor], structure: Any) -> Tensor:
-        """Return the answers, (starts, batch, n); those of starts that were not run are meaningless."""
+        """Return the answers of all starts, (starts, batch, n); those of starts that were not run have no meaning."""
         assert self.answer is not None
         starts, batch = wide[0].shape[:2]
         found = self.answer(pytree.tree_unflatten([leaf.flatten(0, 1) for leaf in wide], structure))
@@ -162,7 +164,7 @@ class _Round:
 
     @property
     def residual(self) -> Tensor:
-        """The relative residuals, (count, rows); inf where they are not finite."""
+        """The relative residuals, (count, rows); inf if not finite."""
         found = self.solution.stats.residual.view(self.count, -1)
         return torch.where(torch.isfinite(found), found, torch.inf)
 
@@ -172,7 +174,7 @@ class _Round:
 
 
 def _repeated(inputs: Any, rows: Tensor, batch: int, count: int) -> Any:
-    """Return the inputs of these rows, repeated `count` times: all rows, then all rows again."""
+    """Repeat the inputs of these rows `count` times, one copy of the batch after the other."""
 
     def repeat(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != batch:
@@ -183,6 +185,7 @@ def _repeated(inputs: Any, rows: Tensor, batch: int, count: int) -> Any:
 
 
 def _check_starts(s: Solution, count: int) -> None:
+    """Raise ValueError if the first two starts of every sample are the same."""
     if count < 2:
         return
     packed = s.layout.pack(s.z0).detach()
@@ -195,7 +198,7 @@ def _check_starts(s: Solution, count: int) -> None:
 
 
 def _table(parts: list[_Round], batch: int, starts: int, leaf: int) -> Tensor:
-    """Return tensor number `leaf` of the state for all starts, (starts, batch, ...); zeros where a start was not run."""
+    """Return a tensor of the state for all starts, (starts, batch, ...); zeros where a start was not run."""
     found = [pytree.tree_leaves(part.solution.z)[leaf] for part in parts]
     wide = found[0].new_zeros(starts, batch, *found[0].shape[1:])
     for part, z in zip(parts, found, strict=True):
@@ -204,7 +207,7 @@ def _table(parts: list[_Round], batch: int, starts: int, leaf: int) -> Tensor:
 
 
 def _filled(parts: list[_Round], batch: int, starts: int, what: Callable[[_Round], Tensor], missing: Any) -> Tensor:
-    """Return a value per start and sample, (starts, batch), with `missing` where a start was not run."""
+    """Return what(round) for all starts, (starts, batch); `missing` where a start was not run."""
     like = what(parts[0])
     wide = torch.full((starts, batch), missing, dtype=like.dtype, device=like.device)
     for part in parts:
@@ -213,7 +216,7 @@ def _filled(parts: list[_Round], batch: int, starts: int, what: Callable[[_Round
 
 
 def _distance(wide: list[Tensor], z: list[Tensor], ran: Tensor) -> Tensor:
-    """Return the mean distance from z of all starts that were run except the kept one, relative to |z|, (batch,)."""
+    """Return the mean distance from z of the other starts that were run, relative to |z|."""
     states = torch.cat([leaf.flatten(2) for leaf in wide], dim=2)
     kept = torch.cat([leaf.flatten(1) for leaf in z], dim=1)
     length = (states - kept).norm(dim=2) / kept.norm(dim=1).clamp_min(torch.finfo(kept.dtype).tiny)

@@ -39,7 +39,7 @@ class Carry:
         self.halted = torch.zeros(0, dtype=torch.bool)  # (batch,) rows that take a new sample in the next step
 
     def admit(self, batch: Any, start: Callable[[Any], State]) -> tuple[Any, State]:
-        """Return the samples and states to train on: rows that have halted take their sample from `batch`.
+        """Return samples and states to train on: new ones of `batch` in free rows, the others unchanged.
 
         batch  tensors in any nesting, batch first
         start  function from samples to their starting states; called with the samples that are taken, if there are any
@@ -74,7 +74,7 @@ class Carry:
         self.halted = halted | ~finite  # a state that is not finite would never recover
 
     def state_dict(self) -> dict[str, Any]:
-        """Return samples, states and step counts as tensors, for a checkpoint."""
+        """Return everything as tensors and lists of tensors, for a checkpoint."""
         if self._rows is None:
             return {"leaves": [], "steps": self.steps, "halted": self.halted}
         return {"leaves": pytree.tree_leaves(self._rows), "steps": self.steps, "halted": self.halted}

@@ -44,7 +44,7 @@ class Halting:
         require(0 <= self.explore <= 1, f"explore is a share of the rows, in [0, 1], got {self.explore}.")
 
     def wants(self, halt: Tensor, residual: Tensor) -> Tensor:
-        """Return a mask (batch,) of the rows that halt by this rule before `max_steps`.
+        """Return (batch,) bool, True for rows that halt by the rule, without regard to the number of steps.
 
         halt      (batch,) the value of the halting head
         residual  (batch,) the relative residual
@@ -64,10 +64,7 @@ class Halting:
                 return torch.zeros_like(sure)
 
     def in_training(self, steps: Tensor, halt: Tensor, residual: Tensor) -> Tensor:
-        """Return a mask (batch,) of the rows to replace after `steps` supervised steps, (batch,).
-
-        The draws for `explore` come from torch's generator.
-        """
+        """Return (batch,) bool, True for rows to replace after `steps` steps; `explore` draws from torch's generator."""
         with torch.no_grad():
             exploring = torch.rand(steps.shape, device=steps.device) < self.explore
             least = torch.randint(2, max(self.max_steps, 2) + 1, steps.shape, device=steps.device)
@@ -114,6 +111,7 @@ class Halted:
 
 
 def _joined(parts: list[tuple[Tensor, Any]], evaluated: int) -> Halted:
+    """Join the rows that left the batch at different steps, in the order of the batch."""
     order = torch.cat([rows for rows, _ in parts]).argsort()
     leaves = [pytree.tree_flatten(part) for _, part in parts]
     joined = [torch.cat(group)[order] for group in zip(*[flat for flat, _ in leaves], strict=True)]

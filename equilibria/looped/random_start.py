@@ -35,6 +35,7 @@ class RandomStart:
         require(self.states >= 1, f"states must be at least 1, got {self.states}.")
 
     def __call__(self, *inputs: Any) -> Tensor | tuple[Tensor, ...]:
+        """Draw a start for a batch of the size, dtype and device of `inputs`."""
         tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
         require(
             bool(tensors),
