@@ -17,7 +17,7 @@ from equilibria.gradients.phantom import JFB
 from equilibria.lab.data.batches import Batches
 from equilibria.lab.data.sets import Split
 from equilibria.lab.experiments.fields.signals import SIGNALS, signal
-from equilibria.lab.experiments.image_task import inside
+from equilibria.lab.experiments.image_task import Batch, inside
 from equilibria.lab.training.settings import Training
 from equilibria.lab.training.task import Loaders, Outcome, Task
 from equilibria.models.fields.field import EquilibriumField, ExplicitField, FieldConfig
@@ -26,7 +26,6 @@ from equilibria.solution import record
 from equilibria.solvers.krylov import GMRES
 from equilibria.stop import Stop
 
-Batch = tuple[Tensor, Tensor]
 Network = Literal["implicit", "jfb", "explicit"]
 ADJOINT = Stop(rtol=1e-2, max_steps=15, on_failure="ignore")
 EVALUATION = Stop(rtol=1e-4, max_steps=60, on_failure="ignore")

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from equilibria.analysis.memory import peak_memory
 from equilibria.lab.experiments.claims import at_most, column_at_least, column_at_most
 from equilibria.lab.experiments.definitions import Column, Experiment, Profile, Scale, Table, TableRow
-from equilibria.lab.experiments.flow.task import Batch, FlowKind, FlowSettings, OpticalFlow, SceneData, make_model
+from equilibria.lab.experiments.flow.task import FlowKind, FlowSettings, OpticalFlow, SceneData, make_model
+from equilibria.lab.experiments.image_task import Batch
 from equilibria.lab.training.settings import Training
 from equilibria.lab.training.task import Loaders, Outcome
 

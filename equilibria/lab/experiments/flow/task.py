@@ -15,7 +15,7 @@ from equilibria.gradients.phantom import JFB, UnrolledPhantom
 from equilibria.lab.data.batches import Batches
 from equilibria.lab.data.catalogue import load
 from equilibria.lab.data.sets import Dataset, Split
-from equilibria.lab.experiments.image_task import inside
+from equilibria.lab.experiments.image_task import Batch, inside
 from equilibria.lab.training.settings import Training
 from equilibria.lab.training.task import Loaders, Outcome, Task
 from equilibria.models.flow.configs import FLOW_CONFIGS, FlowConfig
@@ -25,7 +25,6 @@ from equilibria.solution import record
 from equilibria.solvers.krylov import GMRES
 from equilibria.stop import Stop
 
-Batch = tuple[Tensor, Tensor]
 FlowKind = Literal["jfb", "upg", "implicit", "unrolled"]
 ADJOINT = Stop(rtol=0.1, atol=0.0, max_steps=12, on_failure="ignore")
 

@@ -17,7 +17,7 @@ from equilibria.explicit import WeightTied
 from equilibria.gradients.implicit import Implicit
 from equilibria.lab.data.batches import Batches
 from equilibria.lab.data.sets import Split, generator
-from equilibria.lab.experiments.image_task import inside
+from equilibria.lab.experiments.image_task import Batch, inside
 from equilibria.lab.training.settings import Training
 from equilibria.lab.training.task import Loaders, Outcome, Task
 from equilibria.models.images.inverse.cells import ADMM, HQS, ProximalGradient, TotalVariation
@@ -28,7 +28,6 @@ from equilibria.solution import record
 from equilibria.solvers.krylov import GMRES
 from equilibria.stop import Stop
 
-Batch = tuple[Tensor, Tensor]
 InverseMethod = Literal["proximal", "hqs", "admm", "tv", "ista"]
 ADJOINT = Stop(rtol=3e-2, max_steps=30, on_failure="ignore")
 EVALUATION = Stop(rtol=1e-5, max_steps=300, on_failure="ignore")

@@ -21,7 +21,7 @@ from equilibria.lab.data.catalogue import load
 from equilibria.lab.data.mazes import MazeSymmetry
 from equilibria.lab.data.sets import Dataset, Split
 from equilibria.lab.data.sudoku import SudokuSymmetry
-from equilibria.lab.experiments.image_task import inside
+from equilibria.lab.experiments.image_task import Batch, inside
 from equilibria.lab.experiments.reasoning.losses import HALT_WEIGHT, Likelihood, answer_loss, halting_loss
 from equilibria.lab.experiments.reasoning.scaling import measure_scaling, plain_steps
 from equilibria.lab.training.settings import Training
@@ -38,7 +38,6 @@ from equilibria.solution import record
 from equilibria.solvers.krylov import GMRES
 from equilibria.stop import Stop
 
-Batch = tuple[Tensor, Tensor]
 ReasonerKind = Literal["jfb", "exact", "bptt", "stack"]
 EXACT_STEPS = 12  # number of products with the Jacobian in the adjoint solve of the exact gradient
 

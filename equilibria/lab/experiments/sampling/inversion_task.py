@@ -15,8 +15,8 @@ from equilibria.analysis.memory import peak_memory
 from equilibria.gradients.base import Gradient
 from equilibria.gradients.implicit import Implicit
 from equilibria.gradients.phantom import JFB
-from equilibria.lab.experiments.image_task import inside
-from equilibria.lab.experiments.sampling.task import Batch, Denoising, SamplingSettings
+from equilibria.lab.experiments.image_task import Batch, inside
+from equilibria.lab.experiments.sampling.task import Denoising, SamplingSettings
 from equilibria.lab.training.task import Outcome
 from equilibria.models.diffusion.chain import ParallelSampler
 from equilibria.models.diffusion.denoiser import Denoiser, diffusion_loss

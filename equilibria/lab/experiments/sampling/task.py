@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from equilibria.lab.data.batches import Batches
 from equilibria.lab.data.catalogue import load
 from equilibria.lab.data.sets import Split
-from equilibria.lab.experiments.image_task import inside
+from equilibria.lab.experiments.image_task import Batch, inside
 from equilibria.lab.training.settings import Training
 from equilibria.lab.training.task import Loaders, Outcome, Task
 from equilibria.models.diffusion.chain import Form, ParallelSampler
@@ -21,7 +21,6 @@ from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.picard import Picard
 from equilibria.stop import Stop
 
-Batch = tuple[Tensor, Tensor]
 Rule = Literal["picard", "anderson"]
 
 
