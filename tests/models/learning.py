@@ -1,13 +1,28 @@
-"""The check that a language model can fit one batch."""
+"""Functions for tests of language models: large weights, and the check that a model can fit one batch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from equilibria.models.language.sequence import SequenceModel
+
+
+def with_large_weights(model: nn.Module) -> Any:
+    """Return the model in float64 with large weights and a cell that still contracts."""
+    model = model.double()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("original0"):
+                parameter.mul_(15)  # rows of weight norm
+            elif "vocabulary" in name or "bias" in name:
+                parameter.normal_(std=0.3)
+            elif "original1" not in name:
+                parameter.mul_(30)
+    return model
 
 
 def check_that_it_fits_one_batch(build: Callable[[], SequenceModel], tokens: Tensor) -> None:
