@@ -17,7 +17,7 @@ from torch import Tensor
 import equilibria as eq
 from equilibria.lab.experiments.evaluation import experiment_of
 from equilibria.lab.training.folder import Run
-from equilibria.models.language.deq_transformer import DEQTransformer, Start
+from equilibria.models.language.deq_transformer import DEQTransformer, TransformerStart
 
 
 def read(model: DEQTransformer, pieces: list[tuple[Tensor, Tensor]]) -> tuple[float, float]:
@@ -48,7 +48,7 @@ def main() -> None:
     print(f"{'start':10} {'rtol':>6} {'evaluations':>12} {'loss':>8} {'token by token':>15}")
     for rtol in (1e-3, 1e-5):
         model.layer.eval_stop = eq.Stop(rtol=rtol, atol=0.0, max_steps=100, on_failure="ignore")
-        for model.start in get_args(Start):
+        for model.start in get_args(TransformerStart):
             (evaluations, loss), (single, _) = read(model, segments), read(model, tokens)
             print(f"{model.start:10} {rtol:6.0e} {evaluations:12.2f} {loss:8.4f} {single:15.2f}")
 

@@ -1,4 +1,4 @@
-"""Export of trained models by `torch.export` and to ONNX; every solve is a loop in which each sample stops by itself."""
+"""Export of trained models by `torch.export` and to ONNX; every solve is a loop in which samples stop independently."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from equilibria._core.files import optional, replace_file
 from equilibria.exportable import exportable
 from equilibria.solution import record
 
-MOST_ROWS = 2**31 - 1  # the bound of the batch size that torch.export is told
-ONNX_TORCH = (2, 11)  # the oldest whose exporter knows while_loop
-ONNX_LIMIT = 2**31  # bytes of a protobuf message
+MOST_ROWS = 2**31 - 1  # largest batch size of an exported graph; torch 2.6 fails without a bound
+ONNX_TORCH = (2, 11)  # oldest version of torch whose ONNX exporter supports while_loop
+ONNX_LIMIT = 2**31  # largest number of bytes of a protobuf message
 
 
 def export(
@@ -31,29 +31,30 @@ def export(
         program = eq.export(model.eval(), x)
         y = program.module()(other)
 
-    A sample takes the same steps and gets the same result as in the model, whatever the other samples and the example inputs
-    are. Solvers that can be exported are Picard and Anderson. The graph neither warns nor raises (`Stop.on_failure`);
-    `with_steps` returns which samples converged. The graph does not rescale states so small or large that the squares of
-    their entries leave the dtype (below 1e-12 or above 1e18 in float32), as the model does. Such samples are not marked
+    A sample takes the same steps and gets the same result as in the model. It depends neither on the other samples nor on
+    the example inputs. The solvers Picard and Anderson can be exported. The graph neither warns nor raises if a solve fails
+    (`Stop.on_failure`); `with_steps` returns which samples converged. The model rescales states whose entries have squares
+    outside of the dtype's range (below 1e-12 or above 1e18 in float32); the graph does not. It marks such samples as not
     converged, unless they are within `Stop.atol`.
 
     model           the model in eval mode; its weights are copied
     example_inputs  the arguments of the model: a tuple, or one input
-    dynamic_batch   allow batches of any size; the example then needs at least two samples, and every tensor with as many
-                    rows as the first one is taken to have a row per sample
-    with_steps      return (output, steps, converged), with steps (batch,) and converged (batch,) of every solve
+    dynamic_batch   allow batches of any size. The example then needs at least two samples. Every tensor whose first
+                    dimension has the size of the first tensor's is assumed to have one row per sample
+    with_steps      return (output, steps, converged), where steps and converged hold a tensor (batch,) for every solve
     """
     inputs = _as_tuple(example_inputs)
     for leaf in pytree.tree_leaves(inputs):
         require(
             not (isinstance(leaf, Tensor) and Autocast.current(leaf.device).enabled),
-            "A graph has the dtypes of the model that it is made of, and autocast is on: export outside of it.",
+            "Autocast is on, but an exported graph has the dtypes of the model. Call export outside of the autocast "
+            "context.",
         )
-    whole = _Whole(exportable(model, dynamic_batch=dynamic_batch), with_steps).eval()
-    # the upper bound is for torch 2.6, which guards against the largest integer
+    module = _ExportedModule(exportable(model, dynamic_batch=dynamic_batch), with_steps).eval()
+    # without an upper bound torch 2.6 adds a guard against the largest integer and fails
     shapes = _dynamic_shapes(inputs, torch.export.Dim("batch", max=MOST_ROWS)) if dynamic_batch else None
     with torch.no_grad():
-        return torch.export.export(whole, inputs, dynamic_shapes=shapes, strict=False)
+        return torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
 
 
 def to_onnx(
@@ -69,33 +70,33 @@ def to_onnx(
         eq.to_onnx(model.eval(), x, "model.onnx")
         onnxruntime.InferenceSession("model.onnx").run(None, {"x": x.numpy()})
 
-    Inputs have the names of the arguments of `model.forward`; the outputs are `output` (of several: `output_0`, ...) and
-    `with_steps`, of every solve, `steps_0`, `converged_0`, ... The file is there whole or not at all. Older versions of
-    torch than 2.11 cannot write loops.
+    Inputs have the names of the arguments of `model.forward`. The output is called `output`; several outputs are called
+    `output_0`, `output_1`, ... With `with_steps` every solve adds outputs `steps_0`, `converged_0`, ... The file is written
+    atomically. Versions of torch before 2.11 cannot write loops.
     """
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if version < ONNX_TORCH:
         raise RuntimeError(
-            f"Loops go into ONNX from torch {'.'.join(map(str, ONNX_TORCH))} on, and this is torch {torch.__version__}."
-            " Install a newer one, or use eq.export(...), which needs no more than the package itself."
+            f"This is torch {torch.__version__}, but loops in ONNX need torch {'.'.join(map(str, ONNX_TORCH))} or newer. "
+            "Install a newer version, or use eq.export(...), which needs no further package."
         )
     for package in ("onnx", "onnxscript"):
         optional(package, "export")
     size = sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
     require(
         size < ONNX_LIMIT,
-        f"An ONNX file holds less than 2 GiB, and the model has {size / 2**30:.1f} GiB of weights: convert it to half "
-        "precision, or write eq.export(...) with torch.onnx.export(program, ..., external_data=True).",
+        f"The model has {size / 2**30:.1f} GiB of weights, but an ONNX file holds less than 2 GiB. Convert the model to "
+        "half precision, or write eq.export(...) with torch.onnx.export(program, ..., external_data=True).",
     )
     inputs = _as_tuple(example_inputs)
     program = export(model, inputs, dynamic_batch=dynamic_batch, with_steps=with_steps)
-    shapes = _dynamic_shapes(inputs, "batch") if dynamic_batch else None  # the name it has in the file
-    names = None  # where some arguments are numbers, which are no graph inputs
+    shapes = _dynamic_shapes(inputs, "batch") if dynamic_batch else None  # the name of the dimension in the file
+    names = None  # the exporter's own names, if an argument is a number: numbers are constants of the graph, not inputs
     if all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(inputs)):
         arguments = inspect.signature(model.forward).bind(*inputs).arguments
         names = [name for argument, value in arguments.items() for name in _numbered(argument, value)]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch about its own parts
+        warnings.simplefilter("ignore")  # the exporter warns about its own deprecated functions
         written = torch.onnx.export(
             program,
             dynamo=True,
@@ -108,8 +109,8 @@ def to_onnx(
     replace_file(Path(path), written.model_proto.SerializeToString())
 
 
-class _Whole(nn.Module):
-    """The traced module: the model, and the steps and status of its solves if asked for."""
+class _ExportedModule(nn.Module):
+    """The module that is traced: it returns the model's output, and with `with_steps` the steps and status of its solves."""
 
     def __init__(self, model: nn.Module, with_steps: bool) -> None:
         super().__init__()
@@ -129,13 +130,13 @@ def _as_tuple(example_inputs: Any) -> tuple[Any, ...]:
 
 
 def _dynamic_shapes(inputs: tuple[Any, ...], any_size: Any) -> tuple[Any]:
-    """The dynamic dimensions of the arguments of `_Whole`: the first of every tensor with a row per sample."""
+    """Return the dynamic dimensions of the arguments: the first dimension of every tensor with a row per sample."""
     sizes = [leaf.shape[0] for leaf in pytree.tree_leaves(inputs) if _has_rows(leaf)]
-    require(len(sizes) > 0, "There is no tensor with a batch dimension among example_inputs: set dynamic_batch=False.")
+    require(len(sizes) > 0, "example_inputs has no tensor with a batch dimension. Set dynamic_batch=False.")
     require(
         sizes[0] >= 2,
-        f"example_inputs holds {sizes[0]} samples, and torch.export takes sizes 0 and 1 for constants: give two samples or "
-        "more, or set dynamic_batch=False for batches of just that size.",
+        f"example_inputs holds {sizes[0]} samples, but torch.export treats sizes 0 and 1 as constants. Pass two samples or "
+        "more, or set dynamic_batch=False for batches of exactly that size.",
     )
 
     def rows(leaf: Any) -> dict[int, Any] | None:
@@ -159,6 +160,6 @@ def _output_names(program: ExportedProgram, with_steps: bool) -> list[str]:
 
 
 def _numbered(name: str, tree: Any) -> list[str]:
-    """A name for every tensor."""
+    """Return a name for every tensor in `tree`."""
     count = len(pytree.tree_leaves(tree))
     return [name] if count == 1 else [f"{name}_{i}" for i in range(count)]

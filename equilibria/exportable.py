@@ -39,20 +39,20 @@ from equilibria.stop import Stop, usual_range
 
 
 def exportable(model: nn.Module, *, dynamic_batch: bool) -> nn.Module:
-    """A copy of `model` whose DEQ layers can be traced; raises if a layer cannot be exported."""
+    """Return a copy of `model` whose DEQ layers can be traced; raises if a layer cannot be exported."""
     _check_mode(model)
     for name, layer in _layers(model).items():
         _check_layer(name, layer)
         if dynamic_batch:
             require(
                 layer.batched,
-                f"{name} has batched=False, its inputs have no batch dimension: export with dynamic_batch=False, for "
-                "problems of the example's size.",
+                f"{name} has batched=False, so its inputs have no batch dimension. Set dynamic_batch=False; the graph then "
+                "takes problems of the example's size.",
             )
             require(
                 not isinstance(layer.solver, Anderson) or layer.solver.budget is None,
-                f"{name} has solver={layer.solver!r}, whose history depends on the size of the batch: set a history in "
-                "place of the budget, or export with dynamic_batch=False.",
+                f"{name} has solver={layer.solver!r}, whose history depends on the size of the batch. Set `history` instead "
+                "of `budget`, or export with dynamic_batch=False.",
             )
     model = copy.deepcopy(model)
     for name, layer in _layers(model).items():
@@ -61,10 +61,10 @@ def exportable(model: nn.Module, *, dynamic_batch: bool) -> nn.Module:
 
 
 @dataclass(frozen=True)
-class Traced(Gradient):
+class ExportedSolve(Gradient):
     """Traces the forward solve into the exported graph; the result has no gradient.
 
-    steps, damping  steps from the equilibrium to the value the layer returns: 1 with JFB, 0 with most gradients
+    steps, damping  steps from the equilibrium to the value that the layer returns: 1 with JFB, 0 with most gradients
     """
 
     steps: int = 0
@@ -108,15 +108,15 @@ class Loop(Program):
             closed = record.close()
             z, stats, _ = closed.settle(finished(closed, Counter(), settle=False).stats)
             least = usual_range(z0.dtype)[0]
-            if self.stop.atol < least:  # else these are within atol, whatever is lost of their squares
+            if self.stop.atol < least:  # otherwise these samples are within atol, even if their squares underflowed
                 unknown = stats.converged & (closed.size < least)
                 status = stats.status.masked_fill(unknown, int(Status.STALLED))
                 stats = dataclasses.replace(stats, status=status)
-            return SolveResult(z, stats, taken=0)  # how many, the graph knows when it is run
+            return SolveResult(z, stats, taken=0)  # the number of steps is known only when the graph runs
 
 
 def _layers(model: nn.Module) -> dict[str, DEQ]:
-    """The equilibrium layers of a model by the name that errors use."""
+    """Return the equilibrium layers of a model by the name that errors use."""
     modules = model.named_modules()
     return {f"The layer {name!r}" if name else "The layer": part for name, part in modules if isinstance(part, DEQ)}
 
@@ -126,51 +126,51 @@ def _check_mode(model: nn.Module) -> None:
         if module.training:
             where = f"its part {name!r}" if name else "the model"
             raise ValueError(
-                f"A model is exported as it predicts, and {where} is in training mode, where dropout and batch statistics "
-                "make other numbers of the same input: call model.eval() first."
+                f"Only a model in eval mode can be exported, but {where} is in training mode, with dropout and batch "
+                "statistics. Call model.eval() first."
             )
 
 
 def _check_layer(name: str, layer: DEQ) -> None:
     if not isinstance(layer.solver, (Picard, Anderson)):
         raise TypeError(
-            f"{name} has solver={layer.solver!r}; eq.Picard and eq.Anderson can be exported. Their equilibria are the same: "
-            "set layer.solver = eq.Anderson() before the export."
+            f"{name} has solver={layer.solver!r}, but only eq.Picard and eq.Anderson can be exported. All solvers find the "
+            "same equilibrium: set layer.solver = eq.Anderson() before the export."
         )
     if memory_of(layer.init) is not None:
         raise TypeError(
-            f"{name} starts from what it remembers of samples, init={layer.init!r}, and a graph has no memory: set "
-            "layer.init to its start, such as None, before the export."
+            f"{name} has init={layer.init!r}, which starts from stored equilibria, but a graph stores none. Set layer.init "
+            "to its start, such as None, before the export."
         )
     if not isinstance(layer.cell, nn.Module):
         raise TypeError(
-            f"{name} has the function {layer.cell!r} for a cell, which may close over anything; the weights of an nn.Module "
-            "are known and go into the graph: make the cell an nn.Module."
+            f"{name} has the function {layer.cell!r} as its cell, so its weights cannot be found. Make the cell an "
+            "nn.Module, whose weights are copied into the graph."
         )
     for part in layer.cell.modules():
         if isinstance(part, DEQ):
-            raise TypeError(f"{name} has another DEQ inside its cell; a loop in a loop cannot be exported.")
+            raise TypeError(f"{name} has another DEQ inside its cell, and a loop in a loop cannot be exported. Unroll one.")
         require(
             not uses_batch_statistics(part),
-            f"{name} has {part} in its cell, which normalizes over the batch: its samples stop on their own, so they must "
-            "not depend on each other. Take track_running_stats=True, or a norm of each sample such as nn.GroupNorm.",
+            f"{name} has {part} in its cell, which normalizes over the batch, but samples of an exported solve must not "
+            "depend on each other. Use track_running_stats=True, or a norm per sample such as nn.GroupNorm.",
         )
     _traced(name, layer.gradient, layer.solves)
 
 
-def _traced(name: str, gradient: Gradient, solves: Tensor | None) -> Traced:
-    """The value that the layer returns: the equilibrium, or a few steps from it for gradients defined that way."""
+def _traced(name: str, gradient: Gradient, solves: Tensor | None) -> ExportedSolve:
+    """Return the gradient that traces a layer's value: the equilibrium, or a few steps from it for phantom gradients."""
     if isinstance(gradient, Warmup):
         return _traced(name, gradient.first if solves is not None and int(solves) < gradient.until else gradient.then, None)
     if isinstance(gradient, JFB):
-        return Traced(steps=1)
+        return ExportedSolve(steps=1)
     if isinstance(gradient, UnrolledPhantom):
-        return Traced(gradient.steps, gradient.damping)
+        return ExportedSolve(gradient.steps, gradient.damping)
     if isinstance(gradient, (Implicit, NeumannPhantom, Escalate)) or (
         isinstance(gradient, Unrolled) and gradient.depth is None
     ):
-        return Traced()
+        return ExportedSolve()
     raise TypeError(
-        f"{name} has gradient={gradient!r}, which brings steps of its own in place of the solver's. Gradients play no part "
-        "in a prediction: set layer.gradient = eq.Implicit() before the export, if its equilibrium is what you want."
+        f"{name} has gradient={gradient!r}, which takes its own steps instead of the solver's, so its value differs from "
+        "the equilibrium. To export the equilibrium, set layer.gradient = eq.Implicit() before the export."
     )

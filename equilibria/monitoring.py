@@ -1,4 +1,4 @@
-"""`monitor` logs the convergence of every DEQ of a model, step by step, to whatever takes a dict of floats."""
+"""`monitor` logs the convergence of every DEQ of a model, step by step, to any logger that takes a dict of floats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from equilibria.solution import Solution, Stats, collecting, empty_stats
 __all__ = ["Monitor", "monitor"]
 
 QUANTITIES = frozenset(empty_stats(0, torch.device("cpu")).summary())
-Log = Callable[[dict[str, float], int], Any]  # of a row and its step
+Log = Callable[[dict[str, float], int], Any]  # a function of a row and its step
 
 
 def monitor(
@@ -41,11 +41,11 @@ def monitor(
 
     to          a function of a dict, or an object with `log`, `log_dict` or `add_scalar`; None: rows are kept in
                 `Monitor.rows`
-    every       log every so many-th forward pass
-    prefix      of all names
-    quantities  the entries of `Stats.summary()` to log, as ("converged", "steps_mean"); None: all
-    manual      log only when `Monitor.flush()` is called, all solves since the last call in one row: for training loops
-                that run the model several times per step
+    every       number of forward passes from one logged pass to the next
+    prefix      prefix of all names
+    quantities  the entries of `Stats.summary()` to log, such as ("converged", "steps_mean"); None: all
+    manual      log only when `Monitor.flush()` is called, with all solves since the last call in one row; for training
+                loops that run the model several times per step
     first_step  the number of the first forward pass, for a run that is resumed
     """
     if every < 1:
@@ -60,9 +60,9 @@ def monitor(
 class Monitor:
     """A context manager made by `monitor`.
 
-    rows    one dict per logged forward pass, if nothing else takes them
+    rows    one dict per logged forward pass; empty if the monitor logs to an object
     passes  the number of the next forward pass
-    step    the number of the pass that was logged last; while a row is logged, its own
+    step    the number of the last logged pass; while a row is logged, the number of its pass
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Monitor:
 
     def __enter__(self) -> Monitor:
         if self._stack is not None:
-            raise RuntimeError("This monitor is already running: make another one with eq.monitor(model).")
+            raise RuntimeError("This monitor is already running. Make another one with eq.monitor(model).")
         self._stack = ExitStack()
         self._solutions = self._stack.enter_context(collecting(self.model))
         if not self.manual:
@@ -105,7 +105,7 @@ class Monitor:
         self._stack = self._hook = None
 
     def flush(self) -> None:
-        """Log the forward pass that is waiting for its backward, if there is one."""
+        """Log the last forward pass, if it has not been logged yet."""
         solutions, count = list(self._solutions), self.passes
         self.discard()
         if not solutions:
@@ -120,8 +120,8 @@ class Monitor:
             self._log(row, count)
 
     def discard(self) -> None:
-        """Forget the forward pass that is waiting for its backward: it is not logged."""
-        self._solutions.clear()  # they hold equilibria and inputs
+        """Drop the last forward pass without logging it."""
+        self._solutions.clear()  # solutions keep equilibria and inputs alive
 
     def _row(self, solutions: list[Solution]) -> dict[str, float]:
         row: dict[str, float] = {}
@@ -140,7 +140,7 @@ class Monitor:
 
 
 def _logger(to: Any) -> Log | None:
-    """The way to log to `to`, as a function of a row and its step."""
+    """Return a function of a row and its step that logs to `to`."""
     if to is None:
         return None
     for name in ("log_dict", "log"):  # a LightningModule has both, and its log takes a name and a value
@@ -151,6 +151,6 @@ def _logger(to: Any) -> Log | None:
     if callable(to):
         return lambda row, step: to(row)
     raise TypeError(
-        "monitor logs to a function of a dict, or to an object with log(dict), log_dict(dict) or "
-        f"add_scalar(name, value, step): got {type(to).__name__}, which has none of these."
+        f"monitor cannot log to an object of type {type(to).__name__}. Pass a function of a dict, or an object with "
+        "log(dict), log_dict(dict) or add_scalar(name, value, step)."
     )

@@ -59,13 +59,13 @@ class VariationalDropout(nn.Module):
         self.held = False  # True while a solve keeps the mask
         self._source: tuple[
             VariationalDropout, ...
-        ] = ()  # the module this one is a copy of, in a tuple so that it is not registered
+        ] = ()  # the module that this one is a copy of; in a tuple, so that it is not registered as a submodule
         self.mask: Tensor | None
         self.register_buffer("mask", None, persistent=False)
 
     @property
     def active(self) -> bool:
-        """True if it drops anything in its present mode."""
+        """True if the module drops entries in its present mode."""
         return self.training and self.p > 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class VariationalDropout(nn.Module):
         if mask.shape != self._size(x):
             raise ValueError(
                 f"VariationalDropout drew a mask of shape {tuple(mask.shape)} in this solve and now got a tensor of shape "
-                f"{tuple(x.shape)}: give every place in the cell a module of its own."
+                f"{tuple(x.shape)}. Use a separate module for every place in the cell."
             )
         return x * mask.to(x.dtype)
 
@@ -97,7 +97,10 @@ class VariationalDropout(nn.Module):
 
     def _size(self, x: Tensor) -> tuple[int, ...]:
         if any(not -x.dim() <= dim < x.dim() for dim in self.shared):
-            raise ValueError(f"VariationalDropout(shared={self.shared}) got a tensor of shape {tuple(x.shape)} only.")
+            raise ValueError(
+                f"VariationalDropout(shared={self.shared}) got a tensor of shape {tuple(x.shape)}, which does not have "
+                "these dimensions. Change `shared`."
+            )
         shared = {dim % x.dim() for dim in self.shared}
         return tuple(1 if dim in shared else size for dim, size in enumerate(x.shape))
 

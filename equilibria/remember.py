@@ -30,7 +30,7 @@ class Remember:
     without keys, start from `start`. Only converged equilibria are stored; a sample that fails is removed, so that a bad
     start is not used again. Stored equilibria are not part of a state_dict: after loading a checkpoint the memory is empty.
 
-    start     the start of samples that are not stored: any other `init`
+    start     the `init` of samples that are not stored
     capacity  largest number of samples per shape of state; the least recently used are removed first
     max_age   ignore equilibria stored more than `max_age` solves ago, as weights have changed since; None keeps all
     device    device of the stored equilibria, for example "cpu" to save GPU memory; None uses that of the state
@@ -46,8 +46,8 @@ class Remember:
         require(capacity >= 1, f"Remember's capacity must be at least one sample, got {capacity}.")
         require(max_age is None or max_age >= 1, f"Remember's max_age must be at least one solve, got {max_age}.")
         self.start, self.capacity, self.max_age, self.device = start, capacity, max_age, device
-        self.hits = 0  # samples that were started from memory
-        self.misses = 0  # samples with keys that were not
+        self.hits = 0  # number of samples that started from a stored equilibrium
+        self.misses = 0  # number of samples with keys that had no stored equilibrium
         self._banks: dict[Hashable, _Bank] = {}
         self._keys: list[Hashable] | None = None
         self._solves = 0
@@ -68,8 +68,10 @@ class Remember:
             self._keys = before
 
     def forget(self, keys: Keys | None = None) -> None:
-        """Remove the samples with these keys, for example of videos that have ended; None removes every stored sample, for
-        example after loading other weights."""
+        """Remove the samples with these keys, for example of videos that have ended.
+
+        None removes every stored sample, for example after other weights were loaded.
+        """
         if keys is None:
             self._banks.clear()
             return
@@ -78,7 +80,7 @@ class Remember:
                 bank.drop(key)
 
     def recall(self, start: State, batched: bool) -> State:
-        """`start` with stored equilibria, without a graph, in the rows of stored samples."""
+        """Return `start` with the rows of stored samples replaced by their equilibria, without a graph."""
         if not self._visited(batched):
             return start
         layout = Layout.of(start, batched=True)
@@ -106,7 +108,10 @@ class Remember:
 
     def _visited(self, batched: bool) -> bool:
         if self._keys is not None and not batched:
-            raise ValueError("Remember needs a batch of samples, and with batched=False the state is one whole problem.")
+            raise ValueError(
+                "Remember stores one equilibrium per sample, but a layer with batched=False solves one problem without "
+                "samples. Use batched=True, or another init."
+            )
         return self._keys is not None and not autodiff_modes.inside_transform()
 
     def _checked_keys(self, batch: int) -> list[Hashable]:
@@ -130,7 +135,7 @@ class _Bank:
         self.free: list[int] = list(range(len(self.values)))
 
     def find(self, keys: Sequence[Hashable], oldest: int) -> tuple[list[int], list[int]]:
-        """The rows of the batch that are stored, and their slots."""
+        """Return the rows of the batch that are stored, and their slots."""
         rows = [row for row, key in enumerate(keys) if key in self.slots and self.stored[key] >= oldest]
         for row in rows:
             self.slots.move_to_end(keys[row])
@@ -176,7 +181,7 @@ def _as_list(keys: Keys) -> list[Hashable]:
         return list(keys)
     if keys.dim() != 1 or keys.is_floating_point():
         raise ValueError(
-            f"Keys are one integer per sample: got a tensor of shape {tuple(keys.shape)} and {keys.dtype}; "
-            "pass the indices of the samples in their data set."
+            f"Keys in a tensor must be one integer per sample, got shape {tuple(keys.shape)} and {keys.dtype}. Pass the "
+            "indices of the samples in their dataset."
         )
     return keys.tolist()

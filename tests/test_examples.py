@@ -143,10 +143,10 @@ def test_the_pictures_of_reasoners_are_drawn(tmp_path: Path, monkeypatch: pytest
     assert names == {"reasoner-scaling.png", "reasoner-residual.png", "reasoner-filling.gif"}
 
 
-def test_the_diagnosed_model_is_repaired(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    run("sick_model.py", [], monkeypatch)
+def test_the_corrected_model_has_no_problem(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run("diagnose_model.py", [], monkeypatch)
     told = capsys.readouterr().out
-    assert -1 < told.find("not contractive") < told.find("Healthy")
+    assert -1 < told.find("not contractive") < told.find("No problem found")
 
 
 @pytest.mark.parametrize("in_a_tuple", [True, False])

@@ -110,7 +110,7 @@ def test_failures_are_reported_and_change_no_other_sample(model: nn.Module, prog
     assert converged.tolist() == [True, True, False, True, True]
 
 
-def test_a_solve_is_one_loop_and_not_its_steps(program: ExportedProgram) -> None:
+def test_a_solve_is_exported_as_one_loop(program: ExportedProgram) -> None:
     nodes = [node for node in program.graph.nodes if node.op == "call_function"]
     assert sum(node.target is torch.ops.higher_order.while_loop for node in nodes) == 2
     # the start, the first step, which precedes the loop, and the step that JFB adds to the answer
@@ -217,31 +217,31 @@ class Outer(TanhCell):
         ({"solver": eq.Broyden()}, r"The layer '0' has solver=Broyden.*eq.Picard and eq.Anderson"),
         ({"solver": eq.Fallback(eq.Picard(), eq.Anderson())}, "can be exported"),
         ({"solver": eq.Restart(eq.Anderson())}, "can be exported"),
-        ({"init": eq.Remember()}, "a graph has no memory"),
-        ({"init": eq.FirstStep(eq.Remember())}, "a graph has no memory"),
-        ({"cell": torch.add}, "make the cell an nn.Module"),
+        ({"init": eq.Remember()}, "a graph stores none"),
+        ({"init": eq.FirstStep(eq.Remember())}, "a graph stores none"),
+        ({"cell": torch.add}, "Make the cell an nn.Module"),
         ({"cell": Outer()}, "another DEQ inside its cell"),
         ({"cell": Normalized()}, "normalizes over the batch"),
-        ({"gradient": eq.Reversible(), "solver": eq.Picard()}, "steps of its own"),
-        ({"gradient": eq.Unrolled(depth=3)}, "steps of its own"),
+        ({"gradient": eq.Reversible(), "solver": eq.Picard()}, "takes its own steps"),
+        ({"gradient": eq.Unrolled(depth=3)}, "takes its own steps"),
         ({"gradient": eq.Warmup()}, r"Unrolled\(.*depth=10"),
         ({"batched": False}, "dynamic_batch=False"),
-        ({"solver": eq.Anderson(budget=10**6)}, "set a history in place of the budget"),
+        ({"solver": eq.Anderson(budget=10**6)}, "Set `history` instead of `budget`"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
-def test_layers_that_cannot_be_exported_say_why(options: dict[str, Any], message: str) -> None:
+def test_layers_that_cannot_be_exported_raise_with_the_cause(options: dict[str, Any], message: str) -> None:
     model = nn.Sequential(eq.DEQ(**{"cell": TanhCell(N), **options})).eval()
     with pytest.raises((TypeError, ValueError), match=message):
         export(model, inputs(4, N))
 
 
-def test_examples_that_cannot_be_followed_say_why(model: nn.Module) -> None:
+def test_invalid_examples_raise_with_the_cause(model: nn.Module) -> None:
     with pytest.raises(ValueError, match=r"holds 1 samples.*two samples or more"):
         export(model, inputs(1, N))
-    with pytest.raises(ValueError, match="no tensor with a batch dimension"):
+    with pytest.raises(ValueError, match="has no tensor with a batch dimension"):
         export(model, (3.0,))
-    with pytest.raises(ValueError, match="autocast is on"), torch.autocast("cpu", dtype=torch.bfloat16):
+    with pytest.raises(ValueError, match="Autocast is on"), torch.autocast("cpu", dtype=torch.bfloat16):
         export(model, inputs(4, N))
 
 
@@ -342,13 +342,13 @@ def test_onnx_supports_several_inputs_outputs_and_layers(tmp_path: Path) -> None
 
 def test_an_old_torch_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.10.1+cpu")
-    with pytest.raises(RuntimeError, match=r"from torch 2\.11 on, and this is torch 2\.10\.1\+cpu.*use eq\.export"):
+    with pytest.raises(RuntimeError, match=r"This is torch 2\.10\.1\+cpu, but.* need torch 2\.11 or newer.*use eq\.export"):
         to_onnx(nn.Linear(2, 2), torch.zeros(2, 2), tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("scale", [1e-35, 1e-24, 1e-16, 1e22])
-def test_states_whose_squares_leave_the_dtype_do_not_claim_to_converge(scale: float) -> None:
+def test_states_whose_squares_leave_the_dtype_are_not_marked_converged(scale: float) -> None:
     class Cell(nn.Module):
         def forward(self, z: Tensor, x: Tensor) -> Tensor:
             return 0.7 * z + x

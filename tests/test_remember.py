@@ -24,7 +24,7 @@ def visit(deq: eq.DEQ, keys: list[int], data: Tensor) -> eq.Solution:
         return deq.solve(data[keys])
 
 
-def test_a_second_visit_starts_from_the_answer_whatever_the_order() -> None:
+def test_a_known_sample_starts_from_its_equilibrium_in_any_order() -> None:
     memory, data = eq.Remember(), inputs(20, WIDTH)
     deq = layer(memory)
     first = [visit(deq, keys, data) for keys in (list(range(10)), list(range(10, 20)))]
@@ -38,7 +38,7 @@ def test_a_second_visit_starts_from_the_answer_whatever_the_order() -> None:
     assert (memory.hits, memory.misses) == (20, 20)
 
 
-def test_moved_weights_need_fewer_steps_than_from_zeros_and_give_the_same() -> None:
+def test_warm_starts_after_a_weight_update_need_fewer_steps_and_give_the_same() -> None:
     memory, data = eq.Remember(), inputs(8, WIDTH)
     deq = layer(memory)
     visit(deq, list(range(8)), data)
@@ -61,7 +61,7 @@ def test_known_and_new_samples_mix() -> None:
     assert torch.equal(s.z0[[0, 2]], torch.zeros(2, WIDTH, dtype=torch.float64))
 
 
-def test_the_size_is_bounded_and_the_longest_unvisited_goes_first() -> None:
+def test_the_capacity_is_bounded_and_the_least_recently_used_is_removed() -> None:
     memory, data = eq.Remember(capacity=5), inputs(12, WIDTH)
     deq = layer(memory)
     visit(deq, [0, 1, 2, 3], data)
@@ -78,7 +78,7 @@ def test_the_size_is_bounded_and_the_longest_unvisited_goes_first() -> None:
     assert len(bank.values) == 5
 
 
-def test_failed_samples_are_forgotten() -> None:
+def test_failed_samples_are_removed() -> None:
     memory, data = eq.Remember(), inputs(3, WIDTH)
     deq = layer(memory, eq.Stop(rtol=1e-8, atol=0, max_steps=200, on_failure="ignore"))
     visit(deq, [0, 1, 2], data)
@@ -97,7 +97,7 @@ def test_old_states_are_not_used() -> None:
     assert int(visit(deq, [0], data).stats.steps) > 0
 
 
-def test_nothing_happens_outside_of_a_visit() -> None:
+def test_solves_without_keys_are_not_stored() -> None:
     memory, data = eq.Remember(), inputs(3, WIDTH)
     deq = layer(memory)
     deq(data)
@@ -108,7 +108,7 @@ def test_nothing_happens_outside_of_a_visit() -> None:
     assert len(memory) == 0
 
 
-def test_single_samples_are_forgotten() -> None:
+def test_single_samples_can_be_removed() -> None:
     memory, data = eq.Remember(), inputs(3, WIDTH)
     deq = layer(memory)
     visit(deq, [0, 1, 2], data)
@@ -185,13 +185,13 @@ def test_bad_keys_and_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="max_age"):
         eq.Remember(max_age=0)
     whole = eq.DEQ(lambda z, u: 0.5 * z + u, init=memory, batched=False)
-    with pytest.raises(ValueError, match="one whole problem"), eq.sample_keys(whole, [0]):
+    with pytest.raises(ValueError, match="one problem without samples"), eq.sample_keys(whole, [0]):
         whole(data)
     with pytest.raises(TypeError, match="Remember"):
         eq.DEQ(TanhCell(WIDTH), init=3)  # type: ignore[arg-type]
 
 
-def test_what_inference_remembers_training_may_change() -> None:
+def test_states_stored_in_inference_mode_can_be_changed_in_training() -> None:
     deq = eq.DEQ(TanhCell(4), init=eq.Remember())
     x = inputs(3, 4)
     for mode in (torch.inference_mode, torch.enable_grad):

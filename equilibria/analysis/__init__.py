@@ -1,7 +1,7 @@
 """Examine equilibrium models: spectra, agreement of gradients, memory, plots, tuning, summaries and diagnosis."""
 
 from equilibria.analysis.agreement import Agreement, gradient_agreement
-from equilibria.analysis.diagnosis.doctor import Diagnosis, diagnose
+from equilibria.analysis.diagnosis.diagnose import Diagnosis, diagnose
 from equilibria.analysis.diagnosis.findings import Finding, Severity
 from equilibria.analysis.diagnosis.layers import LayerDiagnosis
 from equilibria.analysis.memory import peak_memory

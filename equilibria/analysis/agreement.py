@@ -100,7 +100,7 @@ def _compare(bench: Bench, name: str, gradient: Gradient, exact: Tensor) -> Agre
 
 
 @dataclass(frozen=True)
-class _Measured:
+class _MeasuredGradient:
     """One forward and backward pass with a gradient: its value, the solution and the cost."""
 
     gradient: Tensor  # (numbers,), on the CPU in float64
@@ -162,7 +162,7 @@ class Bench:
             )
         return measured.gradient
 
-    def measure(self, gradient: Gradient, **changes: Any) -> _Measured:
+    def measure(self, gradient: Gradient, **changes: Any) -> _MeasuredGradient:
         """Run a gradient as in training, with some settings of the DEQ changed."""
         deq, meter = self.deq, CellMeter()
         with untouched(deq, self.tensors), meter.watch(deq.cell) as cell, torch.enable_grad():
@@ -174,7 +174,7 @@ class Bench:
             solution = twin.solve(*self.inputs)
             grads = torch.autograd.grad(self.loss(solution.z), self.wanted, allow_unused=True)
             seconds = self._now() - began
-        return _Measured(self.flat(grads), solution, meter, seconds)
+        return _MeasuredGradient(self.flat(grads), solution, meter, seconds)
 
     def flat(self, grads: Sequence[Tensor | None]) -> Tensor:
         """Concatenate gradients of `wanted` to one real vector on the CPU in float64; None counts as zeros."""

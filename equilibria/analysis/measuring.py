@@ -17,14 +17,14 @@ from equilibria.deq import DEQ, constant
 
 
 @dataclass(frozen=True)
-class Call:
+class LayerCall:
     """A layer and its inputs."""
 
     deq: DEQ
     inputs: tuple[Any, ...]
 
 
-class _Solve(NamedTuple):
+class _FirstSolve(NamedTuple):
     """A call and the `init` it was given; None if it used the layer's own."""
 
     deq: DEQ
@@ -32,7 +32,7 @@ class _Solve(NamedTuple):
     start: Any
 
 
-def captured(model: nn.Module, batch: Any) -> dict[str, Call]:
+def captured(model: nn.Module, batch: Any) -> dict[str, LayerCall]:
     """Return every DEQ in `model` by name, with the detached inputs of its first solve in model(batch).
 
     If that solve was called with `init`, the DEQ is a twin around the same cell that always starts there.
@@ -43,12 +43,12 @@ def captured(model: nn.Module, batch: Any) -> dict[str, Call]:
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, DEQ)]
     if not layers:
         raise ValueError(f"This {type(model).__name__} contains no eq.DEQ.")
-    found: dict[str, _Solve] = {}
+    found: dict[str, _FirstSolve] = {}
     with untouched(model, batch), torch.no_grad(), _watched(layers, found):
         model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
     # a DEQ inside another's cell is part of that cell's function
     inner = {name for name, _ in layers for other, _ in layers if name.startswith(f"{other}.cell." if other else "cell.")}
-    return {name: Call(_starting(s.deq, s.start), s.inputs) for name, s in found.items() if name not in inner}
+    return {name: LayerCall(_starting(s.deq, s.start), s.inputs) for name, s in found.items() if name not in inner}
 
 
 @contextmanager
@@ -100,7 +100,7 @@ def muted(layers: Sequence[DEQ]) -> Iterator[None]:
 
 
 @contextmanager
-def _watched(layers: Sequence[tuple[str, DEQ]], found: dict[str, _Solve]) -> Iterator[None]:
+def _watched(layers: Sequence[tuple[str, DEQ]], found: dict[str, _FirstSolve]) -> Iterator[None]:
     """Record the inputs of every layer's `solve` inside the block; failures to converge are ignored."""
     for name, deq in layers:
         deq.solve = _noting(name, deq, found)  # type: ignore[method-assign]
@@ -112,12 +112,12 @@ def _watched(layers: Sequence[tuple[str, DEQ]], found: dict[str, _Solve]) -> Ite
             del deq.solve
 
 
-def _noting(name: str, deq: DEQ, found: dict[str, _Solve]) -> Any:
+def _noting(name: str, deq: DEQ, found: dict[str, _FirstSolve]) -> Any:
     """Return a `solve` that records its first inputs and then solves."""
 
     def solve(*inputs: Any, init: Any = None) -> Any:
         if name not in found:
-            found[name] = _Solve(deq, pytree.tree_map(_leaf, inputs), init)
+            found[name] = _FirstSolve(deq, pytree.tree_map(_leaf, inputs), init)
         return type(deq).solve(deq, *inputs, init=init)
 
     return solve

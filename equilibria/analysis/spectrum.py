@@ -135,7 +135,7 @@ class _Jacobian:
         """Return Jv for v of the same shapes."""
         return self.at.product(v.reshape(self.shape)).reshape(v.shape).detach()
 
-    def iterate(self, product: FlatMap, steps: int, tolerance: float, generator: torch.Generator | None) -> _Estimate:
+    def iterate(self, product: FlatMap, steps: int, tolerance: float, generator: torch.Generator | None) -> _PowerEstimate:
         """Run a power iteration with `product` and return the estimate per sample."""
         require(steps >= 1, f"A power iteration takes at least 1 step, got steps={steps}.")
         require(tolerance >= 0, f"A tolerance must not be negative, got {tolerance}.")
@@ -146,11 +146,11 @@ class _Jacobian:
         radius, residual, rayleigh = (
             value.expand(len(z)).masked_fill(~good, NAN) for value in (found.radius, found.residual, found.rayleigh)
         )
-        return _Estimate(radius, found.converged & good, residual, rayleigh, found.steps)
+        return _PowerEstimate(radius, found.converged & good, residual, rayleigh, found.steps)
 
 
 @dataclass(frozen=True)
-class _Estimate:
+class _PowerEstimate:
     """The result of a power iteration; the fields are those of SpectralRadius."""
 
     radius: Tensor
@@ -160,7 +160,7 @@ class _Estimate:
     steps: int
 
 
-def _power_iteration(product: FlatMap, start: Tensor, steps: int, tolerance: float) -> _Estimate:
+def _power_iteration(product: FlatMap, start: Tensor, steps: int, tolerance: float) -> _PowerEstimate:
     """Iterate v <- A v / |A v| until every row has converged; start: (rows, n)."""
     v = divide(start, _length(start))
     before, growth = torch.zeros_like(v), torch.ones_like(v[:, :1])  # zeros: the first step has no vector before v
@@ -184,7 +184,7 @@ def _power_iteration(product: FlatMap, start: Tensor, steps: int, tolerance: flo
     later = torch.stack(growths[len(growths) // 2 :])
     # rows that did not converge do not use the fit: while it is poor, its roots lie anywhere inside the field of values
     radius = torch.where(converged, radius, later.log().mean(dim=0).exp())
-    return _Estimate(radius, converged, residual, rayleigh, len(growths))
+    return _PowerEstimate(radius, converged, residual, rayleigh, len(growths))
 
 
 def _fit(before: Tensor, growth: Tensor, v: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:

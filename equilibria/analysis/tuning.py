@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from equilibria._core.checks import require
 from equilibria.analysis.agreement import NAN, Bench, RandomFunctional
-from equilibria.analysis.measuring import Call, brief, captured, untouched
+from equilibria.analysis.measuring import LayerCall, brief, captured, untouched
 from equilibria.analysis.tuning_settings import MAX_STEPS, Candidates, Measurement, Setting, Tuning, Tunings, nearest_to
 from equilibria.deq import DEQ
 from equilibria.gradients.base import Gradient
@@ -82,7 +82,7 @@ def tune(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # Implicit(on_failure="fall_back") always warns
         for name, call in calls.items():
-            search = _Search(_Layer(call, backward, generator), residual, agreement if backward else None, rounds)
+            search = _Search(_TunedLayer(call, backward, generator), residual, agreement if backward else None, rounds)
             found[name] = search.run(name, candidates or Candidates())
     return Tunings(found)
 
@@ -108,7 +108,7 @@ class _Trial:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _TrialRun:
     """One solve with its backward pass; `grads` is empty for inference."""
 
     stats: Stats
@@ -116,10 +116,10 @@ class _Run:
     seconds: float
 
 
-class _Layer:
+class _TunedLayer:
     """A DEQ with its inputs, run with any setting on a twin around the same cell."""
 
-    def __init__(self, call: Call, backward: bool, generator: torch.Generator | None) -> None:
+    def __init__(self, call: LayerCall, backward: bool, generator: torch.Generator | None) -> None:
         deq, self.inputs, loss = call.deq, call.inputs, RandomFunctional(generator)
         self.twin = DEQ(deq.cell, deq.init, gradient=deq.gradient, batched=deq.batched)
         self.twin.training = backward  # only the twin; its cell stays in its mode
@@ -131,7 +131,7 @@ class _Layer:
         stop = deq.stop if backward or deq.eval_stop is None else deq.eval_stop
         self.present = Setting(deq.solver, stop, deq.gradient if backward else None)
 
-    def run(self, setting: Setting) -> _Run:
+    def run(self, setting: Setting) -> _TrialRun:
         """Solve, and run a backward pass if gradients are wanted."""
         _silent(setting).apply(self.twin)
         grads: Sequence[Tensor | None] = ()
@@ -140,7 +140,7 @@ class _Layer:
             solution = self.twin.solve(*self.inputs)
             if self.bench is not None:
                 grads = torch.autograd.grad(self.bench.loss(solution.z), self.bench.wanted, allow_unused=True)
-            return _Run(solution.stats, grads, self._now() - began)
+            return _TrialRun(solution.stats, grads, self._now() - began)
 
     @contextmanager
     def limited(self, seconds: float) -> Iterator[None]:
@@ -158,7 +158,7 @@ class _Layer:
             if hook is not None:
                 hook.remove()
 
-    def cosine(self, run: _Run, exact: Tensor) -> float:
+    def cosine(self, run: _TrialRun, exact: Tensor) -> float:
         """Return the cosine between the gradient of a run and the exact one, (numbers,)."""
         assert self.bench is not None
         return float(torch.cosine_similarity(self.bench.flat(run.grads), exact, dim=0))
@@ -189,7 +189,7 @@ class _Search:
     The costs of forward and backward pass are nearly independent, so the full product would find little more.
     """
 
-    def __init__(self, layer: _Layer, residual: float, agreement: float | None, rounds: int) -> None:
+    def __init__(self, layer: _TunedLayer, residual: float, agreement: float | None, rounds: int) -> None:
         self.layer, self.residual, self.agreement, self.rounds = layer, residual, agreement, rounds
         self.present = _Trial(layer.present)
         self.reference = self.present  # the trial that runs in every round; times are relative to it

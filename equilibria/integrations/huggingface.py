@@ -18,7 +18,7 @@ class TrainerMonitor(TrainerCallback):
     The rows are in `trainer.state.log_history` and go to everything in `report_to`. With gradient accumulation a row
     describes the last batch of the step. Evaluation is not monitored.
 
-    prefix      of all names
+    prefix      prefix of all names
     quantities  the entries of `Stats.summary()` to log; None: all
     """
 

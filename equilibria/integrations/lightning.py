@@ -19,7 +19,7 @@ class LightningMonitor(Callback):
     `trainer.callback_metrics`, which `EarlyStopping` and `ModelCheckpoint` read. A row covers all solves of a training
     batch and their adjoints. Validation is not monitored.
 
-    prefix      of all names
+    prefix      prefix of all names
     quantities  the entries of `Stats.summary()` to log; None: all
     """
 

@@ -48,6 +48,7 @@ def publish(run: Run, folder: Path, *, which: str = "best", root: Path | None = 
 def provenance(run: Run, experiment: Experiment[Any], weights: Path, which: str, root: Path | None) -> dict[str, Any]:
     """Return the origin of the weights: experiment, hash of its settings, data, commit, machine and measurements."""
     assert run.summary is not None
+    # the metrics must be those of the weights that are written
     chosen = run.summary["best"] if which == "best" else run.summary["final"]
     return {
         "experiment": experiment.name,
@@ -126,7 +127,7 @@ def evaluation_results(experiment: Experiment[Any], found: Mapping[str, Any]) ->
     notes = f"{experiment.name}, {experiment.scale} scale, seed {found['seed']}"
     for split, name, number in _numbers(found["metrics"]):
         if name not in TASKS:
-            continue
+            continue  # the format needs the task of a metric, and the others have none
         lines += [
             f"- dataset: {{id: {json.dumps(next(iter(found['data']), 'bundled'))}, task_id: {json.dumps(TASKS[name])}}}",
             f"  split: {json.dumps(split)}",

@@ -1,4 +1,4 @@
-"""Looped models: random starts, many starts per sample, states carried over training steps, halting."""
+"""Looped models: random starts, several starts per sample, states carried over training steps, and halting."""
 
 from equilibria.looped.breadth import Breadth, BreadthSolution, breadth
 from equilibria.looped.carry import Carry

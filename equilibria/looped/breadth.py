@@ -1,4 +1,4 @@
-"""Breadth: several random starts per sample, of which the best converged or the most frequent answer is kept."""
+"""Breadth: solve every sample from several random starts, and keep the best converged or the most frequent answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from equilibria.solution import Solution
 from equilibria.stop import Stop
 
 Keep = Literal["residual", "vote"]
-Answer = Callable[[State], Tensor]
+AnswerFunction = Callable[[State], Tensor]
 
 
 def breadth(
@@ -25,7 +25,7 @@ def breadth(
     *,
     starts: int,
     keep: Keep = "residual",
-    answer: Answer | None = None,
+    answer: AnswerFunction | None = None,
     first: int | None = None,
     stop: Stop | None = None,
 ) -> Breadth:
@@ -34,44 +34,47 @@ def breadth(
         wide = eq.looped.breadth(deq, starts=16, first=2, stop=eq.Stop(rtol=1e-2, max_steps=200))
         found = wide(x)  # found.z, found.winner, found.residual, found.spread
 
-    deq     its `init` must draw other starts for other rows, as `eq.looped.RandomStart` does
-    starts  per sample at most
-    keep    "residual": the start that converged best. "vote": the answer that most starts agree on, the best converged
-            of those; needs `answer`
-    answer  state -> (batch, ...) discrete answers, such as the argmax of logits
-    first   solve so many starts first; samples of which one converged are done, the others get the rest. None: all at once
-    stop    of these solves: the depth; None: that of the layer
+    deq     a layer whose `init` draws a different start for every row, such as `eq.looped.RandomStart`
+    starts  largest number of starts per sample
+    keep    "residual": keep the equilibrium with the smallest residual. "vote": keep the answer that most starts agree on,
+            and of these starts the one with the smallest residual; needs `answer`
+    answer  function from a state to discrete answers (batch, ...), such as the argmax of logits
+    first   number of starts in a first solve; samples of which no start converged get the remaining starts in a second
+            solve. None: one solve with all starts
+    stop    stop of these solves; None: that of the layer
     """
-    require(isinstance(deq, DEQ), f"breadth is for a DEQ, got {type(deq).__name__}.")
-    require(deq.batched, "breadth needs a batch of samples; this layer has batched=False.")
+    require(isinstance(deq, DEQ), f"breadth needs an eq.DEQ, got {type(deq).__name__}. Pass the layer inside the model.")
+    require(
+        deq.batched, "breadth needs a batch of samples, but this layer has batched=False. Make the layer with batched=True."
+    )
     require(starts >= 1, f"starts must be at least 1, got {starts}.")
     require(first is None or 1 <= first <= starts, f"first must lie in 1 ... {starts}, got {first}.")
     require(keep in ("residual", "vote"), f'keep must be "residual" or "vote", got {keep!r}.')
-    require(keep == "residual" or answer is not None, 'keep="vote" compares answers: give answer=, a function of the state.')
+    require(keep == "residual" or answer is not None, 'keep="vote" compares answers: pass answer=, a function of the state.')
     return Breadth(deq, starts, keep, answer, first, stop)
 
 
 @dataclass(frozen=True)
 class BreadthSolution:
-    """The state that was kept for every sample, and what the other starts led to."""
+    """The state that was kept for every sample, with statistics of all starts."""
 
     z: State
-    winner: Tensor  # (batch,) the start it came from
-    residual: Tensor  # (batch, starts), relative; inf of starts that were not run or are not finite
-    converged: Tensor  # (batch,) bool, whether the one that was kept converged
-    starts: Tensor  # (batch,) starts that were run
-    spread: Tensor  # (batch,) share of them with another answer; without `answer`, their mean distance relative to z
-    sample_evaluations: int = 0  # rows that the cell was run on, summed
+    winner: Tensor  # (batch,) index of the start whose state was kept
+    residual: Tensor  # (batch, starts) relative residuals; inf for starts that were not run or are not finite
+    converged: Tensor  # (batch,) bool, True if the kept start converged
+    starts: Tensor  # (batch,) number of starts that were run
+    spread: Tensor  # (batch,) share of the starts with another answer; without `answer`, their mean relative distance from z
+    sample_evaluations: int = 0  # number of rows on which the cell was run, in all solves
 
 
 @dataclass(frozen=True)
 class Breadth:
-    """Several starts per sample; made by `eq.looped.breadth`, called with the inputs of the layer."""
+    """Solves every sample from several starts; made by `eq.looped.breadth` and called with the inputs of the layer."""
 
     deq: DEQ = field(repr=False)
     starts: int
     keep: Keep
-    answer: Answer | None
+    answer: AnswerFunction | None
     first: int | None
     stop: Stop | None
 
@@ -95,6 +98,7 @@ class Breadth:
 
     def _layer(self) -> DEQ:
         """Return the layer with the stop of these solves."""
+        # a new layer, so that the settings of the given one are not changed
         deq = self.deq
         stop = self.stop or (deq.stop if deq.training or deq.eval_stop is None else deq.eval_stop)
         return DEQ(deq.cell, deq.init, deq.solver, stop, deq.gradient)
@@ -117,11 +121,11 @@ class Breadth:
         if self.keep == "residual" or answers is None:
             score = residual
         else:
-            # (starts, batch): starts that agree with fewer others come after those with more, then by residual
+            # the most votes decide, and among equal votes the smallest residual
             agree = (answers.unsqueeze(0) == answers.unsqueeze(1)).all(dim=-1) & ran.unsqueeze(0) & ran.unsqueeze(1)
             votes = agree.sum(dim=0)
             least = torch.where(votes == votes.amax(dim=0), residual, torch.inf)
-            # a majority that is not finite still wins against what was not run
+            # inf would make a majority whose residual is not finite equal to starts that were not run
             score = torch.where(torch.isinf(least) & (votes == votes.amax(dim=0)), torch.finfo(residual.dtype).max, least)
         winner, places = score.argmin(dim=0), torch.arange(batch, device=residual.device)
         z = [leaf[winner, places] for leaf in wide]
@@ -151,7 +155,7 @@ class Breadth:
 
 @dataclass(frozen=True)
 class _Round:
-    """One solve of `count` starts, those from number `before` on, of the samples `rows`; the start comes before the row."""
+    """One solve of the samples `rows` from `count` starts, numbered from `before`; all rows of a start are adjacent."""
 
     rows: Tensor
     before: int
@@ -174,7 +178,7 @@ def _repeated(inputs: Any, rows: Tensor, batch: int, count: int) -> Any:
 
     def repeat(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != batch:
-            return leaf  # shared by all samples
+            return leaf  # not a tensor with one row per sample, so all samples share it
         return leaf.index_select(0, rows).repeat(count, *[1] * (leaf.dim() - 1))
 
     return pytree.tree_map(repeat, tuple(inputs))
@@ -188,8 +192,8 @@ def _check_starts(s: Solution, count: int) -> None:
     packed = packed.view(count, -1, packed.shape[-1])
     if packed.shape[1] and bool((packed[0] == packed[1]).all()):
         raise ValueError(
-            "All starts of a sample are the same, so breadth has nothing to choose from: give the layer an init that draws "
-            "at random, such as eq.looped.RandomStart()."
+            "All starts of a sample are equal, but breadth needs different ones. Give the layer an init that draws at "
+            "random, such as eq.looped.RandomStart()."
         )
 
 

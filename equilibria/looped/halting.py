@@ -1,4 +1,4 @@
-"""Halting: when a sample of a looped model is done, in training and in evaluation."""
+"""Halting: the rule by which a sample of a looped model takes no further steps, in training and in evaluation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from equilibria._core.packing import State
 from equilibria.stop import FLOOR, RECURRENCE, Stop
 
 By = Literal["head", "convergence", "both", "either", "limit"]
-Step = Callable[[Any, State | None], tuple[Any, Tensor, State, Tensor]]
+SupervisedStep = Callable[[Any, State | None], tuple[Any, Tensor, State, Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +24,12 @@ class Halting:
 
         found = eq.looped.Halting(by="both", max_steps=16).run(model.think, boards)
 
-    by         "head": the halting head is positive. "convergence": the residual meets the tolerances of `stop`. "both" of
-               them, "either", or at the "limit" alone
-    stop       whose rtol the residual must meet
-    max_steps  supervised steps of a row at most
-    explore    share of the rows of a training step that may not halt before a number of steps drawn from 2 to max_steps;
-               without it the head never sees what more steps would have given
+    by         "head": the halting head is positive. "convergence": the residual meets the rtol of `stop`. "both": both
+               conditions hold. "either": one of them holds. "limit": only `max_steps` counts
+    stop       the Stop whose rtol the residual must meet
+    max_steps  largest number of supervised steps of a row
+    explore    share of the rows of a training step that may not halt before a number of steps drawn from 2 to max_steps.
+               Without it the head is never trained on states after its first positive value
     """
 
     by: By = "head"
@@ -72,13 +72,13 @@ class Halting:
             return (self.wants(halt, residual) & allowed) | (steps >= self.max_steps)
 
     @torch.no_grad()
-    def run(self, step: Step, inputs: Any, state: State | None = None) -> Halted:
+    def run(self, step: SupervisedStep, inputs: Any, state: State | None = None) -> Halted:
         """Take supervised steps until every row has halted; rows that have halted leave the batch.
 
-        step    (inputs, state or None) -> (answer, halt, state, residual), as `Reasoner.think`; a row must not depend on
-                others
-        inputs  a tensor, or a nesting of tensors, batch first
-        state   to start from; None: the model's own start
+        step    function (inputs, state or None) -> (answer, halt, state, residual), such as `Reasoner.think`, in which no
+                row depends on other rows
+        inputs  tensors in any nesting, batch first
+        state   state to start from; None: the model's own start
         """
         device: torch.device = pytree.tree_leaves(inputs)[0].device
         rows = torch.arange(_batch(inputs), device=device)
@@ -94,7 +94,7 @@ class Halting:
             rows = rows[staying]
             if len(rows) == 0:
                 break
-            inputs, state = _take((inputs, state), staying)  # rows that halted cost nothing from here on
+            inputs, state = _take((inputs, state), staying)  # the next steps run on the other rows only
         return _joined(parts, evaluated)
 
 
@@ -102,12 +102,12 @@ class Halting:
 class Halted:
     """The states of rows when they halted, in the order of the batch."""
 
-    answer: Any  # as the step returned it
-    halt: Tensor  # (batch,) the halting head
+    answer: Any  # what the last step of each row returned
+    halt: Tensor  # (batch,) value of the halting head
     state: State
     residual: Tensor  # (batch,)
-    steps: Tensor  # (batch,) supervised steps taken
-    row_steps: int  # their sum: the cost, since rows that halt leave the batch
+    steps: Tensor  # (batch,) number of supervised steps
+    row_steps: int  # sum of `steps`: the cost, because rows that have halted leave the batch
 
 
 def _joined(parts: list[tuple[Tensor, Any]], evaluated: int) -> Halted:
@@ -125,5 +125,8 @@ def _take(tree: Any, rows: Tensor) -> Any:
 
 def _batch(tree: Any) -> int:
     leaves = pytree.tree_leaves(tree)
-    require(bool(leaves) and all(isinstance(leaf, Tensor) for leaf in leaves), "Inputs must be tensors, batch first.")
+    require(
+        bool(leaves) and all(isinstance(leaf, Tensor) for leaf in leaves),
+        "Inputs must be tensors whose first dimension is the batch.",
+    )
     return len(leaves[0])

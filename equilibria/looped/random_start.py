@@ -14,15 +14,15 @@ from equilibria._core.checks import require
 
 @dataclass(frozen=True, kw_only=True)
 class RandomStart:
-    """An `init` that draws every entry of the state from a truncated normal distribution, anew for every solve.
+    """An `init` that draws every entry of the state from a truncated normal distribution, with new draws in every solve.
 
-    Trained over random starts, a cell gets wide attractors; `eq.looped.breadth` compares the results of several starts. The
-    draws come from torch's own generator.
+    Training from random starts widens the attractors of a cell. `eq.looped.breadth` compares the results of several starts.
+    The draws come from torch's own generator.
 
     std     standard deviation before truncation
-    cut     draws lie within so many of them
-    shape   of the state of a sample; None: that of the first input
-    states  number of tensors in the state; more than one make it a tuple
+    cut     largest absolute value of a draw, in units of std
+    shape   shape of the state of a sample; None: that of the first input
+    states  number of tensors in the state; with more than one the state is a tuple
     """
 
     std: float = 1.0
@@ -32,12 +32,15 @@ class RandomStart:
 
     def __post_init__(self) -> None:
         require(self.std > 0 and self.cut > 0, f"std and cut must be positive, got std={self.std}, cut={self.cut}.")
-        require(self.states >= 1, f"A state has at least one tensor, got states={self.states}.")
+        require(self.states >= 1, f"states must be at least 1, got {self.states}.")
 
     def __call__(self, *inputs: Any) -> Tensor | tuple[Tensor, ...]:
         """Draw a start for a batch of the size, dtype and device of `inputs`."""
         tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
-        require(bool(tensors), "RandomStart takes batch size and device from the inputs, and there is no tensor among them.")
+        require(
+            bool(tensors),
+            "RandomStart takes batch size and device from the inputs, but there is no tensor among them. Pass one.",
+        )
         first = tensors[0]
         real = next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.get_default_dtype())
         shape = first.shape if self.shape is None else (len(first), *self.shape)

@@ -27,16 +27,16 @@ from equilibria.models.origins import from_data, origin_of, to_data
 from equilibria.models.registry import create
 from equilibria.models.states import bare, check_fit, check_storable, identities, on_host, take_dtypes
 
-FORMAT = 1  # of model files; older versions refuse files with a larger number
-# a single key: safetensors writes several in arbitrary order, and equal models would give different bytes
+FORMAT = 1  # version of the file format; a library refuses files with a larger number than its own
+# metadata are under one key, because safetensors writes several keys in arbitrary order: equal models must give equal bytes
 KEY = "equilibria"
 
-State = dict[str, Any]
+StateDict = dict[str, Any]
 M = TypeVar("M", bound=nn.Module)
 
 
 class ModelFileError(RuntimeError):
-    """A file holds no model, or not the requested one."""
+    """Raised if a file holds no model, or a model that does not fit the request."""
 
 
 @dataclass(frozen=True)
@@ -207,13 +207,13 @@ def _saved(path: Path, file: Any) -> SavedModel:
         raise ModelFileError(f"{path} is damaged: its metadata is invalid ({error}). Save the model again.") from error
 
 
-def _state(saved: SavedModel, file: Any) -> State:
+def _state(saved: SavedModel, file: Any) -> StateDict:
     """Return the state dict, verified against the checksum if the file has one."""
     # copied to torch's own alignment: copying complex numbers directly from the mapped file crashed the process
     tensors = {name: torch.clone(file.get_tensor(name)) for name in file.keys()}
     if saved.notes and _digest(tensors, saved.notes) != saved.notes.get("sha256"):
         raise ModelFileError(f"{saved.path} is damaged: its sha256 differs. Copy it again, or save the model again.")
-    state: State = tensors | {name: torch.view_as_complex(tensors[name]) for name in saved.notes.get("complex", ())}
+    state: StateDict = tensors | {name: torch.view_as_complex(tensors[name]) for name in saved.notes.get("complex", ())}
     state |= {name: state[other] for name, other in saved.aliases.items()}
     return state | {name: from_data(data) for name, data in saved.notes.get("extra", {}).items()}
 

@@ -81,7 +81,7 @@ class SolveOptions:
             case "jfb":
                 return JFB()
             case "bptt":
-                return Unrolled(depth=self.stop.max_steps)
+                return Unrolled(depth=self.stop.max_steps)  # always this depth, whatever the tolerance
             case _:
                 return Implicit(solver=self._adjoint_solver(), stop=self.adjoint_stop)
 

@@ -46,7 +46,7 @@ def linear_loss(z: Tensor) -> Tensor:
 
 
 def pulled(deq: eq.DEQ, x: Tensor, cotangent: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    """The gradient that a formula (J', v) -> u for the cotangent gives, by dense algebra; (batch, n, n), (batch, n, 1)."""
+    """Return the gradient that follows from a formula (J', v) -> u, (batch, n, n) and (batch, n, 1), by dense algebra."""
     s = deq.solve(x)
     u = cotangent(dense_jacobian(s).mT, weights().unsqueeze(2)).squeeze(2)
     targets = [*deq.parameters(), x]

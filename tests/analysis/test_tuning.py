@@ -1,4 +1,4 @@
-"""Tuning: what is recommended reaches what was asked for, what does not is refused, the model stays as it is.
+"""Tuning: recommended settings meet the requirements, others are rejected, and the model is not changed.
 
 Times are never compared: only the accuracy of settings is certain.
 """

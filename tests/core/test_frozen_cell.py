@@ -294,7 +294,7 @@ def test_one_dropout_for_two_shapes_is_refused() -> None:
         def forward(self, z: Tensor, x: Tensor) -> Tensor:
             return self.dropout(z) + self.dropout(x[:, :2]).sum() + x
 
-    with pytest.raises(ValueError, match="a module of its own"):
+    with pytest.raises(ValueError, match="a separate module"):
         eq.DEQ(Twice())(data())
 
 

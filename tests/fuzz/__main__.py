@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from tests.fuzz.oracle import Verdict, judge
+from tests.fuzz.oracle import judge
 from tests.fuzz.strategies import CHOICES, Case, numbered, uncoupled
+from tests.fuzz.verdict import Verdict
 
 EXAMPLES = 8  # cases kept of every category
 SAVE_EVERY = 200  # cases between two writings of the file

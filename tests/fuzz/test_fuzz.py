@@ -12,9 +12,10 @@ import torch
 from hypothesis import Phase, given, settings
 
 import equilibria as eq
-from tests.fuzz.oracle import Run, Verdict, attempt, compare, judge, judge_error
+from tests.fuzz.oracle import attempt, compare, judge, judge_error
 from tests.fuzz.problems import build
 from tests.fuzz.strategies import Case, cases, numbered
+from tests.fuzz.verdict import Run, Verdict
 
 EXAMPLES = int(os.environ.get("EQUILIBRIA_EXAMPLES", "60"))
 SOLVED = Case(cell="tanh", batch=3, width=4, gain=0.9, solver="anderson", rtol=1e-8, max_steps=200, cotangent="random")

@@ -206,7 +206,7 @@ def test_a_missing_library_is_named_with_its_extra() -> None:
     assert "pip install 'equilibria[integrations]'" in done.stderr.splitlines()[-1]
 
 
-def test_importing_the_room_loads_no_library_and_a_misspelt_name_is_refused() -> None:
+def test_importing_the_package_loads_no_library_and_a_misspelled_name_raises() -> None:
     program = "import sys, equilibria as eq; eq.integrations; print({'lightning', 'transformers'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "set()\n"
     with pytest.raises(AttributeError, match="no attribute 'LightningMonitr'"):

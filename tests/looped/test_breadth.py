@@ -1,4 +1,4 @@
-"""Breadth: which start wins, votes, samples that leave early."""
+"""Breadth: the selection of a start, votes, and samples that converge in the first solve."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ TIGHT = eq.Stop(rtol=1e-10, atol=0.0, max_steps=200, on_failure="ignore")
 
 
 def double_well(z: Tensor, x: Tensor) -> Tensor:
-    """Equilibria at z = 1 and z = -1 of every entry, whose basins are z > 0 and z < 0; x is added nowhere near them."""
+    """Return a map with equilibria at 1 and -1 in every entry, whose basins are z > 0 and z < 0; x has no effect."""
     return torch.sign(z) * (1 + 0.2 * (z.abs() - 1)) + 0.0 * x
 
 
 class Slow(nn.Module):
-    """A cell that converges to 1 quickly from positive starts, and to -1 by a factor of 0.99 per step from negative ones."""
+    """A cell that converges quickly to 1 from positive starts, and by a factor of 0.99 per step to -1 from negative ones."""
 
     def forward(self, z: Tensor, x: Tensor) -> Tensor:
         rate = torch.where(z > 0, 0.1, 0.99).to(z)
@@ -99,7 +99,7 @@ def test_breadth_refuses_invalid_arguments() -> None:
         eq.looped.breadth(deq, starts=2, keep="vote")
     with pytest.raises(ValueError, match="first must lie in"):
         eq.looped.breadth(deq, starts=2, first=3)
-    with pytest.raises(ValueError, match="there is no tensor"):
+    with pytest.raises(ValueError, match="there is no tensor among them"):
         eq.looped.RandomStart()()
     drawn = eq.looped.RandomStart(shape=(4,))(torch.zeros(2, dtype=torch.int64))
     assert isinstance(drawn, Tensor) and drawn.shape == (2, 4) and drawn.dtype == torch.float32

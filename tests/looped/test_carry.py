@@ -1,4 +1,4 @@
-"""Carried rows and halting."""
+"""Carry and Halting: rows that are kept over training steps, and the rules by which they halt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def batch(values: list[float]) -> tuple[Tensor, Tensor]:
     return torch.tensor(values), torch.tensor(values) * 10
 
 
-def test_rows_are_replaced_as_they_halt_and_the_others_go_on() -> None:
+def test_rows_are_replaced_when_they_halt_and_other_rows_continue() -> None:
     carry = eq.looped.Carry()
     (x, y), state = carry.admit(batch([1, 2, 3]), start)
     assert x.tolist() == [1, 2, 3] and not state.any()
@@ -86,9 +86,9 @@ def test_a_carry_is_restored_from_its_state_dict() -> None:
     for each in (carry, other):
         (x, y), state = each.admit(batch([5, 6]), start)
         assert x.tolist() == [5, 2] and y.tolist() == [50, 20] and state[:, 0].tolist() == [0, 3]
-    with pytest.raises(ValueError, match=r"holds 2 rows and got a batch of 1.*drop_last=True"):
+    with pytest.raises(ValueError, match=r"holds 2 rows, but got a batch of 1.*drop_last=True"):
         carry.admit(batch([1]), start)
-    with pytest.raises(RuntimeError, match="call that first"):
+    with pytest.raises(RuntimeError, match="Call admit first"):
         eq.looped.Carry().advance(state, torch.tensor([True]))
     with pytest.raises(ValueError, match="has 3 tensors"):
         other.load_state_dict(carry.state_dict(), (torch.zeros(1), torch.zeros(1)))

@@ -1,4 +1,4 @@
-"""Models as files: every bit comes back, nothing runs code, and what does not fit is told."""
+"""Model files: all bits are restored, no code is run, and files that do not fit are refused."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_a_given_model_keeps_its_dtypes(tmp_path: Path) -> None:
     assert torch.equal(other.weight, model.weight.float())
 
 
-def test_every_model_of_the_registry_can_say_what_it_was_made_from() -> None:
+def test_every_model_of_the_registry_stores_its_name_and_options() -> None:
     for name in names():
         entry = info(name)
         bound = inspect.signature(entry.build).bind(**dict(entry.options))

@@ -10,8 +10,8 @@ from equilibria.analysis.diagnosis.findings import Finding, Severity
 
 LAZY = 0.01  # a sample is lazy if one step brings it closer to the equilibrium than this, relative to its norm
 MOST = 0.9  # a cell is lazy if at least this share of its samples is
-# area under the ROC curve: at TELLING or more the residual predicts wrong answers, at BLIND or less it does not
-TELLING, BLIND = 0.8, 0.6
+# area under the ROC curve: at SEPARATING or more the residual predicts wrong answers, at NOT_SEPARATING or less it does not
+SEPARATING, NOT_SEPARATING = 0.8, 0.6
 FEW = 3  # with fewer right or fewer wrong answers the area is noise and not reported
 
 
@@ -90,22 +90,22 @@ def _lazy(a: Attractors) -> Finding | None:
 def _correctness(a: Attractors) -> Finding | None:
     """Report whether the residual separates wrong answers from right ones."""
     right = len(a.equilibria) - (a.wrong or 0)
-    if a.auc is None or a.wrong is None or min(a.wrong, right) < FEW or BLIND < a.auc < TELLING:
+    if a.auc is None or a.wrong is None or min(a.wrong, right) < FEW or NOT_SEPARATING < a.auc < SEPARATING:
         return None
     measured = (
         f"The residual of a wrong answer is larger than that of a right one with probability {a.auc:.2f} ({a.wrong} of "
     )
     measured += f"{len(a.equilibria)} answers are wrong)."
-    if a.auc >= TELLING:
+    if a.auc >= SEPARATING:
         return Finding(
-            "residual tells wrong answers",
+            "residual separates wrong answers",
             Severity.HINT,
             measured,
             f"eq.looped.breadth(deq, starts={a.restarts}), which keeps the best converged start, and "
             'eq.looped.Halting(by="convergence"), which stops a sample once its residual is small.',
         )
     return Finding(
-        "residual blind to wrong answers",
+        "residual does not separate wrong answers",
         Severity.HINT,
         measured,
         "another criterion than the residual to choose among starts: wrong answers converge as well as right ones.",

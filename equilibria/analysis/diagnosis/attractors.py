@@ -42,6 +42,7 @@ def measure_attractors(deq: DEQ, inputs: tuple[Any, ...], restarts: int, wrong: 
     wrong  (batch,) bool, samples that the model answers wrongly; None: the residual is not compared with correctness
     """
     stop = deq.stop if deq.training or deq.eval_stop is None else deq.eval_stop
+    # a layer that always takes all its steps has no tolerance, but its restarts must be judged by one
     rtol = stop.rtol if stop.rtol > 0 or stop.atol > 0 else RTOL
     # a restart from far away may need more steps than the layer is given
     stop = dataclasses.replace(stop, rtol=rtol, max_steps=max(stop.max_steps, STEPS), on_failure="ignore")
@@ -79,7 +80,7 @@ def area_under_curve(score: Tensor, positive: Tensor) -> float:
     high, low = score[positive].double(), score[~positive].double()
     if len(high) == 0 or len(low) == 0:
         return float("nan")
-    order = low.sort().values
+    order = low.sort().values  # comparing all pairs would take memory quadratic in the number of samples
     below, not_above = torch.searchsorted(order, high), torch.searchsorted(order, high, right=True)
     return float((below + not_above).double().mean() / (2 * len(low)))
 

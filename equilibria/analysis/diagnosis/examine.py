@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from equilibria._core.equation import uses_batch_statistics
 from equilibria.analysis.agreement import Agreement, CellMeter, OutOfTime, gradient_agreement
 from equilibria.analysis.diagnosis.attractors import Attractors
-from equilibria.analysis.measuring import Call, brief, untouched
+from equilibria.analysis.measuring import LayerCall, brief, untouched
 from equilibria.analysis.spectrum import spectral_radius
 from equilibria.deq import DEQ
 from equilibria.gradients.base import Gradient
@@ -45,7 +45,7 @@ NEWTON_STEPS = 20  # near an answer Newton doubles its digits with every step; m
 
 
 @dataclass(frozen=True)
-class Solve:
+class SolveNumbers:
     """The result of one solve."""
 
     status: dict[str, int]  # number of samples by status
@@ -71,7 +71,7 @@ class SolverResult:
     solver: str
     present: bool  # True for the layer's own solver
     seconds: float  # smallest time of a few solves; processor time on a CPU
-    solve: Solve
+    solve: SolveNumbers
     out_of_time: bool = False  # it was stopped, and `solve` holds no result
 
 
@@ -84,7 +84,7 @@ class Radius:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryUse:
     """Memory in bytes."""
 
     state: int  # one state of the full batch
@@ -93,7 +93,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Trial:
+class CellTrial:
     """The result of running the cell again at one point."""
 
     random: float  # largest difference between two runs, relative
@@ -117,21 +117,21 @@ class Examination:
     size: int  # numbers in the state of a sample
     dtype: str
     precision: float  # spacing of the numbers in which the cell computes
-    forward: Solve
-    adjoint: Solve | None
+    forward: SolveNumbers
+    adjoint: SolveNumbers | None
     adjoint_error: str | None
     radius: Radius
     solvers: list[SolverResult]
     agreements: list[Agreement]
-    memory: Memory
-    trial: Trial
-    more_steps: Solve | None  # the same solve with ten times the steps, if samples ran out of steps
+    memory: MemoryUse
+    trial: CellTrial
+    more_steps: SolveNumbers | None  # the same solve with ten times the steps, if samples ran out of steps
     reference_problem: str | None  # why the exact gradient, the reference, is not exact
     out_of_time: list[str]  # measurements that were stopped because they took too long
     attractors: Attractors | None = None  # results of restarts, if there were any
 
 
-def examine(name: str, call: Call) -> Examination:
+def examine(name: str, call: LayerCall) -> Examination:
     """Examine the layer in its current mode, with its solver, stop and gradient, and leave it unchanged.
 
     Cotangents and starts are drawn from a fixed seed: another examination of the same layer gives the same findings.
@@ -187,7 +187,7 @@ class _Examiner:
             radius=Radius([float("nan")] * s.layout.batch, [False] * s.layout.batch) if error else _radius(s),
             solvers=solvers,
             agreements=agreements,
-            memory=Memory(_bytes([s.z]), _bytes(self.inputs), kept),
+            memory=MemoryUse(_bytes([s.z]), _bytes(self.inputs), kept),
             trial=self.try_again(),
             more_steps=more_steps,
             reference_problem=self.reference_problem,
@@ -236,7 +236,7 @@ class _Examiner:
             self.out_of_time.append(brief(solver))
             # the tables still list a solver that was stopped; `out_of_time` marks that these numbers are no results
             batch = self.solution.layout.batch
-            nothing = Solve({"out of time": batch}, [0] * batch, [math.inf] * batch, 0, 0, [])
+            nothing = SolveNumbers({"out of time": batch}, [0] * batch, [math.inf] * batch, 0, 0, [])
             return SolverResult(brief(solver), own, SECONDS, nothing, out_of_time=True)
         return SolverResult(brief(solver), own, seconds, summary(s.stats))
 
@@ -250,7 +250,7 @@ class _Examiner:
         _wait(s)
         return clock() - began, s
 
-    def compare_gradients(self, more_steps: Solve | None) -> list[Agreement]:
+    def compare_gradients(self, more_steps: SolveNumbers | None) -> list[Agreement]:
         """Compare the layer's own gradient and others with the exact one.
 
         Returns an empty list if no sample has an equilibrium, nothing requires a gradient, or the time is up.
@@ -265,7 +265,7 @@ class _Examiner:
         # copy.copy shares this dict, so that a new cell of the twin would become the layer's own
         twin.__dict__["_modules"] = dict(self.deq._modules)
         try:
-            with CellMeter(GRADIENT_SECONDS).watch(self.deq.cell) as cell, warnings.catch_warnings(record=True) as told:
+            with CellMeter(GRADIENT_SECONDS).watch(self.deq.cell) as cell, warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", ConvergenceWarning)
                 if cell is not self.deq.cell:
                     twin.cell = cell
@@ -273,17 +273,17 @@ class _Examiner:
         except OutOfTime:
             self.out_of_time.append("the comparison of gradients")
             return []
-        self.reference_problem = next((str(each.message) for each in told if "exact gradient" in str(each.message)), None)
+        self.reference_problem = next((str(each.message) for each in caught if "exact gradient" in str(each.message)), None)
         return agreements
 
-    def try_again(self) -> Trial:
+    def try_again(self) -> CellTrial:
         """Run the cell twice at the equilibrium, which shows randomness, and on every second row, which shows coupling."""
         s, cell = self.solution, self.deq.cell
         z, args = s.layout.pack(s.z), s.equation.args
         named = list(cell.named_modules()) if isinstance(cell, nn.Module) else []
         with torch.no_grad():
             first, second = s.equation(z, *args), s.equation(z, *args)
-            return Trial(
+            return CellTrial(
                 random=_difference(first, second),
                 coupled=_coupling(s, z, first),
                 dropouts=[
@@ -292,7 +292,7 @@ class _Examiner:
                 batch_statistics=[name or "the cell itself" for name, m in named if uses_batch_statistics(m)],
             )
 
-    def more_steps(self) -> Solve | None:
+    def more_steps(self) -> SolveNumbers | None:
         """Solve again with ten times the steps; None if no sample ran out of steps, or it takes too long."""
         if self.solution.stats.count(Status.MAX_STEPS) == 0:
             return None
@@ -304,10 +304,10 @@ class _Examiner:
             return None
 
 
-def summary(stats: Stats) -> Solve:
+def summary(stats: Stats) -> SolveNumbers:
     """Return the statistics of a solve as plain numbers and lists, detached from tensors and devices."""
     counts = {status.name.lower(): stats.count(status) for status in Status if stats.count(status)}
-    return Solve(
+    return SolveNumbers(
         status=counts,
         steps=stats.steps.tolist(),
         residual=stats.residual.tolist(),

@@ -1,4 +1,4 @@
-"""Small models, one healthy and the others with one problem each: examples for the diagnosis and its tests."""
+"""Small models for the diagnosis and its tests: one without problems, the others with one problem each."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TanhCell(nn.Module):
         return torch.tanh(self.after(self.linear(z)) + x)
 
 
-def healthy() -> tuple[nn.Module, Tensor]:
+def contractive() -> tuple[nn.Module, Tensor]:
     """Return a model without problems: a contractive cell, with dropout whose mask is fixed."""
     return _model(lambda: DEQ(TanhCell(0.7, VariationalDropout(0.1))))
 
@@ -57,7 +57,7 @@ def batch_statistics() -> tuple[nn.Module, Tensor]:
 
 
 EXAMPLES: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
-    "healthy": healthy,
+    "contractive": contractive,
     "not-contractive": not_contractive,
     "tolerance-out-of-reach": tolerance_out_of_reach,
     "free-dropout": free_dropout,

@@ -20,7 +20,7 @@ TAIL = 3.0  # ratio of the slowest sample's steps to the median from which a bat
 class Severity(Enum):
     """The severity of a finding."""
 
-    ILL = "ill"  # solves or gradients are wrong
+    ERROR = "error"  # solves or gradients are wrong
     RISK = "risk"  # correct now, but not reliably
     HINT = "hint"  # correct, and could be cheaper
 
@@ -39,7 +39,7 @@ class Finding:
 
 
 def findings(e: Examination) -> list[Finding]:
-    """Return the findings, the worst first; empty for a healthy layer."""
+    """Return the findings, the worst first; empty if the layer has no problem."""
     found = [finding for rule in _RULES if (finding := rule(e)) is not None]
     return sorted(found, key=lambda finding: list(Severity).index(finding.severity))
 
@@ -51,7 +51,7 @@ def _random_cell(e: Examination) -> Finding | None:
     where = f" Modules that drop at random at every call: {', '.join(e.trial.dropouts)}." if e.trial.dropouts else ""
     return Finding(
         "dropout without a fixed mask" if e.trial.dropouts else "random cell",
-        Severity.ILL,
+        Severity.ERROR,
         f"Two runs of the cell at the same point differ by {e.trial.random:.1e} relative to its values, so there is no "
         f"equilibrium to find.{where}",
         "eq.nn.VariationalDropout, whose mask is drawn once per solve, in place of nn.Dropout; draw any other noise before "
@@ -90,7 +90,7 @@ def _below_reach(e: Examination) -> Finding | None:
     digit = 10.0 ** math.floor(math.log10(floor))
     return Finding(
         "tolerance below the reach of the dtype",
-        Severity.ILL,
+        Severity.ERROR,
         f"rtol={e.rtol:.1e} is asked of {e.dtype}, whose numbers are {e.precision:.1e} apart: rounding alone leaves a "
         f"residual of up to about {floor:.0e}. {stalled} of {e.samples} samples stalled there, the worst at "
         f"{e.forward.worst:.1e}.",
@@ -105,7 +105,7 @@ def _nonfinite(e: Examination) -> Finding | None:
         return None
     return Finding(
         "samples that are not finite",
-        Severity.ILL,
+        Severity.ERROR,
         f"{count} of {e.samples} samples gave nan or inf; they keep their best finite iterate and get no gradient.",
         "check the inputs of the samples with status NONFINITE; if they are finite, the cell overflows: bound its output "
         "with a norm or tanh, or damp the solver.",
@@ -122,7 +122,7 @@ def _not_contractive(e: Examination) -> Finding | None:
     reached = f"{e.forward.failed} of {e.samples} samples did not converge with" if failing else "All converged with"
     return Finding(
         "cell not contractive",
-        Severity.ILL if failing else Severity.RISK,
+        Severity.ERROR if failing else Severity.RISK,
         f"The spectral radius of its Jacobian is {max(radii):.2f} at worst, 1 or more for {expansive} of {len(radii)} "
         f"samples: plain iteration moves away from the equilibrium there. {reached} {e.solver}.",
         "eq.jacobian_penalty or eq.skip_penalty in the loss, eq.constraints.spectral_norm or weight norm on the cell's "
@@ -140,7 +140,7 @@ def _too_few_steps(e: Examination) -> Finding | None:
     enough = f"Stop(max_steps={needed + needed // 4 + 1})"  # a margin of a quarter, for other batches
     return Finding(
         "too few steps",
-        Severity.ILL,
+        Severity.ERROR,
         f"{e.forward.failed} of {e.samples} samples ran out of max_steps={e.max_steps}; with ten times as many "
         f"{more.failed} do, and the others need up to {needed}.",
         f"{enough}, or a stronger solver: {_best_solver(e)}"
@@ -155,7 +155,7 @@ def _unexplained(e: Examination) -> Finding | None:
         return None
     return Finding(
         "not converging",
-        Severity.ILL,
+        Severity.ERROR,
         f"{e.forward.failed} of {e.samples} samples did not converge ({_counts(e.forward.status)}), worst residual "
         f"{e.forward.worst:.1e}, though the cell contracts where the solver ended.",
         _best_solver(e),
@@ -183,7 +183,7 @@ def _adjoint(e: Examination) -> Finding | None:
     steps = 4 * max(50, *e.adjoint.steps)
     return Finding(
         "backward solve not converged",
-        Severity.HINT if own is not None and own.relative_error <= GOOD_GRADIENT else Severity.ILL,
+        Severity.HINT if own is not None and own.relative_error <= GOOD_GRADIENT else Severity.ERROR,
         f"{e.adjoint.failed} of {e.samples} adjoint systems were not solved ({_counts(e.adjoint.status)}), worst relative "
         f"residual {e.adjoint.worst:.1e}. {measured}",
         f"eq.Implicit(solver=eq.GMRES(restart=40), stop=eq.Stop(max_steps={steps})), and eq.jacobian_penalty in the loss, "
@@ -220,7 +220,7 @@ def _refused(e: Examination) -> Finding | None:
     if e.adjoint_error is None:
         return None
     return Finding(
-        "backward fails", Severity.ILL, f"{e.gradient} raises {e.adjoint_error}", "another gradient, or eq.Implicit()."
+        "backward fails", Severity.ERROR, f"{e.gradient} raises {e.adjoint_error}", "another gradient, or eq.Implicit()."
     )
 
 
@@ -253,7 +253,7 @@ def _tail(e: Examination) -> Finding | None:
         f"The slowest sample takes {steps[-1]} steps, the median {median}; {e.forward.sample_evaluations} rows were "
         f"evaluated in {e.forward.evaluations} runs.",
         "eq.Fallback(eq.Picard(), eq.Anderson(), eq.Newton()) spends strong solvers on hard samples alone; eq.Remember() "
-        "starts known samples where they ended.",
+        "starts known samples at their last equilibrium.",
     )
 
 

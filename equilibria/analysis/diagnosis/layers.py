@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from equilibria.analysis.diagnosis.examine import Examination, Solve
+from equilibria.analysis.diagnosis.examine import Examination, SolveNumbers
 from equilibria.analysis.diagnosis.findings import Finding, Severity
 
 
@@ -20,7 +20,7 @@ class LayerDiagnosis:
         return f"layer {self.examination.name}" if self.examination.name else "the model itself"
 
     @property
-    def healthy(self) -> bool:
+    def ok(self) -> bool:
         """True if the layer has no finding worse than a hint."""
         return all(finding.severity is Severity.HINT for finding in self.findings)
 
@@ -52,7 +52,7 @@ def text(layer: LayerDiagnosis) -> str:
         lines += [f"  {shortened(a.name, 44):<44} {a.cosine:>7.4f} {a.norm_ratio:>7.3f}" for a in e.agreements]
     if e.out_of_time:
         lines += ["", f"  Stopped because they took too long: {', '.join(e.out_of_time)}."]
-    lines += ["", *([f"  {finding}" for finding in layer.findings] or ["  Healthy: nothing found."])]
+    lines += ["", *([f"  {finding}" for finding in layer.findings] or ["  No problem found."])]
     return "\n".join(lines)
 
 
@@ -72,7 +72,7 @@ def rows(e: Examination) -> list[tuple[str, str]]:
     ]
 
 
-def _solve_line(solve: Solve) -> str:
+def _solve_line(solve: SolveNumbers) -> str:
     """Return the statistics of a solve in one line."""
     counts = ", ".join(f"{count} {name}" for name, count in solve.status.items())
     steps = max(solve.steps, default=0)

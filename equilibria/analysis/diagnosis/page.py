@@ -29,7 +29,7 @@ TITLES = {
     "gradients": "Agreement of gradients with the exact one",
 }
 LABEL = 24  # characters of a label in a plot
-WORDS = {Severity.ILL: "ILL", Severity.RISK: "At risk", Severity.HINT: "Hint"}
+WORDS = {Severity.ERROR: "Error", Severity.RISK: "Risk", Severity.HINT: "Hint"}
 
 
 def pictures(layers: Sequence[LayerDiagnosis]) -> dict[str, bytes]:
@@ -46,7 +46,7 @@ def pictures(layers: Sequence[LayerDiagnosis]) -> dict[str, bytes]:
 def page(layers: Sequence[LayerDiagnosis], drawn: dict[str, bytes], command: str | None = None) -> str:
     """Return one HTML document with the pictures `drawn` and the style inlined; it shows the `command` that wrote it."""
     sections = "\n".join(section(layer, drawn) for layer in layers)
-    verdict = "healthy" if all(layer.healthy for layer in layers) else "needs attention"
+    verdict = "no errors or risks" if all(layer.ok for layer in layers) else "errors or risks found"
     count = len(layers)
     heading = f"<h1>Diagnosis of {count} equilibrium layer{'s' if count > 1 else ''}</h1>"
     versions = f"equilibria {equilibria.__version__}, torch {torch.__version__}, Python {platform.python_version()}"
@@ -65,7 +65,7 @@ def section(layer: LayerDiagnosis, drawn: dict[str, bytes]) -> str:
         f"<i>What to try:</i> {escape(f.advice)}</li>"
         for f in layer.findings
     )
-    found = found or '<li class="well"><b>Healthy:</b> nothing found.</li>'
+    found = found or '<li class="ok">No problem found.</li>'
     table = "".join(f"<tr><th>{escape(what)}</th><td>{escape(value)}</td></tr>" for what, value in rows(e))
     shown = {
         what: (TITLES[what], content) for what in _PICTURES if (content := drawn.get(f"{_stem(layer)}-{what}")) is not None
@@ -140,7 +140,7 @@ def _steps(e: Examination, axes: Axes) -> bool:
 
 def _radius(e: Examination, axes: Axes) -> bool:
     """Plot a histogram of the spectral radii."""
-    radii = [radius for radius in e.radius.radius if radius == radius]
+    radii = [radius for radius in e.radius.radius if radius == radius]  # without nan, which has no place on the axis
     if not radii:
         return False
     axes.hist(radii, bins=min(30, max(5, len(radii) // 2)), color=COLOURS[0])

@@ -1,1 +1,1 @@
-"""Training steps next to other libraries', at equal achieved accuracy: `python -m equilibria.lab.bench.command`."""
+"""Training steps compared with other libraries at equal accuracy: `python -m equilibria.lab.bench.command`."""

@@ -28,17 +28,17 @@ from equilibria.lab.bench.cells import (
 )
 from equilibria.lab.bench.trained import LENGTH, TRAINED_WIDTH, trained_transformer
 
-WIDTH = 128  # numbers per sample of most dense cases
+WIDTH = 128  # numbers per sample in most dense cases
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
     """An equation z = cell(z, *inputs) and the loss <cotangent, z> of its solution.
 
-    inputs     computed before the solve; like the cell's weights they ask for gradients
-    start      zeros, as `cotangent` with the structure of the state
-    rtol       what |f(z) - z| / |f(z)| of the worst sample must come down to
-    max_steps  of every solver, forward and backward
+    inputs     inputs of the cell; like the cell's weights they require gradients
+    start      zeros in the structure of the state; `cotangent` has the same structure
+    rtol       largest |f(z) - z| / |f(z)| of a sample with which a method counts as converged
+    max_steps  step limit of every solver, forward and backward
     """
 
     name: str
@@ -56,7 +56,7 @@ class Case:
 
     @property
     def leaves(self) -> tuple[Tensor, ...]:
-        """The tensors that gradients are computed for: all weights, then the inputs."""
+        """The tensors whose gradients are computed: all weights, then the inputs."""
         return (*self.cell.parameters(), *self.inputs)
 
     def loss(self, z: State) -> Tensor:
@@ -64,7 +64,7 @@ class Case:
         return torch.stack([(v * part).sum() for v, part in pairs]).sum()
 
     def double(self) -> Case:
-        """The same numbers in float64."""
+        """Return a copy of the case in float64."""
         cell = copy.deepcopy(self.cell).double()
         inputs = tuple(x.detach().double().requires_grad_() for x in self.inputs)
         start, cotangent = (pytree.tree_map(Tensor.double, state) for state in (self.start, self.cotangent))
@@ -74,31 +74,31 @@ class Case:
 def make(name: str, batch: int | None = None) -> Case:
     """Build the case `name`; `batch` overrides its usual batch size."""
     if name not in CASES:
-        raise ValueError(f"There is no case {name!r}; there are {', '.join(CASES)}.")
+        raise ValueError(f"There is no case {name!r}. Choose one of {', '.join(CASES)}.")
     build, usual = CASES[name]
     return replace(build(usual if batch is None else batch), name=name)
 
 
 def contraction(batch: int, norm: float, seed: int = 1000, width: int = WIDTH, **limits: float) -> Case:
-    """W symmetric with eigenvalues evenly over [-norm, norm]: a contraction by `norm` whose slow directions are there.
+    """Return a case with a symmetric W whose eigenvalues are evenly spaced over [-norm, norm].
 
-    A Gaussian W of the same norm has a spectral radius of half of that and is much easier.
+    The cell then contracts by exactly `norm`. A Gaussian W with the same norm has half the spectral radius and is easier.
     """
     generator = torch.Generator().manual_seed(seed)
     weight = _symmetric(generator, torch.linspace(-norm, norm, width, dtype=torch.float64))
-    scale = 0.05 if norm < 0.95 else 0.01  # small enough that tanh stays steep, or the hard case would be an easy one
+    scale = 0.05 if norm < 0.95 else 0.01  # with larger inputs tanh would be flat and the hard case easy
     return _dense(generator, AffineTanhCell(weight), batch, scale, f"{norm}-contraction, batch {batch}", **limits)
 
 
 def easy(batch: int, width: int) -> Case:
-    """W orthogonal times 0.9 and inputs of size one, where tanh is flat: plain iteration needs few steps."""
+    """Return a case with 0.9 times an orthogonal W and inputs of size one, where tanh is flat: few plain steps suffice."""
     generator = torch.Generator().manual_seed(1006)
     cell = AffineTanhCell(0.9 * orthogonal(generator, width))
     return _dense(generator, cell, batch, 1.0, f"0.9 times an orthogonal matrix, {width} numbers, batch {batch}")
 
 
 def nonnormal(batch: int, norm: float = 1.5, radius: float = 0.92) -> Case:
-    """|W| > 1 > spectral radius: errors grow before they decay."""
+    """Return a case with |W| > 1 and a spectral radius below 1: errors grow before they decay."""
     generator = torch.Generator().manual_seed(1000)
     basis = orthogonal(generator, WIDTH)
     angles = 2 * torch.pi * torch.rand(WIDTH // 2, generator=generator, dtype=torch.float64)
@@ -111,7 +111,7 @@ def nonnormal(batch: int, norm: float = 1.5, radius: float = 0.92) -> Case:
 
 
 def oscillating(batch: int, lowest: float = -1.5) -> Case:
-    """A few eigenvalues below -1: plain iteration falls into a cycle of two."""
+    """Return a case with a few eigenvalues below -1: plain iteration ends in a cycle of two states."""
     generator = torch.Generator().manual_seed(1000)
     eigenvalues = torch.linspace(-0.9, 0.9, WIDTH, dtype=torch.float64)
     eigenvalues[:4] = lowest * torch.tensor([1.0, 0.97, 0.93, 0.9], dtype=torch.float64)
@@ -121,7 +121,7 @@ def oscillating(batch: int, lowest: float = -1.5) -> Case:
 
 
 def mixed(batch: int) -> Case:
-    """A tenth of the samples is hard, the others are done after a few steps."""
+    """Return a case in which a tenth of the samples is hard, and the others converge in a few steps."""
     generator = torch.Generator().manual_seed(1005)
     weight = _symmetric(generator, torch.linspace(-1, 1, WIDTH, dtype=torch.float64))
     gains = torch.full((batch, 1), 0.25)
@@ -144,7 +144,7 @@ def two_scales(batch: int, channels: int = 24, size: int = 32) -> Case:
 
 
 def gates(batch: int, width: int = WIDTH) -> Case:
-    """The state of an LSTM, which it keeps and renews by its gates: two tensors and one input for all gates."""
+    """Return a case with the cell of an LSTM: a state of two tensors, and one input for all gates."""
     generator = torch.Generator().manual_seed(1007)
     cell = GateCell(generator, width, gain=1.4)
     case = _case(generator, cell, [(batch, width)] * 2, note=f"gates of an LSTM, {width} numbers and as many in its memory")
@@ -153,7 +153,7 @@ def gates(batch: int, width: int = WIDTH) -> Case:
 
 
 def graph(batch: int, nodes: int = 400, width: int = 16) -> Case:
-    """Signals on one sparse graph, which are averaged over neighbours and mixed."""
+    """Return a case of signals on one sparse graph, which the cell averages over neighbours and mixes over channels."""
     generator = torch.Generator().manual_seed(1008)
     cell = GraphCell(generator, ring_with_chords(generator, nodes), width, gain=0.9)
     case = _case(generator, cell, [(batch, nodes, width)], 0.1, f"sparse graph of {nodes} nodes with {width} numbers each")
@@ -161,7 +161,7 @@ def graph(batch: int, nodes: int = 400, width: int = 16) -> Case:
 
 
 def trained(batch: int, seed: int) -> Case:
-    """The cell of a DEQ transformer after a short training, on sequences it has not seen."""
+    """Return a case with the cell of a DEQ transformer after a short training, on sequences outside of the training data."""
     model = trained_transformer(seed)
     generator = torch.Generator().manual_seed(1009)
     case = _case(generator, model.cell, [(batch, LENGTH, TRAINED_WIDTH)], note=f"attention block, trained, seed {seed}")
@@ -174,7 +174,7 @@ def transformer(batch: int, length: int = 64, width: int = 128) -> Case:
     return _case(generator, cell, [(batch, length, width)], note=f"attention block, {length} tokens of {width}")
 
 
-CASES: dict[str, tuple[Callable[[int], Case], int]] = {  # with the usual batch
+CASES: dict[str, tuple[Callable[[int], Case], int]] = {  # name: (builder, usual batch size)
     "mlp-b32": (lambda batch: contraction(batch, 0.9, max_steps=200), 32),
     "mlp-b512": (lambda batch: contraction(batch, 0.9, max_steps=200), 512),
     "mlp-b512-tight": (lambda batch: contraction(batch, 0.9, max_steps=200, rtol=1e-5), 512),
@@ -214,7 +214,7 @@ def _dense(
 def _case(
     generator: Generator, cell: nn.Module, shapes: Sequence[tuple[int, ...]], scale: float = 1.0, note: str = ""
 ) -> Case:
-    """A state of one tensor per shape, and an input for each."""
+    """Return a case whose state has one tensor per shape, with an input for each."""
     inputs = tuple((scale * normal(generator, *shape)).float().requires_grad_() for shape in shapes)
     cotangents = tuple((normal(generator, *shape) / shape[0] ** 0.5).float() for shape in shapes)
     starts = tuple(torch.zeros(shape) for shape in shapes)
@@ -228,7 +228,7 @@ def _symmetric(generator: Generator, eigenvalues: Tensor) -> Tensor:
 
 
 def _share(diagonal: Tensor, upper: Tensor, norm: float) -> float:
-    """s with |diagonal + s upper| = norm, by bisection."""
+    """Return the s for which |diagonal + s upper| = norm, by bisection."""
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2

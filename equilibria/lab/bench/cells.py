@@ -1,4 +1,4 @@
-"""The cells of the cases and the weights they are drawn with.
+"""The cells of the cases, and the distributions of their weights.
 
 Weights are drawn in float64 and rounded to float32, so that they are the same in every run.
 """
@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 from torch.nn.utils import skip_init
 
-GROUPS = 8  # of every GroupNorm, which divides all numbers of channels used here
-HEADS = 4  # of the attention
+GROUPS = 8  # number of groups of every GroupNorm; it divides all numbers of channels used here
+HEADS = 4  # number of attention heads
 
 
 class AffineTanhCell(nn.Module):
@@ -33,7 +33,7 @@ class GainCell(AffineTanhCell):
 
 
 class ConvCell(nn.Module):
-    """Two convolutions in a residual block, the input added before the second normalization."""
+    """Two convolutions in a residual block; the input is added before the second normalization."""
 
     def __init__(self, generator: Generator, channels: int, gain: float) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class ConvCell(nn.Module):
 
 
 class Branch(ConvCell):
-    """The residual block of one resolution: it normalizes before its nonlinearity."""
+    """The residual block of one resolution, which normalizes before its nonlinearity."""
 
     def forward(self, z: Tensor, x: Tensor) -> Tensor:
         y = self.norms[0](self.first(z)).relu()
@@ -55,7 +55,7 @@ class Branch(ConvCell):
 
 
 class TwoScaleCell(nn.Module):
-    """A multiscale cell of two resolutions: a block on each, then each resolution adds the features of the other."""
+    """A multiscale cell with a residual block per resolution; each of the two resolutions then adds the other's features."""
 
     def __init__(self, generator: Generator, channels: int, gain: float, crossing: float) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class TwoScaleCell(nn.Module):
 
 
 class AttentionCell(nn.Module):
-    """A transformer block, normalized after each sum, with the input added to the residual stream."""
+    """A transformer block that normalizes after each sum; the input is added to the residual stream."""
 
     def __init__(self, generator: Generator, width: int, gain: float) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class InjectedAttentionCell(AttentionCell):
 
 
 class GateCell(nn.Module):
-    """The gates of an LSTM at rest: its output and its memory are the state."""
+    """The gates of an LSTM with a constant input; the state is its output and its memory."""
 
     def __init__(self, generator: Generator, width: int, gain: float) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class GateCell(nn.Module):
 
 
 class GraphCell(nn.Module):
-    """tanh(A z W + x) with a sparse A that all samples share."""
+    """tanh(A z W + x) with a sparse A, the same for all samples."""
 
     adjacency: Tensor
 
@@ -137,11 +137,11 @@ def normal(generator: Generator, *shape: int) -> Tensor:
 
 def orthogonal(generator: Generator, width: int) -> Tensor:
     q, r = torch.linalg.qr(normal(generator, width, width))
-    return q * r.diagonal().sign()  # uniformly distributed; as QR leaves them, the signs are LAPACK's choice
+    return q * r.diagonal().sign()  # the signs of QR depend on LAPACK; with these signs the matrix is uniformly distributed
 
 
 def ring_with_chords(generator: Generator, nodes: int, chords: int = 2) -> Tensor:
-    """D^-1/2 A D^-1/2 of a ring in which every node has a few chords to random ones, as a sparse matrix."""
+    """Return the sparse D^-1/2 A D^-1/2 of a ring in which every node has `chords` further edges to random nodes."""
     here = torch.arange(nodes).repeat(chords + 1)
     there = torch.cat([torch.arange(1, nodes + 1) % nodes, torch.randint(nodes, (chords * nodes,), generator=generator)])
     dense = torch.zeros(nodes, nodes, dtype=torch.float64)

@@ -15,7 +15,7 @@ from equilibria.lab.bench.jax_methods import jax
 from equilibria.lab.bench.methods import DEFAULT, ours, torchdeq
 from equilibria.lab.bench.report import plot, text, with_ratios
 
-QUICK_CASES = ("mlp-b32", "mlp-hard", "mlp-osc", "mixed", "transformer")  # of --quick
+QUICK_CASES = ("mlp-b32", "mlp-hard", "mlp-osc", "mixed", "transformer")  # the cases of --quick
 QUICK_METHODS = (DEFAULT, "BiCGSTAB", "TorchDEQ Picard", "TorchDEQ Anderson", "TorchDEQ Broyden")
 ROUNDS, BUDGET, QUICK_BUDGET = 9, 40.0, 8.0
 
@@ -27,18 +27,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parts = options.only or (QUICK_METHODS if options.quick else ())
     methods = [method for method in found if not parts or any(part in method.name for part in parts)]
     if not methods:
-        parser.error(f"no method has any of {', '.join(options.only)} in its name.")
+        parser.error(f"--only {' '.join(options.only)} selects no method. Pass parts of names that the tables show.")
     if options.page is not None:
         try:
             with_ratios(options.page.read_text(encoding="utf-8"), BenchResults({}, ()))
         except (OSError, ValueError) as error:
-            parser.error(f"{options.page} cannot take the table: {error}")
+            parser.error(f"the table cannot be written into {options.page}: {error}")
     for path in (options.json, options.plot):
         if path is not None and (problem := _unwritable(path)) is not None:
             parser.error(f"{path} cannot be written: {problem}. Choose another place.")
     if options.budget is not None and options.budget < 0:
         parser.error(f"--budget must not be negative, got {options.budget}.")
-    torch.set_num_threads(1)  # kernels this small vary far more with threads than methods differ
+    torch.set_num_threads(1)  # with several threads the times of kernels this small vary more than the methods differ
     names = options.cases or (QUICK_CASES if options.quick else tuple(CASES))
     budget = options.budget if options.budget is not None else QUICK_BUDGET if options.quick else BUDGET
     results = run(map(make, names), methods, rounds=ROUNDS, budget=budget)
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _unwritable(path: Path) -> str | None:
-    """The reason why a file cannot be written, found by opening it; None if it can."""
+    """Return the reason why a file cannot be written, by opening it; None if it can be written."""
     is_new = not path.exists()
     try:
         with open(path, "ab"):
@@ -78,13 +78,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cases", nargs="+", choices=tuple(CASES), metavar="CASE", help=f"of {', '.join(CASES)}")
     parser.add_argument("--only", nargs="+", default=(), metavar="PART", help="methods with any of these in their names")
     parser.add_argument("--quick", action="store_true", help="fewer cases, methods and rounds: under two minutes")
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="of timed rounds per case; three are run anyhow")
-    parser.add_argument("--compile", action="store_true", help="our default with compiled solves too")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write everything measured there")
     parser.add_argument(
-        "--page", type=Path, metavar="PATH", help="write the table of ratios into this page, between its marks"
+        "--budget", type=float, metavar="SECONDS", help="time of the timed rounds per case; at least three rounds are run"
     )
-    parser.add_argument("--plot", type=Path, metavar="PATH", help="write a PNG of the ratios there")
+    parser.add_argument("--compile", action="store_true", help="our default with compiled solves too")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write all measurements to this file")
+    parser.add_argument(
+        "--page", type=Path, metavar="PATH", help="write the table of ratios into this Markdown page, between its marks"
+    )
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="write a plot of the ratios to this PNG file")
     return parser
 
 

@@ -1,6 +1,6 @@
 """Counts of operations, evaluations and read-backs in a training step, compared with a stored baseline.
 
-`python -m equilibria.lab.bench.counts tests/lab/bench/counts.json` writes the file anew.
+`python -m equilibria.lab.bench.counts tests/lab/bench/counts.json` writes a new baseline.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from equilibria.lab.bench.methods import Method, Ours
 from equilibria.lab.bench.rules import count
 
 SMALL = ("mlp-b32", "mlp-hard", "mlp-nonnormal", "mlp-osc", "mixed")  # the cases that run in the tests
-BATCHES = {"mixed": 64}  # smaller than usual: a check must be fast
-SLACK = 0.03  # by which operations and read-backs may grow; evaluations, products and rows must not at all
-LOOSE = ("operations", "read_backs")  # may grow by SLACK, because they change with the version of torch
+BATCHES = {"mixed": 64}  # batch sizes below the usual ones, so that the check is fast
+SLACK = 0.03  # share by which the counts in LOOSE may grow; the others must not grow
+LOOSE = ("operations", "read_backs")  # counts that change with the version of torch
 
-Counts = dict[str, int]
+StepCounts = dict[str, int]
 
 
 class Operations(TorchDispatchMode):
-    """Count dispatched operations, and those of them that read a number back from the device."""
+    """Counts dispatched operations, and those of them that read a number back from the device."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -44,7 +44,7 @@ class Operations(TorchDispatchMode):
 
 
 class Lists(TorchFunctionMode):
-    """Count calls of `tolist`, a read-back that is not dispatched."""
+    """Counts calls of `tolist`, a read-back that is not dispatched."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Lists(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def counts(case: Case, method: Method) -> Counts:
+def counts(case: Case, method: Method) -> StepCounts:
     """Count one training step to the tolerance of the case, after an uncounted warm-up step."""
     found = asdict(count(case, method, case.rtol))
     with Operations() as seen, Lists() as lists:
@@ -64,9 +64,9 @@ def counts(case: Case, method: Method) -> Counts:
 
 
 def measured() -> dict[str, Any]:
-    """Our default on the small cases, with the version of torch, on which the number of operations depends.
+    """Return the counts of our default on the small cases, and the version of torch, on which operations depend.
 
-    Steps are taken in torch: what native steps do is not dispatched.
+    Native steps are switched off, because their operations are not dispatched.
     """
     with native.disabled():
         cases = {name: counts(make(name, BATCHES.get(name)), Ours()) for name in SMALL}
@@ -87,14 +87,14 @@ def regressions(found: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[s
 
 
 def _reads_back(func: Any, args: Any) -> bool:
-    """True for operations that read numbers back, and for those whose output shape depends on values."""
+    """Return True for operations that read numbers back, and for those whose output shape depends on values."""
     if func is torch.ops.aten.index.Tensor:
         return any(index is not None and index.dtype == torch.bool for index in args[1])
     return func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Write the numbers to the path given, or print them."""
+    """Write the counts to the given path, or print them."""
     torch.set_num_threads(1)
     text = json.dumps(measured(), indent=1) + "\n"
     if arguments:

@@ -1,4 +1,4 @@
-"""Run methods on cases by the rules; `BenchResults` holds the outcome and converts it to and from JSON."""
+"""Run methods on cases by the rules of `rules`; `BenchResults` holds the results and converts them to and from JSON."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from equilibria.lab.bench.rules import Judge, Work, count, race, tighten
 class MethodResult:
     """The result of one method on one case.
 
-    failure   the reason why the method was not timed, or None
-    tol       its tolerance, tightened until the residual was good enough
-    residual  of the worst sample, in float64; None where it is not finite
-    cosine    of its gradient with the reference, and `error`, the relative distance from it
-    times     one per round: seconds of a training step / seconds of a bare call of the cell right before
-    forward   the same of a solve without gradients; empty for methods that it is not measured of
+    failure   the reason why the method was not timed; None if it was
+    tol       the tolerance of the method, tightened until the residual was small enough
+    residual  residual of the worst sample, in float64; None if it is not finite
+    cosine    cosine of the gradient with the reference; `error` is the relative distance from it
+    times     per round, the time of a training step divided by that of a bare call of the cell just before it
+    forward   the same for a solve without gradients; empty if it was not measured
     """
 
     method: str
@@ -69,7 +69,7 @@ class MethodResult:
 
 @dataclass(frozen=True)
 class CaseResults:
-    """All methods on one case; `unit` is the median time of a bare call of the cell in seconds."""
+    """The results of all methods on one case; `unit` is the median time of a bare call of the cell in seconds."""
 
     case: str
     note: str
@@ -82,7 +82,7 @@ class CaseResults:
         return next((outcome for outcome in self.outcomes if outcome.method == method), None)
 
     def fastest(self, library: str, *, forward: bool = False) -> MethodResult | None:
-        """The method of a library with the fastest training step, or the fastest `forward` solve; None if none was timed."""
+        """Return the fastest training step of a library, or its fastest `forward` solve; None if none was timed."""
         own = [(i, outcome) for i, outcome in enumerate(self.outcomes) if outcome.library == library]
         timed = [(outcome.forward_time if forward else outcome.time, i) for i, outcome in own]
         found = min(((time, i) for time, i in timed if time is not None), default=None)
@@ -106,15 +106,18 @@ class BenchResults:
 
 
 def run(cases: Iterable[Case], methods: Sequence[Method], *, rounds: int = 7, budget: float = 40.0) -> BenchResults:
-    """Run every method on every case; `budget` is the seconds of timed rounds per case, three of which are run in any case.
+    """Run every method on every case.
 
-    A method that fails, or does not get as accurate as the case asks for, is recorded with the reason.
+    A method that fails, or does not reach the accuracy of the case, is recorded with the reason.
+
+    rounds  number of timed rounds per case
+    budget  largest time of these rounds per case, in seconds; at least three rounds are run
     """
     return BenchResults(setting(), tuple(_run_case(case, methods, rounds, budget) for case in cases))
 
 
 def setting() -> dict[str, Any]:
-    """Versions and hardware that the numbers depend on, without names or paths of the machine."""
+    """Return the versions and the hardware on which the numbers depend, without names or paths of the machine."""
     found = {name: _version(name) for name in ("equilibria", "torch", "torchdeq", "jax", "jaxopt", "optimistix")}
     return {name: version for name, version in found.items() if version} | {
         "python": platform.python_version(),
@@ -130,7 +133,7 @@ def _run_case(case: Case, methods: Sequence[Method], rounds: int, budget: float)
     begin, judge = time.perf_counter(), Judge(case)
     outcomes = [_examined(case, method, judge) for method in methods]
     ready = [(method, outcome) for method, outcome in zip(methods, outcomes, strict=True) if outcome.failure is None]
-    _say(f"{case.name}: {len(ready)} of {len(methods)} methods get there, {time.perf_counter() - begin:.0f} s")
+    _say(f"{case.name}: {len(ready)} of {len(methods)} methods reach the residual, {time.perf_counter() - begin:.0f} s")
     runs = {(outcome.method, "times"): _step(case, method, outcome) for method, outcome in ready}
     runs |= {
         (outcome.method, "forward"): _solve(case, method, outcome) for method, outcome in ready if is_timed_forward(method)
@@ -148,21 +151,21 @@ def _run_case(case: Case, methods: Sequence[Method], rounds: int, budget: float)
 
 
 def _examined(case: Case, method: Method, judge: Judge) -> MethodResult:
-    """Measure accuracy and work of a method; nothing is timed yet."""
+    """Measure accuracy and work of a method, without timing it."""
     outcome = MethodResult(method.name, method.library)
     try:
         found = tighten(case, method, judge)
         outcome = replace(outcome, tol=found.tol, residual=_finite(found.residual))
         if not found.reached:
-            return replace(outcome, failure=f"not reached: residual {found.residual:.1e}, {case.rtol:.0e} asked for")
+            return replace(outcome, failure=f"not reached: residual {found.residual:.1e}, required {case.rtol:.0e}")
         agreement = judge.gradient(method.step(case, found.tol)[1])
         work = count(case, method, found.tol)
-        outcome = replace(outcome, work=work if work.calls else None)  # another framework's calls are not seen
+        outcome = replace(outcome, work=work if work.calls else None)  # the hooks do not see the calls of another framework
         outcome = replace(outcome, cosine=agreement.cosine, error=_finite(agreement.error))
         return outcome if outcome.error is not None else replace(outcome, failure="its gradient is not finite")
-    except Exception as error:  # of whatever kind: one method must not end the run for the others
+    except Exception as error:  # any type: the failure of one method must not end the run of the others
         _say(f"{case.name}: {method.name} failed: {error!r}")
-        message = re.sub(r"(/[\w.-]+){2,}", "...", str(error))  # results are published, so that paths are removed
+        message = re.sub(r"(/[\w.-]+){2,}", "...", str(error))  # paths are removed, because results are published
         return replace(outcome, failure=f"{type(error).__name__}: {message[:200]}")
 
 
@@ -179,7 +182,7 @@ def _solve(case: Case, method: Method, outcome: MethodResult) -> Any:
 
 
 def is_timed_forward(method: Method) -> bool:
-    """True for the methods whose solve without gradients is timed too: our default in all forms, and other libraries."""
+    """Return True if a solve without gradients is timed too: for all forms of our default, and for other libraries."""
     return method.library != OURS or method.name in (DEFAULT, PLAIN, COMPILED)
 
 
@@ -189,7 +192,7 @@ def _case_results(read: dict[str, Any]) -> CaseResults:
 
 def _outcome(read: dict[str, Any]) -> MethodResult:
     work = None if read["work"] is None else Work(**read["work"])
-    forward = tuple(read.get("forward", ()))  # results of older versions have none
+    forward = tuple(read.get("forward", ()))  # missing in results of older versions
     return MethodResult(**read | {"work": work, "times": tuple(read["times"]), "forward": forward})
 
 

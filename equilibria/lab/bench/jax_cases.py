@@ -1,6 +1,6 @@
-"""The cases in JAX: the same cells with the same numbers, channels last as XLA's convolutions on a processor want them.
+"""The cases in JAX: the same cells and numbers, with channels last, which XLA's convolutions on CPUs need to be fast.
 
-JAX need not be installed, so nothing here imports it before a case is translated.
+JAX is imported only when a case is translated, because it is an optional package.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from equilibria.lab.bench.cells import (
     TwoScaleCell,
 )
 
-Array = Any  # of JAX, or a tuple of them where a state has several parts
-Weights = Mapping[str, Array]  # by their names in the torch cell
+Array = Any  # an array of JAX, or a tuple of them for a state of several tensors
+JaxWeights = Mapping[str, Array]  # weights by their names in the torch cell
 Cell = Callable[..., Array]  # (weights, z, *inputs) -> z
 
 IMAGE = (0, 2, 3, 1)  # N C H W -> N H W C
 KERNEL = (2, 3, 1, 0)  # O I H W -> H W I O
-EPSILON = 1e-5  # of torch's normalizations
+EPSILON = 1e-5  # the default of torch's normalizations
 ONE_THREAD = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "PJRT_NPROC": "1"}
 
 
@@ -47,27 +47,27 @@ def load() -> Any:
     """Import JAX with 32-bit floats and one CPU thread; environment variables that are already set are kept."""
     with _defaults(ONE_THREAD):
         jax = importlib.import_module("jax")
-        jax.devices("cpu")  # starts XLA, which reads its settings only now
+        jax.devices("cpu")  # starts XLA, which reads its settings at this call
     jax.config.update("jax_enable_x64", False)
     return jax
 
 
 @dataclass(frozen=True, eq=False)
 class JaxCase:
-    """A case whose arrays are JAX's."""
+    """A case with its numbers in arrays of JAX."""
 
     cell: Cell
-    weights: Weights
+    weights: JaxWeights
     inputs: tuple[Array, ...]
     start: Array
     cotangent: Array
 
     def state(self, z: Array) -> State:
-        """z in torch's layout: a view, nothing is copied."""
+        """Return z in torch's layout, as a view."""
         return pytree.tree_map(lambda part: _to_torch(part, IMAGE), z)
 
-    def gradients(self, weights: Weights, inputs: tuple[Array, ...]) -> list[Tensor]:
-        """The arrays of a case as views, in the order of the `leaves` of the torch case."""
+    def gradients(self, weights: JaxWeights, inputs: tuple[Array, ...]) -> list[Tensor]:
+        """Return gradients as views in torch's layout, in the order of `Case.leaves`."""
         first = [_to_torch(weights[name], KERNEL) for name in self.weights]
         return first + [_to_torch(part, IMAGE) for part in inputs]
 
@@ -77,7 +77,7 @@ def translate(case: Case) -> JaxCase:
     cell = CELLS.get(type(case.cell))
     if cell is None:
         known = ", ".join(kind.__name__ for kind in CELLS)
-        raise TypeError(f"There is no cell in JAX for {type(case.cell).__name__}, only for {known}.")
+        raise TypeError(f"There is no JAX cell for {type(case.cell).__name__}, only for {known}. Add one to this module.")
     weights = {name: _to_jax(weight, KERNEL) for name, weight in case.cell.named_parameters()}
     inputs, start, cotangent = (
         pytree.tree_map(lambda part: _to_jax(part, IMAGE), state) for state in (case.inputs, case.start, case.cotangent)
@@ -85,27 +85,27 @@ def translate(case: Case) -> JaxCase:
     return JaxCase(cell, weights, inputs, start, cotangent)
 
 
-def tanh_cell(w: Weights, z: Array, u: Array) -> Array:
+def tanh_cell(w: JaxWeights, z: Array, u: Array) -> Array:
     return load().numpy.tanh(u + z @ w["weight"].T)
 
 
-def gain_cell(w: Weights, z: Array, u: Array, gain: Array) -> Array:
+def gain_cell(w: JaxWeights, z: Array, u: Array, gain: Array) -> Array:
     return load().numpy.tanh(u + gain * (z @ w["weight"].T))
 
 
-def conv_cell(w: Weights, z: Array, x: Array) -> Array:
+def conv_cell(w: JaxWeights, z: Array, x: Array) -> Array:
     relu = load().nn.relu
     y = _group_norm(w, "norms.0", relu(_conv(w, "first", z)))
     return _group_norm(w, "norms.2", relu(z + _group_norm(w, "norms.1", x + _conv(w, "second", y))))
 
 
-def branch(w: Weights, z: Array, x: Array) -> Array:
+def branch(w: JaxWeights, z: Array, x: Array) -> Array:
     relu = load().nn.relu
     y = relu(_group_norm(w, "norms.0", _conv(w, "first", z)))
     return _group_norm(w, "norms.2", relu(z + _group_norm(w, "norms.1", x + _conv(w, "second", y))))
 
 
-def two_scale_cell(w: Weights, z: tuple[Array, Array], fine: Array, coarse: Array) -> tuple[Array, Array]:
+def two_scale_cell(w: JaxWeights, z: tuple[Array, Array], fine: Array, coarse: Array) -> tuple[Array, Array]:
     relu = load().nn.relu
     a, b = branch(_below(w, "branches.0"), z[0], fine), branch(_below(w, "branches.1"), z[1], coarse)
     up = _group_norm(w, "up.1", _conv(w, "up.0", b)).repeat(2, axis=1).repeat(2, axis=2)
@@ -115,7 +115,7 @@ def two_scale_cell(w: Weights, z: tuple[Array, Array], fine: Array, coarse: Arra
     return first, second
 
 
-def attention_cell(w: Weights, z: Array, x: Array) -> Array:
+def attention_cell(w: JaxWeights, z: Array, x: Array) -> Array:
     nn = load().nn
     batch, length, width = z.shape
     split = (z @ w["split.weight"].T).reshape(batch, length, 3, HEADS, width // HEADS)
@@ -125,7 +125,7 @@ def attention_cell(w: Weights, z: Array, x: Array) -> Array:
     return _layer_norm(w, "norms.1", y + wide @ w["narrow.weight"].T + w["narrow.bias"])
 
 
-def injected_attention_cell(w: Weights, z: Array, u: Array) -> Array:
+def injected_attention_cell(w: JaxWeights, z: Array, u: Array) -> Array:
     nn = load().nn
     batch, length, width = z.shape
     split = (z @ w["split.weight"].T + u).reshape(batch, length, 3, HEADS, width // HEADS)
@@ -135,7 +135,7 @@ def injected_attention_cell(w: Weights, z: Array, u: Array) -> Array:
     return _layer_norm(w, "norms.1", y + wide @ w["narrow.weight"].T + w["narrow.bias"])
 
 
-def gate_cell(w: Weights, z: tuple[Array, Array], u: Array) -> tuple[Array, Array]:
+def gate_cell(w: JaxWeights, z: tuple[Array, Array], u: Array) -> tuple[Array, Array]:
     sigmoid, tanh = load().nn.sigmoid, load().numpy.tanh
     h, memory = z
     keep, renew, show, new = load().numpy.split(u + h @ w["weight"].T, 4, axis=1)
@@ -154,15 +154,15 @@ CELLS: dict[type[nn.Module], Cell] = {
 }
 
 
-def _below(w: Weights, name: str) -> Weights:
+def _below(w: JaxWeights, name: str) -> JaxWeights:
     return {key.removeprefix(f"{name}."): value for key, value in w.items() if key.startswith(f"{name}.")}
 
 
-def _conv(w: Weights, name: str, z: Array, stride: int = 1) -> Array:
-    """A convolution whose product with the transposed Jacobian is one with the kernel turned round.
+def _conv(w: JaxWeights, name: str, z: Array, stride: int = 1) -> Array:
+    """Return a convolution whose transposed Jacobian is computed as a convolution with the reversed kernel.
 
-    JAX says the same by exchanging the kernel's channels in the description of its axes; within a loop XLA then takes
-    70 times as long as for the convolution itself, which would be all that is seen of the solvers.
+    JAX's own rule exchanges the kernel's channels in the description of its axes. Within a loop XLA then takes 70 times as
+    long as for the convolution itself, and this time would hide the differences between solvers.
     """
     convolution = load().custom_jvp(lambda kernel, z: _convolved(kernel, z, stride))
 
@@ -181,10 +181,10 @@ def _linear(kernel: Array, z: Array, stride: int) -> Array:
 
 
 def _transposed(kernel: Array, z: Array, stride: int) -> Array:
-    """z with zeros between its numbers, convolved with the kernel turned round."""
+    """Return z, with zeros between its numbers, convolved with the reversed kernel."""
 
     def forward(kernel: Array, z: Array) -> Array:
-        between = (0, stride - 1, stride - 1)  # before, after and between
+        between = (0, stride - 1, stride - 1)  # numbers of zeros before, after and between
         spread = load().lax.pad(z, load().numpy.zeros((), z.dtype), [(0, 0, 0), between, between, (0, 0, 0)])
         return _convolved(kernel[::-1, ::-1].swapaxes(2, 3), spread)
 
@@ -197,12 +197,12 @@ def _convolved(kernel: Array, z: Array, stride: int = 1) -> Array:
     return load().lax.conv_general_dilated(z, kernel, (stride, stride), padding, dimension_numbers=axes)
 
 
-def _group_norm(w: Weights, name: str, z: Array) -> Array:
+def _group_norm(w: JaxWeights, name: str, z: Array) -> Array:
     groups = z.reshape(*z.shape[:-1], GROUPS, -1)
     return _normalized(groups, (1, 2, 4)).reshape(z.shape) * w[f"{name}.weight"] + w[f"{name}.bias"]
 
 
-def _layer_norm(w: Weights, name: str, z: Array) -> Array:
+def _layer_norm(w: JaxWeights, name: str, z: Array) -> Array:
     return _normalized(z, (-1,)) * w[f"{name}.weight"] + w[f"{name}.bias"]
 
 

@@ -22,15 +22,14 @@ from equilibria.lab.bench.jax_cases import Array, JaxCase, load, translate
 from equilibria.lab.bench.methods import Method, Ours
 
 JAXOPT, OPTIMISTIX = "jaxopt", "optimistix"
-RESTART = 20  # of GMRES: the default of either library
+RESTART = 20  # restart length of GMRES, the default of both libraries
 
 
 @dataclass(frozen=True)
 class JaxProblem:
     """The equation z = f(z, arguments) inside a traced function.
 
-    norm  of the solution, root mean square over samples: both libraries also take absolute tolerances, which are
-          derived from it
+    norm  norm of the solution, root mean square over samples; the absolute tolerances of both libraries are multiples of it
     """
 
     f: Callable[[Array, Array], Array]
@@ -43,7 +42,7 @@ class JaxProblem:
 
 @dataclass(frozen=True)
 class Compiled:
-    """The compiled functions of a case; the tolerance is an argument, so changing it does not recompile."""
+    """The compiled functions of a case; the tolerance is an argument, so that another one needs no compilation."""
 
     case: JaxCase
     solve: Callable[[float], Array]
@@ -51,13 +50,13 @@ class Compiled:
 
 
 class JaxMethod(Method):
-    """A library of JAX. Numbers are translated once per case; those that come back are views."""
+    """A method of a JAX library. The numbers of a case are copied once; results are views."""
 
     _built: tuple[Case, Compiled] | None = None
 
     @abstractmethod
     def fixed_point(self, problem: JaxProblem) -> Array:
-        """z, with an implicit gradient with respect to the arguments."""
+        """Return z, with an implicit gradient with respect to the arguments."""
 
     def solve(self, case: Case, tol: float) -> State:
         compiled = self._compiled(case)
@@ -97,8 +96,8 @@ class JaxOpt(JaxMethod):
     """A solver of jaxopt with one of its linear solvers for the gradient.
 
     solver   AndersonAcceleration or FixedPointIteration
-    linear   solve_normal_cg, its default, or solve_gmres
-    options  of the solver
+    linear   "solve_normal_cg", jaxopt's default, or "solve_gmres"
+    options  options of the solver
     """
 
     name: str
@@ -109,7 +108,7 @@ class JaxOpt(JaxMethod):
 
     def fixed_point(self, problem: JaxProblem) -> Array:
         jaxopt = _jaxopt()
-        restart = RESTART if self.linear == "solve_gmres" else 1  # its steps are counted in restarts
+        restart = RESTART if self.linear == "solve_gmres" else 1  # its max_steps counts restarts
         linear = partial(
             getattr(jaxopt.linear_solve, self.linear), tol=problem.tol, maxiter=math.ceil(problem.max_steps / restart)
         )
@@ -117,7 +116,7 @@ class JaxOpt(JaxMethod):
         solver = getattr(jaxopt, self.solver)(
             problem.f,
             maxiter=problem.max_steps,
-            tol=problem.tol * problem.norm * samples**0.5,  # it looks at the norm of the whole batch
+            tol=problem.tol * problem.norm * samples**0.5,  # jaxopt compares the norm of the whole batch
             implicit_diff_solve=linear,
             **self.options,
         )
@@ -126,7 +125,7 @@ class JaxOpt(JaxMethod):
 
 @dataclass(eq=False)
 class Optimistix(JaxMethod):
-    """FixedPointIteration of optimistix, its gradient by lineax's GMRES."""
+    """FixedPointIteration of optimistix, with gradients by lineax's GMRES."""
 
     name: str
     library: str = OPTIMISTIX
@@ -148,7 +147,7 @@ class Optimistix(JaxMethod):
 
 
 def jax() -> list[Method]:
-    """Solvers of jaxopt and optimistix; none where JAX is not installed."""
+    """Return the methods of jaxopt and optimistix; none if JAX is not installed."""
     if not _installed("jax"):
         return []
     return (_jaxopt_methods() if _installed("jaxopt") else []) + (
@@ -158,7 +157,7 @@ def jax() -> list[Method]:
 
 def _jaxopt_methods() -> list[Method]:
     anderson, picard = "AndersonAcceleration", "FixedPointIteration"
-    # like TorchDEQ's, the ridge of its Anderson is absolute and as large as small residuals
+    # the ridge of jaxopt's Anderson is absolute and dominates small residuals; "ridge repaired" makes it negligible
     repaired = {"ridge": 1e-9}
     return [
         JaxOpt(f"{JAXOPT} Anderson, normal CG", anderson, "solve_normal_cg"),
@@ -175,7 +174,7 @@ def _installed(name: str) -> bool:
 
 def _jaxopt() -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # it says of itself that it is no longer maintained
+        warnings.simplefilter("ignore", DeprecationWarning)  # jaxopt warns at its import that it is no longer maintained
         return importlib.import_module("jaxopt")
 
 
@@ -185,11 +184,11 @@ def _norm(case: Case) -> float:
 
 
 def _worst_sample(state: Array) -> Array:
-    """The largest root mean square over samples, the same norm that `Judge` uses."""
+    """Return the largest root mean square over samples, the norm that `Judge` uses."""
     parts = [part.reshape(len(part), -1) for part in load().tree_util.tree_leaves(state)]
     return (sum((part * part).sum(1) for part in parts) / _numbers(state)).max() ** 0.5
 
 
 def _numbers(state: Array) -> int:
-    """The number of entries per sample."""
+    """Return the number of entries per sample."""
     return sum(math.prod(part.shape[1:]) for part in load().tree_util.tree_leaves(state))

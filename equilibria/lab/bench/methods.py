@@ -29,35 +29,35 @@ OURS, TORCHDEQ = "equilibria", "TorchDEQ"
 DEFAULT = f"{OURS} default"
 PLAIN, COMPILED = f"{DEFAULT}, plain", f"{DEFAULT}, compiled"
 
-Layer = Callable[[bool], State]  # runs a solve: True in training mode
+SolveCall = Callable[[bool], State]  # runs a solve: True in training mode
 
 
 class Method(ABC):
-    """A library with its settings. Counting and timing are done by `rules`, the same way for all methods."""
+    """A library with its settings. The functions of `rules` count and time all methods in the same way."""
 
     library: str
     name: str
 
     @abstractmethod
     def solve(self, case: Case, tol: float) -> State:
-        """z for inference, to the tolerance as this method understands it."""
+        """Return z without gradients, solved to `tol` as this method defines its tolerance."""
 
     @abstractmethod
     def step(self, case: Case, tol: float) -> tuple[State, Sequence[Tensor]]:
-        """z and the gradients of `case.loss(z)` of `case.leaves`, forward and adjoint solve to `tol`."""
+        """Return z and the gradients of `case.loss(z)` with respect to `case.leaves`, both solved to `tol`."""
 
     def counted(self) -> Method:
-        """The same method without compilation, so that every call of the cell is counted."""
+        """Return the same method without compilation, so that hooks see every call of the cell."""
         return self
 
 
 class LayerMethod(Method):
-    """A method that is a layer, built once for a case and a tolerance and then called in every step."""
+    """A method whose layer is built once for a case and a tolerance, and then called in every step."""
 
-    _built: tuple[Case, float, Layer] | None = None
+    _built: tuple[Case, float, SolveCall] | None = None
 
     @abstractmethod
-    def build(self, case: Case, tol: float) -> Layer: ...
+    def build(self, case: Case, tol: float) -> SolveCall: ...
 
     def solve(self, case: Case, tol: float) -> State:
         with torch.no_grad():
@@ -68,7 +68,7 @@ class LayerMethod(Method):
         gradients = torch.autograd.grad(case.loss(z), case.leaves)
         return pytree.tree_map(Tensor.detach, z), gradients
 
-    def _layer(self, case: Case, tol: float) -> Layer:
+    def _layer(self, case: Case, tol: float) -> SolveCall:
         if self._built is None or self._built[0] is not case or self._built[1] != tol:
             self._built = (case, tol, self.build(case, tol))
         return self._built[2]
@@ -76,7 +76,7 @@ class LayerMethod(Method):
 
 @dataclass(eq=False)
 class Ours(LayerMethod):
-    """An eq.DEQ; settings that are None keep the default. Without `native`, solvers step in torch."""
+    """An eq.DEQ. Settings that are None keep their default; native=False makes the solvers step in torch."""
 
     name: str = DEFAULT
     solver: AnySolver | None = None
@@ -96,7 +96,7 @@ class Ours(LayerMethod):
     def _steps(self) -> AbstractContextManager[None]:
         return nullcontext() if self.native else disabled()
 
-    def build(self, case: Case, tol: float) -> Layer:
+    def build(self, case: Case, tol: float) -> SolveCall:
         deq = self.deq(case, tol)
 
         def layer(training: bool) -> State:
@@ -110,7 +110,7 @@ class Ours(LayerMethod):
         if self.adjoint is not None:
             options["gradient"] = Implicit(solver=self.adjoint)
         start = case.start
-        # zeros shaped like the first input are the default of a DEQ
+        # by default a DEQ starts from zeros like the first input
         if not (isinstance(start, Tensor) and start.shape == case.inputs[0].shape and not bool(start.any())):
             options["init"] = lambda *inputs: case.start
         return DEQ(case.cell, stop=stop, compile=self.compile, **options)
@@ -121,11 +121,11 @@ class Ours(LayerMethod):
 
 @dataclass(eq=False)
 class TorchDEQ(LayerMethod):
-    """TorchDEQ with one solver in both directions.
+    """TorchDEQ with the same solver forward and backward.
 
-    solver   by its name there
-    hook     the gradient by a backward hook instead of an autograd function
-    options  of the forward solver; there is no way to hand them to the backward one
+    solver   name of the solver in TorchDEQ
+    hook     compute the gradient by a backward hook instead of an autograd function
+    options  options of the forward solver; TorchDEQ cannot pass them to the backward solver
     """
 
     name: str
@@ -134,7 +134,7 @@ class TorchDEQ(LayerMethod):
     options: dict[str, Any] = field(default_factory=dict)
     library: str = TORCHDEQ
 
-    def build(self, case: Case, tol: float) -> Layer:
+    def build(self, case: Case, tol: float) -> SolveCall:
         from torchdeq import get_deq
 
         both = {"solver": self.solver, "max_iter": case.max_steps, "tol": tol, "stop_mode": "rel"}
@@ -154,7 +154,7 @@ class TorchDEQ(LayerMethod):
 
 
 def ours(compile: bool = False) -> list[Method]:
-    """The default configuration of equilibria and common alternatives."""
+    """Return the default configuration of equilibria and common alternatives."""
     found: list[Method] = [
         Ours(),
         Ours(PLAIN, native=False),
@@ -167,10 +167,10 @@ def ours(compile: bool = False) -> list[Method]:
 
 
 def torchdeq() -> list[Method]:
-    """Its solvers with either of its implicit gradients; none where it is not installed."""
+    """Return TorchDEQ's solvers with both of its implicit gradients; none if TorchDEQ is not installed."""
     if importlib.util.find_spec("torchdeq") is None:
         return []
-    # the ridge of its Anderson is absolute and as large as small residuals: "repaired" sets it out of their way
+    # the ridge of TorchDEQ's Anderson is absolute and dominates small residuals; "ridge repaired" makes it negligible
     repaired = {"lam": 1e-9}
     return [
         TorchDEQ(f"{TORCHDEQ} Picard", "fixed_point_iter"),

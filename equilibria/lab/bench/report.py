@@ -1,4 +1,4 @@
-"""Results as tables and as a picture."""
+"""Tables and a plot of benchmark results."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ COLUMNS = (
     "gradient error",
 )
 EXPLANATION = f"""\
-step: time of a training step in bare calls of the cell; ratio: to the fastest {TORCHDEQ}, lower is better; spread: the
-slowest round : the fastest; evaluations: calls of the cell, with and without graph; products: with its transposed Jacobian;
-overhead: step / (evaluations + products); residual: of the worst sample, in float64; gradient cosine and error: with and
-from a float64 implicit gradient, of weights or inputs, whichever agrees less."""
+step: time of a training step in bare calls of the cell; ratio: step divided by that of the fastest {TORCHDEQ}, lower is
+better; spread: slowest round divided by the fastest; evaluations: calls of the cell, with and without graph; products:
+products with its transposed Jacobian; overhead: step / (evaluations + products); residual: residual of the worst sample, in
+float64; gradient cosine and error: agreement with a float64 implicit gradient, for weights or inputs, whichever is worse."""
 
 
-MARKS = ("<!-- ratios -->", "<!-- end of ratios -->")  # of a page, around the table
-FORMS = ("native", "plain", "compiled")  # of our default
+MARKS = ("<!-- ratios -->", "<!-- end of ratios -->")  # the lines before and after the table in a page
+FORMS = ("native", "plain", "compiled")  # forms of our default
 RATIOS = ("case", "fastest TorchDEQ", "its calls", "our calls", *FORMS, *(f"solve, {form}" for form in FORMS))
 
 
 def ratio(outcome: MethodResult | None, results: CaseResults) -> float | None:
-    """Step time divided by that of the fastest TorchDEQ; below 1 is faster."""
+    """Return the step time divided by that of the fastest TorchDEQ; None if either was not timed."""
     theirs = results.fastest(TORCHDEQ)
     if outcome is None or outcome.time is None or theirs is None or theirs.time is None:
         return None
@@ -44,7 +44,7 @@ def ratio(outcome: MethodResult | None, results: CaseResults) -> float | None:
 
 
 def forward_ratio(outcome: MethodResult | None, results: CaseResults) -> float | None:
-    """Time of a solve without gradients divided by that of the TorchDEQ that is fastest in it."""
+    """Return the time of a solve without gradients divided by that of the fastest TorchDEQ; None if either was not timed."""
     theirs = results.fastest(TORCHDEQ, forward=True)
     if outcome is None or outcome.forward_time is None or theirs is None or theirs.forward_time is None:
         return None
@@ -52,7 +52,7 @@ def forward_ratio(outcome: MethodResult | None, results: CaseResults) -> float |
 
 
 def ratios(results: BenchResults) -> str:
-    """Markdown: a row per case with our default, native, plain and compiled, as shares of the fastest TorchDEQ."""
+    """Return a Markdown table with a row per case: the forms of our default as shares of the fastest TorchDEQ."""
     lines = _head(*RATIOS)
     for case in results.cases:
         theirs, own = case.fastest(TORCHDEQ), case.named(DEFAULT)
@@ -64,7 +64,7 @@ def ratios(results: BenchResults) -> str:
 
 
 def summary(results: BenchResults) -> str:
-    """Markdown: for each case the fastest TorchDEQ, our default and our fastest configuration."""
+    """Return a Markdown table with the fastest TorchDEQ, our default and our fastest configuration for each case."""
     lines = _head("case", *COLUMNS)
     for case in results.cases:
         for outcome in _chosen(case):
@@ -73,28 +73,28 @@ def summary(results: BenchResults) -> str:
 
 
 def with_ratios(page: str, results: BenchResults) -> str:
-    """A Markdown page with the table of `ratios` between its two marks, in place of what stood there."""
+    """Return a Markdown page with the table of `ratios` between its two marks; the text between them is replaced."""
     before, begin, rest = page.partition(MARKS[0])
     _, end, after = rest.partition(MARKS[1])
     if not (begin and end):
-        raise ValueError(f"The page has no lines {MARKS[0]} and {MARKS[1]}; put them where the table belongs.")
+        raise ValueError(f"The page has no lines {MARKS[0]} and {MARKS[1]}. Add them where the table belongs.")
     return f"{before}{begin}\n\n{ratios(results)}\n\n{end}{after}"
 
 
 def details(results: BenchResults) -> str:
-    """Markdown: a table per case with all methods; those that missed the tolerance have the reason."""
+    """Return a Markdown table per case with all methods; methods that were not timed have the reason."""
     return "\n\n".join(_details(case) for case in results.cases)
 
 
 def text(results: BenchResults) -> str:
-    """Everything."""
+    """Return the whole report as Markdown."""
     setting = ", ".join(f"{name} {value}" for name, value in results.setting.items() if value not in ("", None))
     parts = ["## Our default : fastest TorchDEQ", ratios(results), "## Training step", summary(results)]
     return "\n\n".join([*parts, EXPLANATION, details(results), setting])
 
 
 def plot(results: BenchResults, axes: Axes | None = None) -> Axes:
-    """Our step times as shares of the fastest TorchDEQ's, which is the line at 1."""
+    """Plot our step times as shares of the fastest TorchDEQ's, which is the line at 1."""
     axes = new_axes(max(5.2, 1.1 * len(results.cases) + 1.5), 3.6) if axes is None else axes
     bars = {
         "default": [ratio(case.named(DEFAULT), case) for case in results.cases],
@@ -105,12 +105,14 @@ def plot(results: BenchResults, axes: Axes | None = None) -> Axes:
         axes.bar([x for x, _ in places], [y for _, y in places], width=0.36, label=label, color=COLOURS[i])
     axes.axhline(1.0, color=INK, lw=1)
     axes.set_xticks(range(len(results.cases)), [case.case for case in results.cases], rotation=25, ha="right")
-    axes.legend(frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))  # inside it would hide bars
+    axes.legend(
+        frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0)
+    )  # above the axes, because inside it would hide bars
     return finish(axes, "", f"step time : fastest {TORCHDEQ}")
 
 
 def _chosen(case: CaseResults) -> list[MethodResult]:
-    """The methods shown in the summary, each once."""
+    """Return the methods that the summary shows, each once."""
     wanted = (case.fastest(TORCHDEQ), case.named(DEFAULT), case.fastest(OURS))
     return list({outcome.method: outcome for outcome in wanted if outcome is not None}.values())
 

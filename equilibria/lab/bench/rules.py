@@ -1,11 +1,11 @@
 """The rules that make a comparison fair.
 
-1. Libraries stop on different quantities (the worst sample or the whole batch, absolute or relative, the last or the best
-   iterate), so a method's tolerance is tightened until its answer is accurate enough in the judge's eyes: the worst
-   sample's |f(z) - z| / |f(z)| in float64.
-2. Work is counted by hooks on the cell itself, in runs of their own.
-3. Timed runs take turns, in another order each round, and every sample is divided by the time of a bare call of the cell
-   right before it. Time is that of the processor on one thread: what others took of the machine meanwhile is not in it.
+1. Libraries stop on different quantities: the worst sample or the whole batch, absolute or relative, the last or the best
+   iterate. A method's tolerance is therefore tightened until the worst sample's |f(z) - z| / |f(z)|, measured in float64,
+   is small enough.
+2. Work is counted by hooks on the cell, in separate runs that are not timed.
+3. Timed runs are interleaved, in another order in every round. Every time is divided by that of a bare call of the cell
+   just before it. The clock is the processor time of one thread, which does not include other programs.
 4. Gradients are compared with an implicit gradient in float64.
 """
 
@@ -29,24 +29,24 @@ from equilibria._core.packing import State
 from equilibria.lab.bench.cases import Case
 from equilibria.lab.bench.methods import Method, Ours
 
-# by which the tolerance of a method is tightened until its result is good enough
+# factors on the tolerance of a method, tried in turn until its residual is small enough
 FACTORS = (1.0, 0.7, 0.5, 0.35, 0.25, 0.1, 0.05, 0.02, 0.01)
-EXACT = 1e-9  # of the reference, in float64: far below what any method is asked for
-WARM, UNIT, SAMPLE = 0.02, 0.05, 0.03  # seconds at least: to warm up, of a bare call's measurement, of a timed sample
+EXACT = 1e-9  # tolerance of the reference in float64, far below that of any case
+WARM, UNIT, SAMPLE = 0.02, 0.05, 0.03  # least seconds of warming up, of measuring a bare call, and of a timed sample
 
 
 K = TypeVar("K")  # names of timed runs
-clock = time.process_time  # by the wall clock the same step varied fourfold on a busy machine
+clock = time.process_time  # the wall-clock time of one step varied fourfold on a busy machine
 
 
 class Judge:
-    """A case in float64."""
+    """Measures residuals and gradients of a case in float64."""
 
     def __init__(self, case: Case) -> None:
         self.case = case.double()
 
     def residual(self, z: State) -> float:
-        """|f(z) - z| / |f(z)| of the worst sample; infinite where z is not finite."""
+        """Return |f(z) - z| / |f(z)| of the worst sample; infinite if z is not finite."""
         z = pytree.tree_map(lambda part: part.detach().double(), z)
         with torch.no_grad():
             image, z = _rows(self.case.cell(z, *self.case.inputs)), _rows(z)
@@ -54,7 +54,7 @@ class Judge:
         return worst if math.isfinite(worst) else math.inf
 
     def gradient(self, gradients: Sequence[Tensor]) -> GradientError:
-        """The error of the gradient, of the weights or of the inputs: the larger one."""
+        """Return the error of the gradient with respect to the weights or to the inputs, whichever is larger."""
         weights = len(gradients) - len(self.case.inputs)
         parts = [slice(weights), slice(weights, None)]
         found = [_agreement(gradients[part], self.reference[part]) for part in parts if gradients[part]]
@@ -69,7 +69,7 @@ class Judge:
 
 @dataclass(frozen=True)
 class GradientError:
-    """Cosine with the reference and relative distance from it; -1 and infinity where a gradient is not finite."""
+    """Cosine with the reference gradient, and relative distance from it; -1 and infinity if a gradient is not finite."""
 
     cosine: float
     error: float
@@ -85,7 +85,7 @@ class Tightened:
 
 
 def tighten(case: Case, method: Method, judge: Judge) -> Tightened:
-    """The loosest tolerance of a fixed list with which the answer is good enough."""
+    """Return the loosest tolerance of a fixed list with which the residual is small enough."""
     first = None
     for factor in FACTORS:
         tol = factor * case.rtol
@@ -93,7 +93,7 @@ def tighten(case: Case, method: Method, judge: Judge) -> Tightened:
         if residual <= case.rtol:
             return Tightened(tol, residual, reached=True)
         first = first or Tightened(tol, residual, reached=False)
-        # a method that used all of its steps does not change with a tighter tolerance
+        # a method that has used all its steps returns the same state with a smaller tolerance
         with counting(case.cell) as counter:
             method.counted().solve(case, tol)
         if counter.work().calls >= case.max_steps:
@@ -104,7 +104,10 @@ def tighten(case: Case, method: Method, judge: Judge) -> Tightened:
 
 @dataclass(frozen=True)
 class Work:
-    """Calls of a cell without and with a graph, products with its transposed Jacobian; `rows` is the sum over all these."""
+    """Numbers of calls of a cell without and with a graph, and of products with its transposed Jacobian.
+
+    rows  number of rows in all these calls and products
+    """
 
     evaluations: int
     graph_evaluations: int
@@ -118,7 +121,7 @@ class Work:
 
 @dataclass
 class WorkCounter:
-    """Mutable counts, converted to `Work` at the end."""
+    """Mutable counts, which are converted to `Work` at the end."""
 
     evaluations: int = 0
     graph_evaluations: int = 0
@@ -131,7 +134,7 @@ class WorkCounter:
 
 @contextmanager
 def counting(cell: nn.Module) -> Iterator[WorkCounter]:
-    """Counts while the block runs; products only with the state, not those with weights and inputs alone."""
+    """Count calls of the cell and products with its Jacobian in z inside the block."""
     counter = WorkCounter()
 
     def product(gradient: Tensor) -> None:
@@ -146,7 +149,7 @@ def counting(cell: nn.Module) -> Iterator[WorkCounter]:
             return arguments
         counter.graph_evaluations += 1
         if leaves[0].requires_grad:
-            leaves[0] = leaves[0].view_as(leaves[0])  # the caller's own tensor must not keep the hook
+            leaves[0] = leaves[0].view_as(leaves[0])  # a view, because the hook would stay on the caller's tensor
             leaves[0].register_hook(product)
         return (pytree.tree_unflatten(leaves, structure), *arguments[1:])
 
@@ -158,7 +161,7 @@ def counting(cell: nn.Module) -> Iterator[WorkCounter]:
 
 
 def count(case: Case, method: Method, tol: float) -> Work:
-    """The work of one training step, after an uncounted first step, in which a cell's properties are detected."""
+    """Return the work of one training step; a first step, in which properties of the cell are detected, is not counted."""
     method = method.counted()
     method.step(case, tol)
     with counting(case.cell) as counter:
@@ -168,7 +171,7 @@ def count(case: Case, method: Method, tol: float) -> Work:
 
 @dataclass(frozen=True)
 class Sample:
-    """Seconds of one training step, and of the bare call of the cell measured right before it."""
+    """Seconds of one training step, and of a bare call of the cell just before it."""
 
     seconds: float
     unit: float
@@ -181,7 +184,7 @@ class Sample:
 def race(
     case: Case, steps: Mapping[K, Callable[[], object]], rounds: int, budget: float, least: int = 3
 ) -> dict[K, list[Sample]]:
-    """Every step once per round, for so many rounds or seconds but not less than `least` rounds."""
+    """Time every step once per round; stops after `rounds` rounds or `budget` seconds, but not before `least` rounds."""
     bare = bare_call(case)
     repeats = {name: max(1, round(SAMPLE / _seconds(step, 1))) for name, step in steps.items()}
     samples: dict[K, list[Sample]] = {name: [] for name in steps}
@@ -196,7 +199,7 @@ def race(
 
 
 def bare_call(case: Case) -> Callable[[], object]:
-    """The cell alone, without a graph, a few steps from the start."""
+    """Return a call of the cell without a graph, at a state a few steps from the start."""
     with torch.no_grad():
         z = case.start
         for _ in range(3):
@@ -210,7 +213,7 @@ def bare_call(case: Case) -> Callable[[], object]:
 
 
 def _steady(call: Callable[[], object]) -> float:
-    """Seconds of a call with warm caches; a cold call would make the unit too long."""
+    """Return the seconds of a call with warm caches; a cold call would make the unit too large."""
     calls, begin = 0, clock()
     while calls < 2 or clock() - begin < WARM:
         call()

@@ -1,7 +1,7 @@
-"""A small DEQ transformer after a short training, so that the cases have a cell with the Jacobian of a trained model.
+"""A small DEQ transformer after a short training: a cell with the Jacobian of a trained model.
 
-The task is to name the next token of a sequence of a Markov chain. The training runs plain steps of the cell and no solver
-of this library, so that changes of the solvers do not change the case.
+The task is to predict the next token of a Markov chain. The training iterates the cell plainly and uses no solver of this
+library, so that changes of the solvers do not change the case.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from equilibria.lab.bench.cells import InjectedAttentionCell, linear, normal
 
 TOKENS, LENGTH, TRAINED_WIDTH = 48, 32, 64
 UPDATES, BATCH, RATE = 100, 16, 2e-3
-FREE, FOLLOWED = 12, 4  # plain steps of the cell before the graph begins, and with it
+FREE, FOLLOWED = 12, 4  # plain steps of the cell without a graph, and the steps with a graph after them
 
 
 @dataclass(frozen=True, eq=False)
 class TrainedTransformer:
-    """A trained cell, the injection of every token at every position, and the chain that its sequences come from."""
+    """A trained cell, its embedding of tokens and positions, and the Markov chain that generates its sequences."""
 
     cell: InjectedAttentionCell
     embedding: Tensor
@@ -33,14 +33,14 @@ class TrainedTransformer:
     seed: int
 
     def injected(self, batch: int) -> Tensor:
-        """Inputs of the cell, (batch, LENGTH, 3 TRAINED_WIDTH), of sequences that were not trained on."""
+        """Return inputs of the cell, (batch, LENGTH, 3 TRAINED_WIDTH), for sequences outside of the training data."""
         tokens = _sequences(self.chain, batch, torch.Generator().manual_seed(5000 + self.seed))
         with torch.no_grad():
             return self.inject(self.embedding[tokens[:, :-1]] + self.positions)
 
 
 def trained_transformer(seed: int) -> TrainedTransformer:
-    """The model of this seed; trained on the first call, copied on later ones."""
+    """Return the model of this seed: trained at the first call, copied at later ones."""
     return copy.deepcopy(_train(seed))
 
 
@@ -77,7 +77,7 @@ def _unrolled(cell: InjectedAttentionCell, u: Tensor) -> Tensor:
 
 
 def _sequences(chain: Tensor, batch: int, generator: Generator) -> Tensor:
-    """(batch, LENGTH + 1) tokens."""
+    """Draw sequences of the Markov chain, (batch, LENGTH + 1) tokens."""
     tokens = [torch.randint(TOKENS, (batch,), generator=generator)]
     for _ in range(LENGTH):
         tokens.append(torch.multinomial(chain[tokens[-1]], 1, generator=generator).squeeze(1))

@@ -38,9 +38,12 @@ def say(text: str) -> None:
 
 
 def say_if_toy(scale: Scale) -> None:
-    """At debug scale, print that the figures are not results."""
+    """Print that the figures are not results, at debug scale only."""
     if scale == "debug":
-        say("Debug scale: data and model are toys that check the code. The figures are not results, and no claim is judged.")
+        say(
+            "Debug scale: toy data and a toy model check that the code runs. The figures are not results, and no claim is "
+            "judged."
+        )
 
 
 @contextmanager

@@ -27,7 +27,7 @@ def demo(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of all runs.")] = Path("runs"),
     scale: Annotated[Scale, typer.Option(help="debug: seconds; reduced: fewer epochs; full: the demo.")] = "full",
 ) -> None:
-    """Train an equilibrium classifier of digits and its explicit twin, and report them: a minute, no download."""
+    """Train an equilibrium classifier of digits and its explicit twin, and report both; a minute, no download."""
     typer.echo("Training three classifiers of 8x8 digits: about a minute on two cores.")
     import torch  # here, so that the line above comes first
 
@@ -110,7 +110,7 @@ def _sections(results: TableResults, run: Path, task: object, scale: Scale) -> l
             [[f"{s.tolerance:g}", f"{s.evaluations:.1f}", f"{s.accuracy:.1%}"] for s in dial],
             ("Accuracy over compute at test time, one trained model", lambda axes: draw_dial(axes, dial)),
         ),
-        Section(f"Every sample has a status. Of the test digits: {statuses}"),
+        Section(f"Status of the solve of every test digit: {statuses}"),
     ]
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from equilibria.lab.experiments.digits.argument import DemoSetting, Quarter
 
-TITLE = "What an equilibrium gives"
+TITLE = "An equilibrium classifier of digits"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import typer
 from torch import nn
 
 from equilibria._core.names import nearest
-from equilibria.analysis.diagnosis.doctor import diagnose as run_diagnosis
+from equilibria.analysis.diagnosis.diagnose import diagnose as run_diagnosis
 from equilibria.analysis.diagnosis.example_models import EXAMPLES
 from equilibria.lab.cli.console import check_folder, explained
 from equilibria.lab.cli.options import AsJson, DataRoot

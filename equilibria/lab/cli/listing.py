@@ -26,7 +26,7 @@ data_app = typer.Typer(help="List, fetch and check datasets.", no_args_is_help=T
 
 @explained()
 def list_all(data: DataRoot = None, as_json: AsJson = False) -> None:
-    """List tables with their experiments, models and datasets, with their sizes."""
+    """List all tables with their experiments, all models and all datasets."""
     from equilibria.lab.experiments.catalogue import tables
     from equilibria.models.registry import info as model_info
     from equilibria.models.registry import names as model_names
@@ -85,6 +85,7 @@ def check_data(names: Names = None, data: DataRoot = None, as_json: AsJson = Fal
     """
     _check_names(names or [])
     states = {name: check(name, data) for name in names or data_names()}
+    # without names all datasets are checked, most of which a user has not fetched
     bad = {FileState.DIFFERS, FileState.MISSING} if names else {FileState.DIFFERS}
     if as_json:
         show_json({name: {path: state.value for path, state in files.items()} for name, files in states.items()})

@@ -18,9 +18,9 @@ COMMANDS = {
     "demo": (
         "demo",
         "demo",
-        "Train an equilibrium classifier of digits and its explicit twin, and report them: a minute, no download.",
+        "Train an equilibrium classifier of digits and its explicit twin, and report both; a minute, no download.",
     ),
-    "list": ("listing", "list_all", "List tables with their experiments, models and datasets, with their sizes."),
+    "list": ("listing", "list_all", "List all tables with their experiments, all models and all datasets."),
     "train": ("runs", "train", "Train an experiment, or resume it where it was interrupted."),
     "sweep": (
         "sweeping",

@@ -23,7 +23,7 @@ def run_jobs(jobs: Sequence[Job], place: Resources = THIS_PROCESS, at_once: int 
         try:
             with listening(job.label) as listener:
                 run_here(job, place, listener)
-            if is_first_process():  # the other ranks have trained the same run
+            if is_first_process():  # all ranks have trained the same run
                 write_run_report(job.folder)
         except TrainingError as error:
             failures.append(Failure(job, str(error)))  # the other jobs still run

@@ -67,14 +67,14 @@ def extend(
     before = found.training
     longer = dataclasses.replace(found, training=dataclasses.replace(before, epochs=epochs))
     extend_run(run, epochs)
-    if before.schedule.name != "constant":
+    if before.schedule.name != "constant":  # the other schedules depend on the number of all steps
         say(
             f"The schedule {before.schedule.name!r} now extends over {epochs} epochs, so the learning rate changes at this "
             f"point. The result differs from a run that was planned for {epochs} epochs."
         )
     failures = run_jobs([Job(found.name, longer, run)], Resources(data, devices))
     exit_on_failures(failures)
-    if is_first_process():
+    if is_first_process():  # under torchrun every rank runs this command
         _show_runs([Job(found.name, longer, run)], as_json)
 
 

@@ -59,14 +59,13 @@ def sweep(
 
     found = find_experiment(experiment, scale)
     folder = out / found.name / scale / "sweep"
-    changes = all_assignments(config, assignments)
-    all_points = points(found, parse_grid(grid), folder, changes, seeds)
+    all_points = points(found, parse_grid(grid), folder, all_assignments(config, assignments), seeds)
     planned = [job for point in all_points for job in point.jobs]
     for job in planned:
         job.check_settings()  # of all runs before the first one starts
     todo = [job for job in planned if not job.finished]
-    runs = counted(len(planned), "run")
-    say(f"{found.name}: {counted(len(all_points), 'point')}, {runs}, {len(planned) - len(todo)} of them finished.")
+    counts = f"{counted(len(all_points), 'point')}, {counted(len(planned), 'run')}"
+    say(f"{found.name}: {counts}, {len(planned) - len(todo)} of them finished.")
     place = Resources(data, devices)
     if cluster is None:
         failures = run_jobs(todo, place, at_once=jobs or 0)

@@ -56,9 +56,10 @@ def reproduce(
     for found in chosen:
         planned = plan(found, scale, out, seeds=seeds, rows=rows or (), assignments=assignments or ())
         for job in planned:
-            job.check_settings()
+            job.check_settings()  # before the first run starts, so that a mistake costs no training
         todo = [job for job in planned if not job.finished]
         say(f"{found.name}, {scale}: {counted(len(planned), 'run')}, {len(planned) - len(todo)} of them finished.")
+        # runs of other scales get a process each, so that their peak memory can be measured
         here = jobs is None and scale == "debug" and devices == 1
         failures += run_jobs(todo, Resources(data, devices), at_once=0 if here else jobs or 1)
         folder = report_folder(found, scale, out, report, everything=everything)
@@ -104,7 +105,7 @@ def _chosen(
     """Return the names of the tables to run; raises BadParameter for options that do not go together."""
     if (table is None) != everything:
         raise typer.BadParameter("Pass the name of one table, or --all.")
-    if everything and (rows or assignments or as_json):
+    if everything and (rows or assignments or as_json):  # names of rows and settings differ between tables
         raise typer.BadParameter("--row, --set and --json work with one table, not with --all.")
     from equilibria.lab.experiments.catalogue import tables
 

@@ -23,7 +23,7 @@ def watch(
 ) -> None:
     """Show the convergence of a run in the terminal while it trains.
 
-    The view ends when the run is finished. Ctrl-C ends the view and leaves the run alone.
+    The view ends when the run is finished. Ctrl-C ends the view, and the run continues.
     """
     from equilibria.lab.cli.view import newest, view
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from equilibria._core.files import atomic, optional
-from equilibria.lab.data.files import DataError, data_root
-from equilibria.lab.data.images import Paths, array, checked_labels
+from equilibria.lab.data.files import DataError, Paths, data_root
+from equilibria.lab.data.images import array, checked_labels
 from equilibria.lab.data.sets import IGNORE, Dataset, Split
 
 # in the order of the labels

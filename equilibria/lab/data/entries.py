@@ -34,7 +34,7 @@ from equilibria.lab.data.sudoku import sudoku
 from equilibria.lab.data.synthetic import chains, copy_memory, polynomial, shapes
 from equilibria.lab.data.text import corpus
 
-Kind = Literal["images", "segmentation", "text", "graphs", "nodes", "regression", "sequences", "puzzles", "flow"]
+DatasetKind = Literal["images", "segmentation", "text", "graphs", "nodes", "regression", "sequences", "puzzles", "flow"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Info:
     """
 
     name: str
-    kind: Kind
+    kind: DatasetKind
     summary: str
     counts: tuple[int, int, int]
     shape: str
@@ -71,7 +71,7 @@ class Info:
         return {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
 
-def _images() -> list[Info]:
+def _grey_images() -> list[Info]:
     return [
         Info(
             "digits",
@@ -110,6 +110,11 @@ def _images() -> list[Info]:
             source="https://github.com/zalandoresearch/fashion-mnist",
             terms="MIT; Xiao, Rasul and Vollgraf 2017",
         ),
+    ]
+
+
+def _colour_images() -> list[Info]:
+    return [
         Info(
             "cifar10",
             "images",
@@ -349,4 +354,4 @@ def _puzzles() -> list[Info]:
     ]
 
 
-CATALOGUE = {entry.name: entry for entry in (*_images(), *_texts(), *_graphs(), *_synthetic())}
+CATALOGUE = {entry.name: entry for entry in (*_grey_images(), *_colour_images(), *_texts(), *_graphs(), *_synthetic())}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from equilibria.lab.errors import DataError as DataError
 
+Paths = Mapping[str, Path]  # the files of a dataset by base name
 CHUNK = 1 << 18  # bytes read at once, so that a large file does not fill the memory
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,8 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from equilibria._core.files import optional
-from equilibria.lab.data.files import DataError
+from equilibria.lab.data.files import DataError, Paths
 from equilibria.lab.data.sets import Dataset, stratified_folds
-
-Paths = Mapping[str, Path]
 
 
 @dataclass(frozen=True, eq=False, repr=False)

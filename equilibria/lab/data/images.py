@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from equilibria._core.files import optional
-from equilibria.lab.data.files import DataError
+from equilibria.lab.data.files import DataError, Paths
 from equilibria.lab.data.sets import Dataset, Split, stratified_folds
 
 DIGITS = tuple("0123456789")
@@ -21,8 +21,6 @@ DIGITS = tuple("0123456789")
 CLOTHES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 # in the order of the labels
 CIFAR = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-
-Paths = Mapping[str, Path]
 
 
 def mnist(paths: Paths) -> Dataset[Split]:

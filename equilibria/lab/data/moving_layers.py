@@ -11,15 +11,15 @@ from torch import Tensor
 
 from equilibria.lab.data.sets import Dataset, Split, generator
 
-WAVES = 10  # plane waves of a texture
-WAVELENGTHS = (5.0, 24.0)  # pixels
-RIPPLES = 3  # cosines of an outline
-CHUNK = 32  # scenes drawn at once
+WAVES = 10  # number of plane waves in a texture
+WAVELENGTHS = (5.0, 24.0)  # range of their wavelengths in pixels
+RIPPLES = 3  # number of cosines in an outline
+CHUNK = 32  # number of scenes that are drawn and rendered at once, which limits the memory
 
 
 @dataclass(frozen=True, eq=False)
 class Scenes:
-    """n scenes of layers, the later ones in front. Layer 0 is the background and covers all.
+    """n scenes of several layers; later layers are in front of earlier ones, and layer 0 covers the whole image.
 
     At time t the point u of a layer is at centre + t velocity + (I + t growth) u. Textures are sums of plane waves in u, so
     that colours are known between pixels too. Points are (x, y), in pixels from the centre of the first pixel.
@@ -146,7 +146,7 @@ def moving_layers(
     motion: float = 4.0,
     seed: int = 0,
 ) -> Dataset[Split]:
-    """Optical flow of generated scenes: pairs of frames to train on, videos of `frames` frames to validate and test on.
+    """Generate scenes with their optical flow: pairs of frames for training, videos of `frames` frames for other splits.
 
     x is uint8 (n, frames, 3, height, width), y (n, frames - 1, 3, height, width) has the flow (x, y) in pixels from each
     frame to the next and a mask of the points that are seen in both. Layers move with constant velocity, turn, shear and

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from equilibria.lab.data.files import DataError
+from equilibria.lab.data.files import DataError, Paths
 from equilibria.lab.data.graphs import Graph, read_table
 from equilibria.lab.data.sets import IGNORE, Dataset
 
@@ -32,7 +32,7 @@ CLASSES = {
 VALIDATION = 500  # number of validation nodes, which follow the training nodes
 
 
-def planetoid(name: str, paths: Mapping[str, Path]) -> Dataset[tuple[Graph, ...]]:
+def planetoid(name: str, paths: Paths) -> Dataset[tuple[Graph, ...]]:
     """Read a citation graph with the public split of Yang, Cohen and Salakhutdinov (2016), given by `mask`.
 
     Every edge appears once in both directions; there are no loops. Nodes that the files leave out (15 of citeseer's) have
@@ -103,7 +103,7 @@ class _Dtype:
         return types[self.name]
 
 
-class _Array:
+class _NdArray:
     """Replaces numpy.ndarray."""
 
     def __init__(self, *_: object) -> None:
@@ -134,9 +134,9 @@ class _Csr:
 
 STAND_INS: dict[tuple[str, str], Any] = {
     ("numpy", "dtype"): _Dtype,
-    ("numpy", "ndarray"): _Array,
-    ("numpy.core.multiarray", "_reconstruct"): _Array,
-    ("numpy._core.multiarray", "_reconstruct"): _Array,
+    ("numpy", "ndarray"): _NdArray,
+    ("numpy.core.multiarray", "_reconstruct"): _NdArray,
+    ("numpy._core.multiarray", "_reconstruct"): _NdArray,
     ("scipy.sparse.csr", "csr_matrix"): _Csr,
     ("scipy.sparse._csr", "csr_matrix"): _Csr,
     ("collections", "defaultdict"): lambda *_: {},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from equilibria._core.files import atomic
-from equilibria.lab.data.files import DataError, digest
+from equilibria.lab.data.files import DataError, Paths, digest
 from equilibria.lab.data.sets import Dataset
 
 END, UNKNOWN = "<eos>", "<unk>"
 Level = Literal["word", "character"]
 
 
-def corpus(name: str, files: Sequence[str], paths: Mapping[str, Path], *, level: Level = "word") -> Dataset[Tensor]:
+def corpus(name: str, files: Sequence[str], paths: Paths, *, level: Level = "word") -> Dataset[Tensor]:
     """Read a corpus as tokens of three splits, int32 (n,), with an <eos> after every line; `classes` is the vocabulary.
 
     The vocabulary holds the units (words or characters) of the training text, the most frequent first, as adaptive softmaxes
@@ -62,7 +62,7 @@ def _lines(path: Path, level: Level) -> Iterator[list[str]]:
 
 def _encode(path: Path, level: Level, index: _Index) -> Tensor:
     """Return the tokens of a text, int32 (n,)."""
-    numbers = array("i")  # 4 bytes per token; a list of Python integers takes several times as much
+    numbers = array("i")  # 4 bytes per token; a list of Python integers would take several times as much
     for line in _lines(path, level):
         numbers.extend(map(index.__getitem__, line))
     if not numbers:

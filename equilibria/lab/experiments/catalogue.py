@@ -36,7 +36,7 @@ from equilibria.lab.experiments.skip_deq.multiscale_table import tables as skip_
 from equilibria.lab.experiments.skip_deq.table import tables as skip_tables
 
 
-@cache
+@cache  # building all tables and their claims takes a while, and names are looked up in them often
 def tables() -> dict[str, Table]:
     """Return all tables by name."""
     found = (
@@ -94,6 +94,7 @@ def experiment(name: str, scale: Scale = "full") -> Experiment[Any]:
     if ":" in name:
         return load_experiment(name, scale)
     known, name = experiments(), current_name(name)
+    # an installed package may replace an experiment of this library by one of the same name
     if name in (installed := installed_experiments()):
         return load_experiment(installed[name], scale, name)
     if name in tables():

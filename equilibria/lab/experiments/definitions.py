@@ -100,7 +100,7 @@ class Column:
     @property
     def is_time(self) -> bool:
         """True for seconds, and for ratios of seconds: figures that do not compare across machines."""
-        return "seconds" in self.key
+        return "seconds" in self.key  # the title may say ms, s or minutes
 
 
 @dataclass(frozen=True)
@@ -200,6 +200,7 @@ class Table:
     def folder(self, out: Path, scale: Scale) -> Path:
         """Return the folder for runs of a scale; one with the former name of the table is used if only that exists."""
         own = out / self.name / scale
+        # runs that were started under the former name are found and continued in their folder
         if self.former is not None and not own.is_dir() and (out / self.former / scale).is_dir():
             return out / self.former / scale
         return own

@@ -21,7 +21,7 @@ from equilibria.lab.training.settings import Training
 from equilibria.lab.training.task import Loaders, Outcome, Task
 from equilibria.solution import Solution, record
 
-Batch = tuple[Tensor, Tensor]
+Batch = tuple[Tensor, Tensor]  # inputs and targets
 M = TypeVar("M", bound=nn.Module)
 ImageSet = Literal["digits", "mnist", "fashion-mnist", "cifar10", "svhn"]
 

@@ -9,7 +9,7 @@ from equilibria.lab.reports.markdown import body, heads, published_columns
 from equilibria.lab.reports.table import TableResults, protocol
 from equilibria.lab.reports.verdicts import Verdict
 
-CLASSES = {"held": "well", "did not hold": "ill", "undecided": "hint"}
+CLASSES = {"held": "ok", "did not hold": "error", "undecided": "hint"}
 
 
 def page(results: TableResults, pictures: Pictures) -> str:

@@ -48,7 +48,7 @@ class Measured:
         """Return the reference's figure divided by this one's, with the standard error of the quotient."""
         own, other = self.values.get(column.name), {} if reference is None else reference.values.get(column.name, {})
         if not own or not other:
-            return self.stored.get(column.name)
+            return self.stored.get(column.name)  # a report that stored only means still has its ratio
         mean = statistics.fmean(own.values())
         if not mean:
             return None
@@ -140,6 +140,7 @@ def difference_error(left: Mapping[str, float], right: Mapping[str, float]) -> f
     """Return the standard error of mean(left) - mean(right), by pairs if the seeds are equal; None with too few runs."""
     one, other = by_seed(left), by_seed(right)
     if one.keys() == other.keys():
+        # runs of one seed share data and order; the spread of their differences does not contain that of the seeds
         return mean_error([one[seed] - other[seed] for seed in one])
     errors = mean_error(list(one.values())), mean_error(list(other.values()))
     return None if errors[0] is None or errors[1] is None else (errors[0] ** 2 + errors[1] ** 2) ** 0.5
@@ -162,6 +163,7 @@ def value(run: Run, column: Column) -> float | None:
         return (run.summary or {}).get(key)
     if column.epochs == "selected":
         best: Mapping[str, Any] = (run.summary or {}).get("best") or {}
+        # without a validation split the best epoch was chosen on the test split, and its figure would be too good
         return look(best, column.key) if best.get("by", {}).get("split") == "valid" else None
     found = [number for record in run.metrics if (number := look(record, column.key)) is not None]
     if not found:

@@ -40,6 +40,7 @@ class TableResults:
         own = measured or self.main(row)
         if own is None:
             return None
+        # most ratios are of times, which compare only on one machine
         return own.figure(column) if column.over is None else own.ratio(column, self.on(column.over, own.machine))
 
     def on(self, row: str, machine: str) -> Measured | None:
@@ -62,6 +63,7 @@ def collect(table: Table, scale: Scale, folder: Path) -> TableResults:
     measured: dict[str, tuple[Measured, ...]] = {}
     unfinished: list[str] = []
     for row in table.rows:
+        # a folder without config.json holds no run yet
         found = [Run.open(path.parent) for path in sorted((folder / row.name).glob("seed-*/config.json"))]
         runs[row.name] = tuple(run for run in found if run.summary is not None)
         unfinished += [f"{row.name}/{run.folder.name}" for run in found if run.summary is None]
@@ -129,6 +131,7 @@ def letter(place: int) -> str:
 def deviations(row: TableRow, scale: Scale, run: Run) -> list[str]:
     """Return the settings of a run that differ from those of its row, as texts."""
     experiment = row.experiment(scale)
+    # both sides in the form of config.json, in which tuples are lists
     meant = {"settings": to_plain(experiment.settings), "training": to_plain(experiment.training)}
     flat, found = dict(_flat(meant)), dict(_flat({key: run.config.get(key, {}) for key in meant}))
     differing = (key for key in flat | found if flat.get(key) != found.get(key) and key not in _FREE)

@@ -11,7 +11,7 @@ from torch import nn
 
 from equilibria._core.compaction import set_verdicts, verdicts
 from equilibria.lab.training.processes import gather, gathered, other_rng
-from equilibria.lab.training.run_state import State
+from equilibria.lab.training.run_state import RunState
 from equilibria.lab.training.settings import Training
 from equilibria.lab.training.statistics import Meter, observe, radius
 from equilibria.lab.training.task import Loader, Task
@@ -24,7 +24,7 @@ class Evaluator:
     Evaluation does not affect training: weights, modes and random numbers are restored.
     """
 
-    def __init__(self, state: State, training: Training, pause: Callable[[], None]) -> None:
+    def __init__(self, state: RunState, training: Training, pause: Callable[[], None]) -> None:
         self.state, self.training, self.pause = state, training, pause
 
     def splits(self) -> dict[str, dict[str, float]]:

@@ -186,8 +186,8 @@ class Run:
         if found is None:
             raise FileNotFoundError(f"There is no checkpoint in {checkpoints.folder} yet: train the run first.")
         if problems:
-            told = " ".join(map(str, problems.values()))
-            warnings.warn(f"{told} Weights of the earlier {found.path} are used.", stacklevel=3)
+            corrupt = " ".join(map(str, problems.values()))
+            warnings.warn(f"{corrupt} Weights of the earlier {found.path} are used.", stacklevel=3)
         return found
 
 

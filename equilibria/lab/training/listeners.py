@@ -11,13 +11,13 @@ class Listener(Protocol):
     """Receives the events of a run on rank 0; an exception raised here ends the run."""
 
     def epoch_started(self, epoch: int, epochs: int, steps: int, done: int) -> None:
-        """Called before epoch `epoch` (from 1) of `epochs`; it has `steps` steps, `done` of them before a resume."""
+        """Receive the start of epoch `epoch` (from 1) of `epochs`; it has `steps` steps, `done` of them before a resume."""
 
     def step_done(self, step: int, loss: float, seconds: float) -> None:
-        """Called after a step: `step` steps of the run are done; `loss` (may be nan) and `seconds` are those of this one."""
+        """Receive the end of step `step` of the run, with its `loss` (may be nan) and its `seconds`."""
 
     def epoch_done(self, record: Mapping[str, Any]) -> None:
-        """Called after an epoch; `record` is its line of metrics.jsonl."""
+        """Receive the end of an epoch; `record` is its line of metrics.jsonl."""
 
     def message(self, text: str) -> None:
         """Show a message to the user, such as that a run was resumed or a step skipped."""

@@ -21,7 +21,7 @@ from equilibria.lab.training.task import Loaders, Task
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """Epoch, step and best record of a run."""
 
     epoch: int = 1  # the current epoch
@@ -37,7 +37,7 @@ class Progress:
 
 
 @dataclass
-class State:
+class RunState:
     """The state of a run that a checkpoint stores. `model` is Fabric's wrapper around `module`."""
 
     fabric: Fabric
@@ -48,7 +48,7 @@ class State:
     average: Average | None
     loaders: Loaders[Any]
     sharded: bool = False  # True with FSDP, where every use of a weight is a collective
-    progress: Progress = field(default_factory=Progress)
+    progress: RunProgress = field(default_factory=RunProgress)
     meter: Meter = field(default_factory=Meter)
 
     def snapshot(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class State:
         if self.average is not None:
             self.average.updates = parts["average"]["updates"]
             self.average.means = _shared_like(self.average.means, parts["average"]["means"])
-        self.progress = Progress(**parts["progress"])
+        self.progress = RunProgress(**parts["progress"])
         self.loaders.train.resume(parts["data"])
         self.fabric.strategy.precision.load_state_dict(parts["precision"])
         processes = parts["processes"]

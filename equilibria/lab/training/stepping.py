@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from equilibria.lab.errors import TrainingError
 from equilibria.lab.training.optimisers import lr_factor, momentum_at, set_lr, set_momentum
 from equilibria.lab.training.processes import agree, step_clock
-from equilibria.lab.training.run_state import State
+from equilibria.lab.training.run_state import RunState
 from equilibria.lab.training.settings import Training
 from equilibria.lab.training.statistics import BatchSolves, Observed, observe
 from equilibria.solution import record
@@ -41,7 +41,7 @@ class Stepped:
 class Stepper:
     """Takes the training steps of a run; `steps` is their total number."""
 
-    def __init__(self, state: State, training: Training, optimizer: Any, steps: int) -> None:
+    def __init__(self, state: RunState, training: Training, optimizer: Any, steps: int) -> None:
         self.state, self.training, self.optimizer, self.steps = state, training, optimizer, steps
         self.fabric = state.fabric
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from equilibria.lab.training.settings import Training
 
-Batch = TypeVar("Batch")
+BatchT = TypeVar("BatchT")
 Batch_co = TypeVar("Batch_co", covariant=True)
 
 
@@ -34,12 +34,12 @@ class Loader(Protocol[Batch_co]):
 
 
 @dataclass(frozen=True)
-class Loaders(Generic[Batch]):
+class Loaders(Generic[BatchT]):
     """The splits of a task. `valid` and `test` are evaluated after every epoch."""
 
-    train: Loader[Batch]
-    valid: Loader[Batch] | None = None
-    test: Loader[Batch] | None = None
+    train: Loader[BatchT]
+    valid: Loader[BatchT] | None = None
+    test: Loader[BatchT] | None = None
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Outcome:
     size: int = 1
 
 
-class Task(ABC, Generic[Batch]):
+class Task(ABC, Generic[BatchT]):
     """A model, its data and its loss.
 
     better  metric that selects the best epoch, and "max" or "min"; it is taken on the validation split, without one on the
@@ -81,17 +81,17 @@ class Task(ABC, Generic[Batch]):
         """Return a new model; called under the run's seed."""
 
     @abstractmethod
-    def batches(self, root: Path | None, training: Training, rank: int, world_size: int) -> Loaders[Batch]:
+    def batches(self, root: Path | None, training: Training, rank: int, world_size: int) -> Loaders[BatchT]:
         """Return the data from the folder `root`, or the default one; each batch is the part of this process."""
 
     @abstractmethod
-    def loss(self, model: nn.Module, batch: Batch, step: int) -> Outcome:
+    def loss(self, model: nn.Module, batch: BatchT, step: int) -> Outcome:
         """Return the loss to minimise, including penalties; `step` is the number of batches before this one.
 
         Call `model` itself, not a part of it or another method: DDP and FSDP attach to its forward.
         """
 
-    def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
+    def evaluate(self, model: nn.Module, batch: BatchT) -> Outcome:
         """Return loss and metrics without gradients, on a model in eval mode; by default those of `loss`."""
         with torch.no_grad():
             return self.loss(model, batch, 0)
@@ -99,14 +99,14 @@ class Task(ABC, Generic[Batch]):
     def summarise(self, means: dict[str, float]) -> dict[str, float]:
         """Return the figures of a split from the means of its metrics over all batches.
 
-        For figures that are not means, such as a ratio of two means.
+        A task overrides this for figures that are not means, such as a ratio of two means.
         """
         return means
 
     def conclude(self, splits: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
         """Return the figures of the validation and test splits from the results of `summarise` for each.
 
-        For figures on the test split that depend on a choice made on the validation split.
+        A task overrides this for figures on the test split that depend on a choice made on the validation split.
         """
         return splits
 

@@ -30,7 +30,7 @@ from equilibria.lab.training.processes import (
     seed_all,
     step_clock,
 )
-from equilibria.lab.training.run_state import State, whole
+from equilibria.lab.training.run_state import RunState, whole
 from equilibria.lab.training.settings import Training
 from equilibria.lab.training.statistics import Meter
 from equilibria.lab.training.step_log import StepLog
@@ -141,7 +141,7 @@ class Trainer:
         model = fabric.setup_module(module)
         optimizer = make_optimizer(training.optimizer, module.parameters())
         average = None if training.ema is None else Average(module, training.ema)
-        self._state = State(fabric, self.task, model, module, optimizer, average, loaders, self.sharded)
+        self._state = RunState(fabric, self.task, model, module, optimizer, average, loaders, self.sharded)
         self._stepper = Stepper(
             self._state, training, fabric.setup_optimizers(optimizer), training.epochs * len(loaders.train)
         )

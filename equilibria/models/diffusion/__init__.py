@@ -1,1 +1,1 @@
-"""A small diffusion model, and its sampling chain as an equilibrium."""
+"""A small diffusion model, and a sampler that solves all states of its chain as one equilibrium."""

@@ -23,18 +23,18 @@ Form = Literal["velocity", "noise", "step"]
 
 
 class ChainCell(nn.Module):
-    """One round on all states (x_1, ..., x_S) of a DDIM chain from the noise x_0, the denoiser called once for all of them.
+    """One round on all states (x_1, ..., x_S) of a DDIM chain that starts at the noise x_0; it calls the denoiser once.
 
-    A step of DDIM from angle φ_k to φ_{k+1} = φ_k - δ is x_{k+1} = cos δ x_k - sin δ v(x_k, φ_k). The forms differ in what a
-    round holds constant. Their fixed point is the same, the chain itself:
+    A step of DDIM from angle φ_k to φ_{k+1} = φ_k - δ is x_{k+1} = cos δ x_k - sin δ v(x_k, φ_k). The three forms have the
+    same fixed point, which is the chain. They differ in how a state depends on the states of the round before:
 
-    step      x_{k+1} <- cos δ x_k - sin δ v_k: a state learns of the one before it, and state k is exact after k rounds
-    velocity  all steps before it inserted, x_{k+1} <- cos(δ)^{k+1} x_0 - sin δ sum_{j <= k} cos(δ)^{k-j} v_j: every round
-              carries what the first states know to the last one
-    noise     the same in terms of the predicted noise ε_j = sin φ_j x_j + cos φ_j v_j, as published: x_{k+1} <-
+    step      x_{k+1} <- cos δ x_k - sin δ v_k: a state depends on its predecessor only, and state k is exact after k rounds
+    velocity  x_{k+1} <- cos(δ)^{k+1} x_0 - sin δ sum_{j <= k} cos(δ)^{k-j} v_j, all earlier steps inserted: a state depends
+              on all its predecessors
+    noise     the same with the predicted noise ε_j = sin φ_j x_j + cos φ_j v_j, as published: x_{k+1} <-
               cos φ_{k+1} (x_0 / cos φ_0 + sum_{j <= k} (tan φ_{j+1} - tan φ_j) ε_j)
 
-    All are triangular: the Jacobian is nilpotent, and plain iteration ends after S rounds at the latest.
+    The Jacobian is strictly triangular and hence nilpotent: plain iteration is exact after at most S rounds.
     """
 
     def __init__(self, denoiser: Denoiser, steps: int, form: Form = "velocity") -> None:
@@ -45,11 +45,11 @@ class ChainCell(nn.Module):
         self.delta = LARGEST_ANGLE / steps
 
     def prepare(self, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """The noise, and its velocity, which does not change from round to round."""
+        """Return the noise and its velocity, which is equal in all rounds."""
         return noise, self.denoiser(noise, self.angles(noise)[:1].expand(len(noise)))
 
     def forward(self, z: Tensor, noise: Tensor, velocity: Tensor) -> Tensor:
-        """(batch, S, *image) -> the same."""
+        """Return the states after one round, (batch, S, *image) -> (batch, S, *image)."""
         angles, later = self.angles(z), z[:, :-1]
         rest = self.denoiser(later.flatten(0, 1), angles[1:].repeat(len(z))).view_as(later)
         x, v = torch.cat([noise.unsqueeze(1), later], dim=1), torch.cat([velocity.unsqueeze(1), rest], dim=1)
@@ -70,22 +70,23 @@ class ChainCell(nn.Module):
                 return after.cos() * (noise.unsqueeze(1) / math.cos(LARGEST_ANGLE) + moved)
 
     def step(self, x: Tensor, velocity: Tensor) -> Tensor:
-        """One step of DDIM."""
+        """Return the state after one step of DDIM."""
         return math.cos(self.delta) * x - math.sin(self.delta) * velocity
 
     def angles(self, like: Tensor) -> Tensor:
-        """Angles of x_0 ... x_{S-1}, (S,), falling; computed in the dtype of the state, so that no precision is lost."""
+        """Return the falling angles of x_0 ... x_{S-1}, (S,), on the device and in the dtype of `like`."""
+        # not a buffer: `double()` would convert angles that were rounded to single precision
         return LARGEST_ANGLE - self.delta * torch.arange(self.steps, dtype=like.dtype, device=like.device)
 
 
 def _aligned(values: Tensor, like: Tensor) -> Tensor:
-    """(S,) as (1, S, 1, ...), for tensors (batch, S, *image)."""
+    """Return values (S,) in the shape (1, S, 1, ...), which broadcasts with tensors (batch, S, *image)."""
     return values.view(1, -1, *[1] * (like.dim() - 2))
 
 
 @dataclass(frozen=True)
 class NoiseEverywhere:
-    """The start of a chain: the noise in each of its `steps` states."""
+    """An `init` that sets all `steps` states of a chain to the noise."""
 
     steps: int
 
@@ -94,18 +95,18 @@ class NoiseEverywhere:
 
 
 class ParallelSampler(nn.Module):
-    """Samples of a diffusion model by DDIM, all states of the chain solved for together.
+    """Draws samples of a diffusion model by DDIM, with all states of the chain as one equilibrium.
 
         sampler = eq.models.ParallelSampler(denoiser, steps=50)
         images = sampler(torch.randn(16, 1, 8, 8))  # differentiable in the noise and the weights
-        s = sampler.solve(noise)  # s.z is (batch, steps, *image), the last state the sample
-        rounds = 1 + s.stats.evaluations  # calls of the denoiser one after another; the plain chain takes `steps`
+        s = sampler.solve(noise)  # s.z is (batch, steps, *image); its last state is the sample
+        rounds = 1 + s.stats.evaluations  # sequential calls of the denoiser; the plain chain takes `steps`
 
-    A row of the solve is a sample with its whole chain: it stops by its own residual. The start is the noise in every state.
+    A row of the solve is the whole chain of one sample, and stops by its own residual. All states start at the noise.
 
-    steps     of the chain
-    form      of the fixed point, see `ChainCell`
-    solver, stop, gradient  as of `DEQ`
+    steps     number of steps of the chain
+    form      form of the fixed point, see `ChainCell`
+    solver, stop, gradient  as for `DEQ`
     """
 
     def __init__(
@@ -123,15 +124,15 @@ class ParallelSampler(nn.Module):
         self.layer = DEQ(ChainCell(denoiser, steps, form), NoiseEverywhere(steps), solver, stop, gradient)
 
     def forward(self, noise: Tensor) -> Tensor:
-        """Samples (batch, *image) from noise of the same shape."""
+        """Return samples (batch, *image) from noise of the same shape."""
         return torch.as_tensor(self.solve(noise).z)[:, -1]
 
     def solve(self, noise: Tensor, *, init: Solution | Tensor | None = None) -> Solution:
-        """The whole chain with its statistics; `init` is a chain to start from, such as that of nearby noise."""
+        """Return the Solution, whose z is the whole chain; `init` is a chain to start from, such as that of nearby noise."""
         return self.layer.solve(noise, init=init)
 
     def sequential(self, noise: Tensor) -> Tensor:
-        """The chain (batch, steps, *image) one state after another: the reference, `steps` calls of the denoiser."""
+        """Return the chain (batch, steps, *image) computed step by step, with `steps` calls of the denoiser."""
         cell = self.layer.cell
         assert isinstance(cell, ChainCell)
         x, states = noise, []

@@ -1,4 +1,4 @@
-"""A small diffusion model of images: the noising by angles, and a dense denoiser."""
+"""A small diffusion model of images: a dense denoiser, and its loss on images with noise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from equilibria._core.checks import require
 
-LARGEST_ANGLE = 0.98 * math.pi / 2  # of nearly pure noise: a trace of the image is left, so that no coefficient is infinite
+LARGEST_ANGLE = 0.98 * math.pi / 2  # angle of the noisiest images; at π/2 the form "noise" of the chain would divide by zero
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,8 +18,8 @@ class DenoiserConfig:
     """The architecture of a denoiser.
 
     image       (channels, height, width)
-    blocks      residual blocks of two dense layers
-    embedding   width of the sinusoidal embedding of the noise angle, even
+    blocks      number of residual blocks, each of two dense layers
+    embedding   width of the sinusoidal embedding of the noise angle, an even number
     """
 
     image: tuple[int, int, int] = (1, 8, 8)
@@ -37,7 +37,7 @@ DIGITS = DenoiserConfig()
 
 
 class Block(nn.Module):
-    """h + W2 silu(W1 norm(h) + e), e being the embedding of the noise angle."""
+    """h + W2 silu(W1 norm(h) + e), where e is the embedding of the noise angle."""
 
     def __init__(self, width: int, embedding: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Block(nn.Module):
 class Denoiser(nn.Module):
     """Predicts the velocity v = cos φ ε - sin φ x of a noisy image x_φ = cos φ x + sin φ ε (Salimans and Ho 2022).
 
-    The noise is then ε = sin φ x_φ + cos φ v, the image x = cos φ x_φ - sin φ v. φ runs from 0 to 0.98 π/2.
+    The noise is then ε = sin φ x_φ + cos φ v, and the image is x = cos φ x_φ - sin φ v. φ lies between 0 and 0.98 π/2.
     """
 
     frequencies: Tensor
@@ -72,7 +72,7 @@ class Denoiser(nn.Module):
         nn.init.zeros_(self.output.bias)
 
     def forward(self, x: Tensor, angle: Tensor) -> Tensor:
-        """Velocity, the shape of x, of noisy images (batch, *image) at angles (batch,)."""
+        """Return the velocity of noisy images (batch, *image) at angles (batch,), in the shape of x."""
         phases = angle.unsqueeze(1) * self.frequencies
         embedded = torch.cat([phases.sin(), phases.cos()], dim=1)
         h = self.input(x.flatten(1))
@@ -82,7 +82,7 @@ class Denoiser(nn.Module):
 
 
 def diffusion_loss(denoiser: nn.Module, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Mean squared error of the velocity at angles drawn uniformly; images lie in [-1, 1], (batch, *image)."""
+    """Return the mean squared error of the velocity at uniformly drawn angles, for images (batch, *image) in [-1, 1]."""
     draws = {"generator": generator, "device": images.device, "dtype": images.dtype}
     angle = LARGEST_ANGLE * torch.rand(len(images), **draws)  # type: ignore[arg-type]
     noise = torch.randn(images.shape, **draws)  # type: ignore[arg-type]

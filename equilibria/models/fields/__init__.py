@@ -1,1 +1,1 @@
-"""Implicit representations: networks from coordinates to values, as equilibria and as explicit layers."""
+"""Fields: networks that map coordinates to values of a signal, as equilibria and as explicit layers."""

@@ -1,4 +1,4 @@
-"""Fields: an image, a sound or a shape as a network from coordinates to values."""
+"""Fields: networks that map coordinates to the values of an image, a sound or a shape."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from equilibria.deq import DEQ
 from equilibria.gradients.base import Gradient
 from equilibria.gradients.phantom import JFB
 from equilibria.models.fields.cell import make_cell
-from equilibria.models.fields.filters import Kind, make_filter
+from equilibria.models.fields.filters import FieldKind, make_filter
 from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.fallback import AnySolver
 from equilibria.starts import Zeros
 from equilibria.stop import Stop
 
-OMEGA = 30.0  # of the hidden layers of a SIREN, which makes their weights small and their gradients large
+OMEGA = 30.0  # frequency factor of the hidden layers of a SIREN, as published: weights are small and their gradients large
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,15 +28,15 @@ class FieldConfig:
     """The architecture of a field.
 
     kind     "siren": sinusoids as activations; "fourier" and "gabor": multiplicative filter networks
-    inputs   dimensions of the coordinates, which lie in [-1, 1]
-    outputs  values at a point
-    scale    largest frequency of a filter in radians per unit of a coordinate, about; it must grow with the detail of the
-             signal. The published one is the number of pixels on a side
-    bound    spectral norm of the state's weights at most; below 1 the equilibrium is unique and plain iteration finds it.
-             None leaves the weights free, as published
+    inputs   number of coordinates of a point, which lie in [-1, 1]
+    outputs  number of values at a point
+    scale    approximate largest frequency of a filter, in radians per unit of a coordinate. A signal with more detail needs
+             a larger one; the published one is the number of pixels on a side
+    bound    largest spectral norm of the state's weights. Below 1 the equilibrium is unique and plain iteration finds it.
+             None: no bound, as published
     """
 
-    kind: Kind = "siren"
+    kind: FieldKind = "siren"
     inputs: int = 2
     outputs: int = 1
     width: int = 256
@@ -44,7 +44,7 @@ class FieldConfig:
     bound: float | None = None
 
     def __post_init__(self) -> None:
-        require(self.kind in get_args(Kind), f"kind must be one of {get_args(Kind)}, got {self.kind!r}.")
+        require(self.kind in get_args(FieldKind), f"kind must be one of {get_args(FieldKind)}, got {self.kind!r}.")
         for name in ("inputs", "outputs", "width"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}.")
         require(self.scale > 0, f"scale must be positive, got {self.scale}.")
@@ -52,16 +52,16 @@ class FieldConfig:
 
 
 class EquilibriumField(nn.Module):
-    """values = head(z*) with z* = f(z*, x), one equilibrium for every point x (Huang, Bai and Kolter 2021).
+    """values = head(z*) with z* = f(z*, x) for every point x (Huang, Bai and Kolter 2021).
 
         field = eq.models.create("field-siren")
         values, state = field(x, with_state=True)
-        values = field(x, state)  # after an optimiser step: the solve starts at the last equilibrium of each point
+        values = field(x, state)  # after an optimiser step: the solve starts from the last equilibrium of each point
 
-    The published training has one step of the solver from the last equilibrium and `JFB`. Derivatives of a field in its
-    coordinates are exact with `Implicit`.
+    The published training takes one step of the solver from the last equilibrium, with `JFB`. Derivatives of the values
+    with respect to the coordinates are exact with `Implicit`.
 
-    solver, stop, gradient, eval_stop  as of `DEQ`
+    solver, stop, gradient, eval_stop  as for `DEQ`
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class EquilibriumField(nn.Module):
         self.head = nn.Linear(config.width, config.outputs)
 
     def forward(self, x: Tensor, state: Tensor | None = None, *, with_state: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """Values (points, outputs) at coordinates (points, inputs); `with_state` gives (values, state).
+        """Return the values (points, outputs) at coordinates (points, inputs); `with_state` returns (values, state).
 
-        state  (points, width), where the solve starts; None: zeros
+        state  start of the solve, (points, width); None: zeros
         """
         check_points(x, self.config.inputs)
         z = self.layer(x, init=state)
@@ -91,12 +91,12 @@ class EquilibriumField(nn.Module):
 
 
 class ExplicitField(nn.Module):
-    """The explicit network of a kind: a SIREN (Sitzmann and others 2020) or a multiplicative filter network (Fathony 2021).
+    """A SIREN (Sitzmann and others 2020) or a multiplicative filter network (Fathony and others 2021), by `config.kind`.
 
-    siren            h <- sin(30 (W_i h + b_i)), the first layer being sin(U x + c)
-    fourier, gabor   h <- g_i(x) * (W_i h + b_i), beginning with g_1(x)
+    siren            h <- sin(30 (W_i h + b_i)), starting from sin(U x + c)
+    fourier, gabor   h <- g_i(x) * (W_i h + b_i), starting from g_1(x)
 
-    layers  hidden layers, the first one included; `config.bound` is not used
+    layers  number of hidden layers, including the first one; `config.bound` is not used
     """
 
     def __init__(self, config: FieldConfig, layers: int = 4) -> None:

@@ -1,4 +1,4 @@
-"""Functions of the coordinates that fields are built from: sinusoids and Gabor wavelets."""
+"""Filters of fields: sinusoids and Gabor wavelets of the coordinates."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-Kind = Literal["siren", "fourier", "gabor"]
-SHAPE = 3  # of the gamma distribution that the inverse widths of Gabor envelopes are drawn from, split between two filters
+FieldKind = Literal["siren", "fourier", "gabor"]
+SHAPE = 3  # shape of the gamma distribution of γ, divided between the two filters of a cell
 
 
 class Waves(nn.Module):
-    """U x + c, (points, inputs) -> (points, width), the phases of sinusoids.
+    """The phases U x + c of sinusoids, (points, inputs) -> (points, width).
 
-    Frequencies are uniform in ±scale / sqrt(inputs), phases uniform in ±π.
+    Initial frequencies U are uniform in ±scale / sqrt(inputs), initial offsets c are uniform in ±π.
     """
 
     def __init__(self, inputs: int, width: int, scale: float) -> None:
@@ -42,10 +42,10 @@ class FourierFilter(nn.Module):
 
 
 class GaborFilter(nn.Module):
-    """sin(U x + c) exp(-γ/2 |x - μ|²): each channel is local, (points, inputs) -> (points, width).
+    """sin(U x + c) exp(-γ/2 |x - μ|²), a wavelet around μ per channel, (points, inputs) -> (points, width).
 
-    γ is drawn from a gamma distribution and μ uniformly in [-1, 1]; frequencies grow with sqrt(γ) (Fathony and others 2021).
-    A γ that training makes negative counts as zero.
+    Initially γ is drawn from a gamma distribution and μ uniformly from [-1, 1], and frequencies are scaled by sqrt(γ)
+    (Fathony and others 2021). If training makes γ negative, it counts as zero.
     """
 
     def __init__(self, inputs: int, width: int, scale: float) -> None:
@@ -57,17 +57,17 @@ class GaborFilter(nn.Module):
             self.waves.map.weight.mul_(self.sharpness.sqrt().unsqueeze(1))
 
     def forward(self, x: Tensor) -> Tensor:
-        # |x - μ|² expanded, because the differences themselves are (points, width, inputs)
+        # |x - μ|² is expanded, because a tensor of differences would have the shape (points, width, inputs)
         squares = x.square().sum(dim=1, keepdim=True) + self.centres.square().sum(dim=1) - 2 * x @ self.centres.T
         return torch.sin(self.waves(x)) * torch.exp(-0.5 * torch.relu(self.sharpness) * squares.clamp_min(0))
 
 
-def make_filter(kind: Kind, inputs: int, width: int, scale: float) -> nn.Module:
-    """The filter of a kind of field."""
+def make_filter(kind: FieldKind, inputs: int, width: int, scale: float) -> nn.Module:
+    """Return a filter for a kind of field."""
     return GaborFilter(inputs, width, scale) if kind == "gabor" else FourierFilter(inputs, width, scale)
 
 
 def coordinate_grid(*sizes: int) -> Tensor:
-    """Centres of the cells of a grid on [-1, 1]^d, one per row, (product of sizes, d); the last dimension runs fastest."""
+    """Return the centres of the cells of a grid on [-1, 1]^d, (product of sizes, d); the last coordinate varies fastest."""
     axes = [(2 * torch.arange(size) + 1) / size - 1 for size in sizes]
     return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(-1, len(sizes))

@@ -1,1 +1,1 @@
-"""Optical flow by the equilibrium of a recurrent update."""
+"""Optical flow as the equilibrium of a recurrent update."""

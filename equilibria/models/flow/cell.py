@@ -9,18 +9,18 @@ from torch.nn import functional as F
 from equilibria.models.flow.configs import FlowConfig
 from equilibria.models.flow.correlation import correlation_pyramid, look_up
 
-FlowState = tuple[Tensor, Tensor]  # hidden (batch, hidden, h, w) and flow (batch, 2, h, w) in pixels of the features
-GROUPS = 4  # of the group norms
+FlowState = tuple[Tensor, Tensor]  # hidden state (batch, hidden, h, w), and flow (batch, 2, h, w) in pixels of the features
+GROUPS = 4  # number of groups of every group norm
 
 
 class FlowCell(nn.Module):
-    """One update of RAFT on (h, flow): correlations around where the flow leads, a convolutional GRU, an increment.
+    """One update of RAFT (Teed and Deng 2020) on (h, flow).
 
-        m     = encode(correlations at flow, flow)
+        m     = encode(correlations around the end points of the flow, flow)
         h'    = GRU(h, m, context)
         flow' = flow + head(h')
 
-    (Teed and Deng 2020.) At the equilibrium the increment is zero: no update would change flow or hidden state.
+    At the equilibrium head(h') = 0: further updates change neither the flow nor the hidden state.
     """
 
     def __init__(self, config: FlowConfig) -> None:
@@ -37,7 +37,7 @@ class FlowCell(nn.Module):
         )
 
     def prepare(self, first: Tensor, second: Tensor, context: Tensor) -> tuple[Tensor, ...]:
-        """The inputs that no update changes: the share of the context in the gates, and the correlations."""
+        """Return what is equal in all updates: the part of the gates that depends on the context, and the correlations."""
         return self.context(context), *correlation_pyramid(first, second, self.config.levels)
 
     def forward(self, z: FlowState, context: Tensor, *pyramid: Tensor) -> FlowState:
@@ -54,7 +54,7 @@ class FlowCell(nn.Module):
 
 
 class FlowStart:
-    """Zeros for the hidden state and the flow."""
+    """An `init` with zeros for the hidden state and the flow."""
 
     def __init__(self, hidden: int) -> None:
         self.hidden = hidden
@@ -68,7 +68,7 @@ class FlowStart:
 
 
 class Encoder(nn.Module):
-    """Frames (batch, 3, height, width) to features (batch, channels, height / factor, width / factor)."""
+    """Maps frames (batch, 3, height, width) to features (batch, channels, height / factor, width / factor)."""
 
     def __init__(self, channels: int, factor: int) -> None:
         super().__init__()
@@ -77,16 +77,16 @@ class Encoder(nn.Module):
         while factor > 2:
             layers.append(_Reduce(width, width, 3))
             factor //= 2
-        self.layers = nn.Sequential(*layers, _Residual(width), nn.Conv2d(width, channels, 1))
+        self.layers = nn.Sequential(*layers, _FrameBlock(width), nn.Conv2d(width, channels, 1))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
 
 
 class Upsample(nn.Module):
-    """Flows on the grid of the features to flows on that of the frames, in pixels of the frames.
+    """Maps flows on the grid of the features to flows on the grid of the frames, in pixels of the frames.
 
-    Each fine pixel is a convex combination of the nine coarse ones around it, with weights from the hidden state.
+    The flow of a pixel is a convex combination of the nine coarse flows around it, with weights from the hidden state.
     """
 
     def __init__(self, config: FlowConfig) -> None:
@@ -108,14 +108,16 @@ class Upsample(nn.Module):
 
 
 class _Reduce(nn.Sequential):
-    """Half the size: convolution, norm, ReLU."""
+    """A convolution of stride 2, a group norm and ReLU; it halves height and width."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int) -> None:
         conv = nn.Conv2d(inputs, outputs, kernel, stride=2, padding=kernel // 2)
         super().__init__(conv, nn.GroupNorm(GROUPS, outputs), nn.ReLU())
 
 
-class _Residual(nn.Module):
+class _FrameBlock(nn.Module):
+    """relu(x + conv(relu(norm(conv(x))))), a residual block of the encoder."""
+
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.layers = nn.Sequential(

@@ -1,4 +1,4 @@
-"""Sizes of networks for optical flow."""
+"""Configurations of networks for optical flow."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from equilibria._core.checks import require
 class FlowConfig:
     """The architecture of a network for optical flow.
 
-    factor    by which features are coarser than frames: a power of two, from 2 on
-    features  channels that are correlated
-    context   channels of the first frame that enter every update
-    hidden    channels of the recurrent state
-    motion    channels that correlations and flow are encoded to
-    levels    of the correlation pyramid, each half as fine as the one before
-    radius    of the window looked up at every level, in its pixels
-    detached  no gradient through the flow that enters an update, as in RAFT. For unrolled networks: the Jacobian of such a
-              cell is not that of its equilibrium, so that exact gradients need False
+    factor    ratio of the sizes of frames and features, a power of two and at least 2
+    features  number of channels that are correlated
+    context   number of channels of the first frame that enter every update
+    hidden    number of channels of the recurrent state
+    motion    number of channels to which correlations and flow are encoded
+    levels    number of levels of the correlation pyramid; each has half the height and width of the one before
+    radius    radius of the window of correlations at every level, in pixels of the level
+    detached  stop gradients through the flow that enters an update, as RAFT does. Only for unrolled networks: the Jacobian
+              of such a cell is not that of the equilibrium, so its implicit gradient is wrong
     """
 
     summary: str = ""
@@ -36,18 +36,18 @@ class FlowConfig:
         for name in ("features", "context", "hidden", "motion", "levels", "radius"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}.")
         power = self.factor >= 2 and self.factor & (self.factor - 1) == 0
-        require(power, f"factor must be a power of two, from 2 on, got {self.factor}.")
+        require(power, f"factor must be a power of two and at least 2, got {self.factor}.")
 
     @property
     def window(self) -> int:
-        """Correlations that are looked up for a pixel."""
+        """Number of correlations in the windows of one pixel."""
         return self.levels * (2 * self.radius + 1) ** 2
 
 
 FLOW_CONFIGS: dict[str, FlowConfig] = {
     "nano": FlowConfig(summary="for small frames on a CPU"),
     "small": FlowConfig(
-        summary="frames of some hundred pixels",
+        summary="for frames of some hundred pixels",
         factor=8,
         features=128,
         context=64,

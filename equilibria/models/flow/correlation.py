@@ -1,4 +1,4 @@
-"""Correlations of all pairs of pixels, and windows of them around where a flow leads."""
+"""Correlations of all pairs of pixels, and windows of correlations around the end points of a flow."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch.nn import functional as F
 
 
 def correlation_pyramid(first: Tensor, second: Tensor, levels: int) -> tuple[Tensor, ...]:
-    """Scalar products of all pixels of `first` with all of `second`, (batch, channels, h, w) each, over sqrt(channels).
+    """Return the scalar products of all pixels of `first` and `second`, (batch, channels, h, w) each, over sqrt(channels).
 
-    Level l is (batch, h w, h / 2^l, w / 2^l): for every pixel of `first` an image of its correlations, of which means over
-    squares of 2^l pixels are taken.
+    Level l has the shape (batch, h w, h / 2^l, w / 2^l). For every pixel of `first` it holds an image of the correlations
+    with `second`, averaged over squares of 2^l x 2^l pixels.
     """
     size = first.shape[-2:]
     smallest = 2 ** (levels - 1)
     if min(size) < smallest:
         raise ValueError(
-            f"{levels} levels of correlations need features of at least {smallest}x{smallest} pixels, "
-            f"got {size[0]}x{size[1]}: use larger frames or fewer levels."
+            f"A pyramid of {levels} levels needs features of at least {smallest}x{smallest} pixels, got "
+            f"{size[0]}x{size[1]}. Use larger frames or fewer levels."
         )
     volume = first.flatten(2).mT @ second.flatten(2) / math.sqrt(first.shape[1])
     found = [volume.unflatten(2, size)]
@@ -31,18 +31,18 @@ def correlation_pyramid(first: Tensor, second: Tensor, levels: int) -> tuple[Ten
 
 
 def look_up(pyramid: Sequence[Tensor], flow: Tensor, radius: int) -> Tensor:
-    """(batch, levels (2 radius + 1)^2, h, w): correlations at the end of the flow, (batch, 2, h, w), and around it.
+    """Return the correlations in windows around the end points of the flow, (batch, levels (2 radius + 1)^2, h, w).
 
-    Between pixels the correlations are interpolated, outside they are 0, as `grid_sample` has it. The interpolation is
-    written as products with matrices of hat functions: derivatives of any order and of any mode exist, which `grid_sample`
-    lacks.
+    The flow is (batch, 2, h, w). Correlations are interpolated linearly between pixels, and are 0 outside of the image, as
+    with `grid_sample`. The interpolation is a product with matrices of hat functions, because `grid_sample` has neither
+    second derivatives nor a forward-mode derivative.
     """
     size = flow.shape[-2:]
     x, y = (end.flatten(1) for end in _ends(flow))
     steps = torch.arange(-radius, radius + 1, dtype=flow.dtype, device=flow.device)
     found = []
     for level, images in enumerate(pyramid):
-        # the middle of a square of 2^l pixels is at its index times 2^l, plus (2^l - 1) / 2
+        # the centre of square i of 2^l pixels is at pixel 2^l i + (2^l - 1) / 2
         at_x, at_y = ((end + 0.5) / 2**level - 0.5 for end in (x, y))
         rows, columns = (_hats(at, steps, length) for at, length in ((at_y, images.shape[2]), (at_x, images.shape[3])))
         found.append((rows @ images @ columns.mT).flatten(2))
@@ -50,12 +50,12 @@ def look_up(pyramid: Sequence[Tensor], flow: Tensor, radius: int) -> Tensor:
 
 
 def _ends(flow: Tensor) -> tuple[Tensor, Tensor]:
-    """Column and row, (batch, h, w) each, where the flow of every pixel leads."""
+    """Return column and row of the end point of every pixel's flow, (batch, h, w) each."""
     rows, columns = (torch.arange(length, dtype=flow.dtype, device=flow.device) for length in flow.shape[-2:])
     return flow[:, 0] + columns, flow[:, 1] + rows.unsqueeze(1)
 
 
 def _hats(at: Tensor, steps: Tensor, length: int) -> Tensor:
-    """(..., steps, length), linear weights of `length` pixels for the points at + steps."""
+    """Return the weights of `length` pixels in a linear interpolation at the points at + steps, (..., steps, length)."""
     pixels = torch.arange(length, dtype=at.dtype, device=at.device)
     return (1 - (at[..., None, None] + steps[:, None] - pixels).abs()).clamp_min(0)

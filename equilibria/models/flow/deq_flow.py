@@ -21,22 +21,22 @@ TRAINING = Stop(rtol=1e-2, max_steps=24, keep_every=3, on_failure="ignore")
 
 
 class DEQFlow(nn.Module):
-    """Optical flow between frames as the equilibrium (hidden state, flow) of RAFT's update (Bai and others 2022).
+    """Computes optical flow as the equilibrium (hidden state, flow) of RAFT's update (Bai and others 2022).
 
         model = eq.models.create("deq-flow-nano")
         flow = model(frames)  # (batch, 2, height, width) from frames (batch, 2, 3, height, width)
-        flows = model.video(frames)  # from frames (batch, n, 3, height, width), each solve started at the last equilibrium
+        flows = model.video(frames)  # from frames (batch, n, 3, height, width); solves start from the last equilibrium
 
-    Frames are normalised to mean 0 and deviation 1. A flow (x, y) is in pixels: the point (x, y) of the first frame is at
-    (x, y) + flow in the second.
+    Frames must have mean 0 and deviation 1. The flow is in pixels: the point (x, y) of the first frame is at (x, y) + flow
+    in the second frame.
 
-    depth        None for the equilibrium; otherwise the update is unrolled so many times and back-propagated through
-    solver       of the equilibrium
-    stop         of the solve in training; `keep_every` makes iterates available for corrections
-    gradient     of the equilibrium
-    eval_stop    in eval mode; None: as `stop`
-    corrections  iterates on the way that training supervises as well
-    correction_steps  of the phantom gradient of each of them
+    depth        None: the equilibrium; a number: the update is unrolled that many times
+    solver       solver of the equilibrium
+    stop         stop of the solve in training; `keep_every` keeps iterates for corrections
+    gradient     gradient of the equilibrium
+    eval_stop    stop in eval mode; None: `stop`
+    corrections  number of intermediate iterates that training supervises too
+    correction_steps  number of steps of the phantom gradient of each of these iterates
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class DEQFlow(nn.Module):
         self.upsample = Upsample(config)
 
     def forward(self, frames: Tensor, *, on_the_way: bool = False) -> Tensor | list[Tensor]:
-        """The flow from the first of two frames to the second.
+        """Return the flow from the first of two frames to the second.
 
-        `on_the_way` gives a list with the flows of iterates on the way, with gradients of their own, for
-        `eq.correction_penalty`; the last one is the flow itself.
+        on_the_way  return a list of flows for `eq.correction_penalty`: those of intermediate iterates, each with its own
+                    gradient, and last the flow itself
         """
         inputs = self.inputs(self._checked(frames, 2))
         if not on_the_way:
@@ -75,11 +75,13 @@ class DEQFlow(nn.Module):
         return [self.upsample(state) for state in self._states(inputs)]
 
     def video(self, frames: Tensor, *, keys: Keys | None = None) -> Tensor:
-        """Flows (batch, n - 1, 2, height, width) between the frames (batch, n, 3, height, width) of videos.
+        """Return the flows (batch, n - 1, 2, height, width) between the frames (batch, n, 3, height, width) of videos.
 
-        Every solve starts from the equilibrium of the last pair of frames of the same video, if that one converged. `keys`
-        name the videos, one per row: with them a video goes on where an earlier call ended, until
-        `model.layer.init.forget(keys)`; without them it begins anew. An unrolled network always starts from zeros.
+        Every solve starts from the equilibrium of the preceding pair of frames of the same video, if that solve converged.
+        An unrolled network always starts from zeros.
+
+        keys  one name per video. A video with the same name in a later call starts from its last equilibrium, until
+              `model.layer.init.forget(keys)`. None: every video starts from zeros
         """
         names = [object() for _ in range(len(frames))] if keys is None else keys
         with sample_keys(self, names):
@@ -89,7 +91,7 @@ class DEQFlow(nn.Module):
         return torch.stack(flows, dim=1)
 
     def inputs(self, frames: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Features of both frames and the context, the inputs of the layer."""
+        """Return the inputs of the layer: features of both frames, and the context."""
         first, second = self.features(frames.flatten(0, 1)).unflatten(0, frames.shape[:2]).unbind(dim=1)
         return first, second, torch.relu(self.context(frames[:, 0]))
 
@@ -102,7 +104,7 @@ class DEQFlow(nn.Module):
         factor = self.config.factor
         if frames.dim() != 5 or frames.shape[1:3] != (count, 3) or any(size % factor for size in frames.shape[3:]):
             raise ValueError(
-                f"Frames must have the shape (batch, {count}, 3, height, width), height and width multiples of {factor}, "
-                f"got {tuple(frames.shape)}. Stack two frames in dimension 1; pad or crop them to a multiple."
+                f"Frames must have the shape (batch, {count}, 3, height, width) with height and width divisible by "
+                f"{factor}, got {tuple(frames.shape)}. Stack two frames in dimension 1, and pad or crop them."
             )
         return frames

@@ -1,1 +1,1 @@
-"""Models of graphs."""
+"""Models of graphs: implicit graph networks and graph convolutions."""

@@ -75,7 +75,7 @@ def read_graph(
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _CachedAdjacency:
     """A cached adjacency, with the versions of the tensors it was computed from."""
 
     weight: weakref.ref[Tensor] | None
@@ -98,11 +98,11 @@ def _known(edge_index: Tensor, weight: Tensor | None, nodes: int, dtype: torch.d
     if edge_index.layout != torch.strided or any(tensor.is_inference() for tensor in tensors):
         return _make(edge_index, weight, nodes, dtype, normalize)  # changes of these tensors cannot be detected
     versions = tuple(tensor._version for tensor in tensors)
-    entries: dict[Any, _Entry] = _ENTRIES.setdefault(edge_index, {})
+    entries: dict[Any, _CachedAdjacency] = _ENTRIES.setdefault(edge_index, {})
     key = (nodes, dtype, normalize)
     if key not in entries or not entries[key].fits(weight, versions):
         made = _make(edge_index, weight, nodes, dtype, normalize)
-        entries[key] = _Entry(None if weight is None else weakref.ref(weight), versions, made)
+        entries[key] = _CachedAdjacency(None if weight is None else weakref.ref(weight), versions, made)
     return entries[key].adjacency
 
 

@@ -122,7 +122,7 @@ class PPINet(GraphNet):
         x = graph.x
         for layer, skip in zip(self.layers, self.skips, strict=True):
             x = layer(x, graph.adjacency) + skip(x)
-            x = x if layer is self.layers[-1] else elu(x)
+            x = x if layer is self.layers[-1] else elu(x)  # the last layer returns logits
         return x
 
 

@@ -28,7 +28,7 @@ from equilibria.solvers.fallback import AnySolver
 from equilibria.solvers.picard import Picard
 from equilibria.stop import Stop, max_norm
 
-Start = Literal["injection", "zeros"]
+GraphStart = Literal["injection", "zeros"]
 
 ROUNDING = 1e-5  # a row that exceeds the bound by less than this, relatively, counts as projected: float32 rounds
 PICARD = Picard()
@@ -176,14 +176,14 @@ class IGNNLayer(nn.Module):
         bias: bool = False,
         columns: bool = False,
         activation: Callable[[Tensor], Tensor] = torch.relu,
-        start: Start = "injection",
+        start: GraphStart = "injection",
         solver: AnySolver = PICARD,
         stop: Stop = PUBLISHED_STOP,
         gradient: Gradient = PUBLISHED_GRADIENT,
         eval_stop: Stop | None = None,
     ) -> None:
         super().__init__()
-        starts = get_args(Start)
+        starts = get_args(GraphStart)
         require(start in starts, f"start must be one of {', '.join(starts)}, got {start!r}.")
         self.normalize, self.start = normalize, start
         cell = IGNNCell(features, width, kappa=kappa, omega2=omega2, bias=bias, columns=columns, activation=activation)

@@ -1,1 +1,1 @@
-"""Models of images."""
+"""Models of images: classifiers, segmentation, prompts and inverse problems."""

@@ -28,7 +28,7 @@ from equilibria.solvers.fallback import AnySolver
 from equilibria.solvers.picard import Picard
 from equilibria.stop import Stop
 
-Method = Literal["peaceman-rachford", "forward-backward"]
+SplittingMethod = Literal["peaceman-rachford", "forward-backward"]
 
 PICARD = Picard()
 PUBLISHED_STOP = Stop(rtol=1e-2, atol=0.0, max_steps=300)
@@ -44,11 +44,11 @@ class SplittingConfig:
     alpha   the step
     """
 
-    method: Method = "peaceman-rachford"
+    method: SplittingMethod = "peaceman-rachford"
     alpha: float = 1.0
 
     def __post_init__(self) -> None:
-        methods = get_args(Method)
+        methods = get_args(SplittingMethod)
         require(self.method in methods, f"method must be one of {', '.join(methods)}, got {self.method!r}.")
 
     def of(self, cell: MonotoneCell) -> Splitting:
@@ -192,7 +192,7 @@ class MonotoneNet(nn.Module):
         """
         x = self.config.prepared(images)
         deq: Any = self.layer.deq
-        start = self.splitting.start(x)
+        start = self.splitting.start(x)  # the same start for every alpha, so that the numbers of steps compare
         return tune_alpha(self.splitting, lambda: deq.solve(x, init=start).stats.steps.max(), largest)
 
 

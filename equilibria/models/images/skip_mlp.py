@@ -18,7 +18,7 @@ from equilibria.solvers.base import Solver
 from equilibria.starts import FirstStep
 
 Variant = Literal["vanilla", "skip", "v2"]
-Method = Literal["broyden", "tsit5", "bs3"]
+SkipMethod = Literal["broyden", "tsit5", "bs3"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class SkipSolver:
     adjoint_tolerance   tolerance of GMRES, relative to the incoming gradient
     """
 
-    method: Method = "broyden"
+    method: SkipMethod = "broyden"
     tolerance: float = 5e-3
     max_steps: int = 50
     history: int = 27
@@ -43,7 +43,7 @@ class SkipSolver:
     adjoint_steps: int = 15
 
     def __post_init__(self) -> None:
-        methods = get_args(Method)
+        methods = get_args(SkipMethod)
         require(self.method in methods, f"method must be one of {', '.join(methods)}, got {self.method!r}.")
         require(self.tolerance > 0, f"tolerance must be positive, got {self.tolerance}.")
 
@@ -62,7 +62,7 @@ class SkipSolver:
             solver=self.method,
             history=self.history,
             first_step=self.first_step,
-            directions=self.adjoint_steps,
+            directions=self.adjoint_steps,  # GMRES keeps all of them, and never restarts
         )
 
     def published_count(self, stats: Stats, variant: Variant) -> int:

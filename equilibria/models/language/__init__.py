@@ -1,1 +1,1 @@
-"""Models of text."""
+"""Language models: DEQ transformers, TrellisNets, attractor models and explicit baselines."""

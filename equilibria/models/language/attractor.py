@@ -12,7 +12,7 @@ from equilibria.gradients.base import Gradient
 from equilibria.gradients.implicit import Implicit
 from equilibria.models.language.adaptive_vocabulary import AdaptiveVocabulary, VocabularyConfig
 from equilibria.models.language.sequence import Memory, SequenceModel, checked
-from equilibria.models.reasoning.blocks import Layer, RotaryAttention, initialize, rms_norm
+from equilibria.models.reasoning.blocks import ReasonerLayer, RotaryAttention, initialize, rms_norm
 from equilibria.solution import Solution
 from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.fallback import AnySolver
@@ -36,9 +36,9 @@ class AttractorCell(nn.Module):
         return out
 
 
-def causal_layer(width: int, heads: int, expansion: float = 4.0) -> Layer:
+def causal_layer(width: int, heads: int, expansion: float = 4.0) -> ReasonerLayer:
     """Return a layer of the kind that `AttractorCell` consists of."""
-    return Layer(RotaryAttention(width, heads, causal=True), width, expansion, MULTIPLE)
+    return ReasonerLayer(RotaryAttention(width, heads, causal=True), width, expansion, MULTIPLE)
 
 
 class AttractorHead(nn.Module):
@@ -66,7 +66,7 @@ class AttractorHead(nn.Module):
 
 
 def _start_at_input(h: Tensor) -> Tensor:
-    # a named function: a lambda could not be pickled
+    # a named function, because a lambda cannot be pickled
     return h
 
 

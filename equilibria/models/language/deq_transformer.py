@@ -29,7 +29,7 @@ from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.fallback import AnySolver
 from equilibria.stop import Stop
 
-Start = Literal["zero", "embedding", "memory"]
+TransformerStart = Literal["zero", "embedding", "memory"]
 
 
 class DEQTransformer(EquilibriumModel):
@@ -65,10 +65,13 @@ class DEQTransformer(EquilibriumModel):
         eval_stop: Stop | None = None,
         depth: int | None = None,
         checkpoint: Checkpoint = None,
-        start: Start = "zero",
+        start: TransformerStart = "zero",
     ) -> None:
         super().__init__()
-        require(start in get_args(Start), f"start must be one of {', '.join(get_args(Start))}, got {start!r}.")
+        require(
+            start in get_args(TransformerStart),
+            f"start must be one of {', '.join(get_args(TransformerStart))}, got {start!r}.",
+        )
         require(depth is not None or checkpoint is None, "checkpoint is for explicit networks: pass a depth as well.")
         self.config, self.start, self.pretraining_depth = config, start, config.pretraining_depth
         self.gradient = gradient or _gradient(config)

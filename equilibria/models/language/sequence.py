@@ -14,7 +14,7 @@ from equilibria.gradients.base import Gradient
 from equilibria.gradients.unrolled import Unrolled
 from equilibria.models.language.adaptive_vocabulary import AdaptiveVocabulary, VocabularyConfig
 
-Memory = tuple[Tensor, ...]  # each with the batch first; (): none
+Memory = tuple[Tensor, ...]  # tensors with the batch first; (): there is no memory
 
 
 class SequenceModel(nn.Module):

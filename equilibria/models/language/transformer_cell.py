@@ -50,7 +50,7 @@ class TransformerBlock(nn.Module):
     def around(self, positions: Tensor, hidden: Tensor, memory: Tensor | None, injected: Tensor | None) -> Around:
         """Return the tensors that are constant during a solve; memory and injected belong to earlier positions."""
         if memory is not None and self.config.norm == "pre":
-            memory = self.norm1(memory)
+            memory = self.norm1(memory)  # like the states of the current positions, see `forward`
         return self.attention.around(positions, hidden, memory, injected)
 
     def forward(self, z: Tensor, injected: Tensor | None, around: Around) -> Tensor:
@@ -109,7 +109,7 @@ class TransformerCell(nn.Module):
     def forward(self, z: Tensor, u: Tensor, around: tuple[Around, ...]) -> Tensor:
         for i, (block, known) in enumerate(zip(self._blocks(), around, strict=True)):
             for seen in self._seen:
-                seen[i] = z.detach()
+                seen[i] = z.detach()  # without its graph, which would keep all runs of a solve alive
             z = block(z, u, known)
         return z
 

@@ -17,8 +17,8 @@ from equilibria._core.frozen_cell import FrozenCell
 from equilibria.models.language.sequence_layers import WeightDrop, linear
 from equilibria.nn import VariationalDropout
 
-States = tuple[Tensor, Tensor]  # h and c, (batch, time, size) each
-Carry = Literal["state", "tokens"]
+TrellisStates = tuple[Tensor, Tensor]  # h and c, (batch, time, size) each
+CarryKind = Literal["state", "tokens"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class TrellisConfig:
     word_dropout     share of the vocabulary whose vectors are set to zero in a forward pass
     weight_drop      share of the entries of W2 that are dropped, in the half that multiplies h_{t-s}
     experts          number of softmaxes in the mixture; 1: a plain softmax
-    auxiliary_every  in the explicit network, every so many layers have a loss of their own; None: only the last
+    auxiliary_every  number of layers of the explicit network from one loss to the next; None: only the last layer has a loss
     auxiliary_weight weight of these losses in the recipe
     tolerance, forward_steps, backward_steps  of the solves, unless a stop and a gradient are given
     pretraining_depth   applications of the cell in unrolled pre-training
@@ -55,7 +55,7 @@ class TrellisConfig:
     dilations: tuple[int, ...] = (1,)
     weight_norm: bool = True
     input_bias: bool = False
-    carry: Carry = "state"
+    carry: CarryKind = "state"
     horizon: int = 0
     input_history: bool = True
     output_dropout: float = 0.0
@@ -127,14 +127,14 @@ class TrellisCell(nn.Module):
         padded = F.pad(vectors, (0, 0, max(dilation - vectors.shape[1], 0), 0))[:, -dilation:]
         return self.W1(torch.cat([_delayed(x, padded), x], dim=-1))
 
-    def before(self, x: Tensor, history: tuple[Tensor, ...]) -> States:
+    def before(self, x: Tensor, history: tuple[Tensor, ...]) -> TrellisStates:
         """Return h and c before the segment, (batch, 1, size) each; zeros without a history."""
         if history:
             return history[0], history[1]
         zeros = x.new_zeros(x.shape[0], 1, self.config.size)
         return zeros, zeros
 
-    def forward(self, z: States, injected: Tensor, h0: Tensor, c0: Tensor, dilation: int = 1) -> States:
+    def forward(self, z: TrellisStates, injected: Tensor, h0: Tensor, c0: Tensor, dilation: int = 1) -> TrellisStates:
         h, c = z
         # dropped before it is cut into taps, so that h_{t-s} and h_t lose the same channels
         h = self.dropout(torch.cat([h0.expand(-1, dilation, -1), h], dim=1))
@@ -156,10 +156,12 @@ class TrellisStack(nn.Module):
         check_checkpoint(checkpoint)
         self.cell, self.depth, self.checkpoint = cell, depth, checkpoint
 
-    def forward(self, x: Tensor, history: tuple[Tensor, ...], *, init: States) -> States:
+    def forward(self, x: Tensor, history: tuple[Tensor, ...], *, init: TrellisStates) -> TrellisStates:
         return self.tapped(x, history, init=init, every=None)[-1]
 
-    def tapped(self, x: Tensor, history: tuple[Tensor, ...], *, init: States, every: int | None) -> list[States]:
+    def tapped(
+        self, x: Tensor, history: tuple[Tensor, ...], *, init: TrellisStates, every: int | None
+    ) -> list[TrellisStates]:
         """Return the states after every `every` layers, and after the last."""
         fixed = FrozenCell(self.cell)  # weights are computed and masks drawn once for all layers, as in a solve
         dilations = self.cell.config.dilations
@@ -168,7 +170,7 @@ class TrellisStack(nn.Module):
             injected = {s: cell.injected(x, history, s) for s in set(dilations)}
             step = _LayerStep(cell, fixed, injected, cell.before(x, history), dilations)
         z: Tensors = (torch.tensor(0), *init)
-        found: list[States] = []
+        found: list[TrellisStates] = []
         for start in range(0, self.depth, every or self.depth):
             z = repeat(step, z, min(every or self.depth, self.depth - start), self.checkpoint)
             found.append((z[1], z[2]))
@@ -182,7 +184,12 @@ class _LayerStep:
     """One step of the stack: maps (number i, h, c) to (i + 1, layer i of h and c), in the form that `repeat` takes."""
 
     def __init__(
-        self, cell: TrellisCell, fixed: FrozenCell, injected: dict[int, Tensor], before: States, dilations: Sequence[int]
+        self,
+        cell: TrellisCell,
+        fixed: FrozenCell,
+        injected: dict[int, Tensor],
+        before: TrellisStates,
+        dilations: Sequence[int],
     ) -> None:
         self.cell, self.fixed, self.injected, self.before, self.dilations = cell, fixed, injected, before, dilations
 

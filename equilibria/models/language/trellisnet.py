@@ -16,7 +16,7 @@ from equilibria.gradients.implicit import Implicit
 from equilibria.models.language.adaptive_vocabulary import AdaptiveVocabulary, VocabularyConfig
 from equilibria.models.language.sequence import EquilibriumModel, Memory, checked, last_columns
 from equilibria.models.language.sequence_layers import linear
-from equilibria.models.language.trellis_cell import States, TrellisCell, TrellisConfig, TrellisStack
+from equilibria.models.language.trellis_cell import TrellisCell, TrellisConfig, TrellisStack, TrellisStates
 from equilibria.models.solve_options import relative_stop
 from equilibria.nn import VariationalDropout
 from equilibria.solvers.broyden import Broyden
@@ -44,7 +44,7 @@ def activation_penalty(parts: TrellisParts, alpha: float, beta: float) -> Tensor
     """Return alpha mean(dropped^2) + beta mean((output_{t+1} - output_t)^2) (Merity, McCann and Socher 2017)."""
     penalty = alpha * parts.dropped.square().mean()
     if parts.output.shape[1] < 2:
-        return penalty
+        return penalty  # a single position has no change, and the mean over none would be nan
     return penalty + beta * parts.output.diff(dim=1).square().mean()
 
 
@@ -159,8 +159,8 @@ class TrellisNet(EquilibriumModel):
             x = x * kept[tokens].unsqueeze(-1)
         return self.input_dropout(x)
 
-    def _states(self, x: Tensor, history: Memory, tapped: bool) -> list[States]:
-        """Return the states (h, c) after the layers that have a loss of their own, and last those after the last layer.
+    def _states(self, x: Tensor, history: Memory, tapped: bool) -> list[TrellisStates]:
+        """Return the states (h, c) after all layers that have their own loss, and last those after the last layer.
 
         Without `tapped`, and for an equilibrium, only the last are returned.
         """
@@ -170,9 +170,10 @@ class TrellisNet(EquilibriumModel):
             return self.layer.tapped(x, history, init=(zeros, zeros), every=every)
         return [self.layer(x, history, init=(zeros, zeros))]
 
-    def _history(self, history: Memory, x: Tensor, z: States) -> Memory:
+    def _history(self, history: Memory, x: Tensor, z: TrellisStates) -> Memory:
         """Return the memory after a segment: h and c at its last position, and the last embedded tokens."""
         h, c = z
+        # a layer of dilation s needs the s vectors before a segment
         vectors = last_columns(history[2] if history else None, x, max(self.config.dilations))
         return last_columns(None, h, 1), last_columns(None, c, 1), vectors
 

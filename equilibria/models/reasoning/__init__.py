@@ -1,1 +1,1 @@
-"""Looped models that reason by iterating one small block."""
+"""Looped models that solve puzzles by iterating one small block."""

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Mixer = Literal["mlp", "attention", "line", "square"]
-EPS = 1e-5  # of the RMS norms
-ROTARY_BASE = 10_000.0  # of the wavelengths of rotary positions, as in the literature
+EPS = 1e-5  # added to the mean square in RMS norms
+ROTARY_BASE = 10_000.0  # base of the wavelengths of rotary positions, the usual value
 
 
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) * up(x)) over the last dimension, without biases.
 
-    The hidden width is 2/3 of expansion * width, rounded up to a multiple of `multiple`: as many weights as an MLP of that
-    expansion with two matrices.
+    The hidden width is 2/3 of expansion * width, rounded up to a multiple of `multiple`. The three matrices then have about
+    as many weights as the two matrices of an MLP with that expansion.
     """
 
     def __init__(self, width: int, expansion: float, multiple: int) -> None:
@@ -33,7 +33,7 @@ class SwiGLU(nn.Module):
 
 
 class PositionMLP(nn.Module):
-    """A SwiGLU over the positions of (batch, positions, width), the same for every channel; for boards of one size."""
+    """A SwiGLU over the positions of (batch, positions, width), equal for all channels; the number of positions is fixed."""
 
     def __init__(self, positions: int, expansion: float, multiple: int) -> None:
         super().__init__()
@@ -44,15 +44,18 @@ class PositionMLP(nn.Module):
 
 
 class RotaryAttention(nn.Module):
-    """Self-attention whose queries and keys are turned by angles that grow with the position.
+    """Self-attention with rotary positions: queries and keys are rotated by angles that grow with the position.
 
-    causal  True: a position sees itself and those before it; False: all
+    causal  True: a position attends to itself and earlier positions; False: to all positions
     """
 
     def __init__(self, width: int, heads: int, *, causal: bool = False) -> None:
         super().__init__()
         if width % (2 * heads):
-            raise ValueError(f"Rotary attention needs an even width per head: {heads} heads do not divide {width} so.")
+            raise ValueError(
+                f"Rotary attention needs an even width per head, got width={width} and heads={heads}. Use a width that is a "
+                f"multiple of {2 * heads}."
+            )
         self.heads, self.causal = heads, causal
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
@@ -60,8 +63,8 @@ class RotaryAttention(nn.Module):
     def forward(self, h: Tensor) -> Tensor:
         q, k, v = self.qkv(h).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each (batch, heads, positions, d)
         cos, sin = rotary_angles(h.shape[1], q.shape[-1], h)
-        # Written out: torch's fused attention has neither second derivatives, which penalties on the Jacobian need, nor a
-        # forward-mode derivative, which Newton's method needs.
+        # Plain operations, because torch's fused attention has neither second derivatives, which penalties on the Jacobian
+        # need, nor a forward-mode derivative, which Newton's method needs.
         scores = rotate(q, cos, sin) @ rotate(k, cos, sin).transpose(-1, -2) / math.sqrt(q.shape[-1])
         if self.causal:
             later = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
@@ -71,9 +74,9 @@ class RotaryAttention(nn.Module):
 
 
 class NeighbourConvolution(nn.Module):
-    """A convolution of (batch, positions, width) over each position and its nearest neighbours, zeros beyond the edge.
+    """A convolution of (batch, positions, width) over each position and its nearest neighbours, with zero padding.
 
-    dimensions  1: positions stand in a line, kernel 3. 2: they are a square board row by row, kernel 3x3
+    dimensions  1: positions form a line, kernel 3. 2: positions form a square board, row by row, kernel 3x3
     """
 
     def __init__(self, width: int, dimensions: int) -> None:
@@ -90,27 +93,29 @@ class NeighbourConvolution(nn.Module):
 
 
 def board_side(positions: int) -> int:
-    """The side of a square board of so many positions."""
+    """Return the side of a square board with this number of positions."""
     side = math.isqrt(positions)
     if side * side != positions:
-        raise ValueError(f"mixer='square' needs a square board, got {positions} positions; use mixer='line' for a sequence.")
+        raise ValueError(
+            f"mixer='square' needs a square number of positions, got {positions}. Use mixer='line' for a sequence."
+        )
     return side
 
 
 def rotary_angles(positions: int, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, (positions, size / 2), of position * base^(-2 i / size)."""
+    """Return cosines and sines of the angles position * base^(-2 i / size), (positions, size / 2) each."""
     frequency = ROTARY_BASE ** (-torch.arange(0, size, 2, device=like.device, dtype=torch.float64) / size)
     angle = torch.arange(positions, device=like.device, dtype=torch.float64).unsqueeze(1) * frequency
     return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (x_i, x_{i + d/2}) of the last dimension by their angles."""
+    """Rotate the pairs (x_i, x_{i + d/2}) of the last dimension by their angles."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-class Layer(nn.Module):
+class ReasonerLayer(nn.Module):
     """h <- norm(h + mix(h)), then h <- norm(h + mlp(h)); the norm is the RMS over channels, without weights."""
 
     def __init__(self, mixer: nn.Module, width: int, expansion: float, multiple: int) -> None:
@@ -128,7 +133,7 @@ def rms_norm(h: Tensor) -> Tensor:
 
 
 def initialize(module: nn.Module) -> None:
-    """Truncated normal weights with standard deviation 1 / sqrt(inputs), cut at two of them."""
+    """Draw weights from a normal distribution of deviation 1 / sqrt(inputs), truncated at two deviations."""
     for part in module.modules():
         if isinstance(part, nn.Linear | nn.Conv1d | nn.Conv2d):
             std = part.weight[0].numel() ** -0.5

@@ -1,11 +1,11 @@
-"""The two-state cell of recursive reasoners, and where its states start."""
+"""The two-state cell of recursive reasoners, and a fixed start of its states."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from equilibria.models.reasoning.blocks import Layer, NeighbourConvolution, PositionMLP, RotaryAttention, initialize
+from equilibria.models.reasoning.blocks import NeighbourConvolution, PositionMLP, ReasonerLayer, RotaryAttention, initialize
 from equilibria.models.reasoning.configs import ReasonerConfig
 
 Pair = tuple[Tensor, Tensor]
@@ -17,10 +17,10 @@ class ReasonerCell(nn.Module):
         z_L <- R(z_L, B(z_L + z_H + x))  l_cycles times,  then  z_H <- R(z_H, B(z_H + z_L)),
         R(h, b) = (1 - relaxation) h + relaxation b + noise e,  e standard normal
 
-    B is one stack of layers for both states (Tiny Recursive Model: relaxation 1, noise 0; Equilibrium Reasoners: 0.95,
-    0.01). With `noise_per="solve"` the normal numbers are drawn once per solve, so that the cell is one function with an
-    equilibrium that any solver finds. With "call" every call draws its own, as in the published code; plain iteration
-    without a tolerance is the one solver for that.
+    B is one stack of layers, used for both states. The Tiny Recursive Model has relaxation 1 and noise 0, Equilibrium
+    Reasoners have 0.95 and 0.01. With `noise_per="solve"` the noise is drawn once per solve: the cell is then one function
+    with an equilibrium, and any solver can be used. With "call" the noise is drawn at every call, as in the published code.
+    The cell then has no equilibrium, and must be iterated plainly for a fixed number of steps.
     """
 
     def __init__(self, config: ReasonerConfig) -> None:
@@ -34,7 +34,7 @@ class ReasonerCell(nn.Module):
         return self.config.noise > 0 and (self.training or self.config.eval_noise)
 
     def prepare(self, x: Tensor) -> tuple[Tensor, ...]:
-        """The input and, where they are fixed for the solve, the normal numbers, (batch, l_cycles + 1, positions, width)."""
+        """Return the input and, if noise is drawn once per solve, the noise, (batch, l_cycles + 1, positions, width)."""
         c = self.config
         if not self._noisy or c.noise_per == "call":
             return (x,)
@@ -47,7 +47,7 @@ class ReasonerCell(nn.Module):
         return self._relaxed(answer, scratch, noise, self.config.l_cycles), scratch
 
     def _relaxed(self, h: Tensor, inject: Tensor, noise: Tensor | None, place: int) -> Tensor:
-        """Apply the layers to h + inject, relax towards h and add the noise of this place."""
+        """Return R(h, B(h + inject)) with the noise of update number `place`."""
         c = self.config
         out = self.layers(h + inject)
         out = out if c.relaxation == 1 else torch.lerp(h.to(out.dtype), out, c.relaxation)
@@ -56,7 +56,7 @@ class ReasonerCell(nn.Module):
         return torch.add(out, torch.randn_like(out) if noise is None else noise[:, place], alpha=c.noise)
 
 
-def _layer(c: ReasonerConfig) -> Layer:
+def _layer(c: ReasonerConfig) -> ReasonerLayer:
     mixer: nn.Module
     if c.mixer == "mlp":
         mixer = PositionMLP(c.positions, c.expansion, c.multiple)
@@ -64,14 +64,14 @@ def _layer(c: ReasonerConfig) -> Layer:
         mixer = RotaryAttention(c.width, c.heads)
     else:
         mixer = NeighbourConvolution(c.width, dimensions=1 if c.mixer == "line" else 2)
-    return Layer(mixer, c.width, c.expansion, c.multiple)
+    return ReasonerLayer(mixer, c.width, c.expansion, c.multiple)
 
 
 class PairStart(nn.Module):
-    """The start of both states of a reasoner: one vector for each of them, the same at every position of every sample.
+    """The start of both states of a reasoner: one vector per state, equal at all positions of all samples.
 
-    learned  True: the vectors are parameters. The solver takes a start as a constant, so they are trained only by gradients
-             that follow the start, as `Unrolled`, or by `skip_penalty`. False: drawn once and kept
+    learned  True: the vectors are parameters. A solve treats its start as a constant, so only `Unrolled` or `skip_penalty`
+             train them. False: the vectors are drawn once and stored as a buffer
     """
 
     def __init__(self, width: int, learned: bool) -> None:

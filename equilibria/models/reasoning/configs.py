@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from equilibria._core.checks import require
 from equilibria.models.reasoning.blocks import Mixer
 
-Start = Literal["fixed", "learned", "random"]
+ReasonerStart = Literal["fixed", "learned", "random"]
 NoisePer = Literal["solve", "call"]
 
 
@@ -17,18 +17,20 @@ NoisePer = Literal["solve", "call"]
 class ReasonerConfig:
     """The architecture of a reasoner.
 
-    tokens      kinds of input tokens, and of answers
-    positions   of a sample; the MLP mixer takes exactly these, the others any number
-    registers   positions before the sample's own, with an embedding of their own; the published puzzle embedding has 16
-    mixer       "mlp": a SwiGLU over positions, for boards of one size; "attention" with rotary positions; a convolution over
-                nearest neighbours in a "line" or on a "square" board, so that every recursion reaches one position further
+    tokens      number of different input tokens, and of answers
+    positions   number of positions of a sample; only the mixer "mlp" needs exactly this number
+    registers   number of positions with learned embeddings before the sample's own; the published puzzle embedding has 16
+    mixer       "mlp": a SwiGLU over all positions. "attention": attention with rotary positions. "line" and "square": a
+                convolution over nearest neighbours of a sequence or of a square board; information then moves one position
+                per application
     multiple    hidden widths of the SwiGLUs are rounded up to a multiple of this
-    h_cycles    recursions in one supervised step, the last one with a gradient
-    l_cycles    updates of the scratch pad in a recursion
+    h_cycles    number of recursions in one supervised step; only the last one has a gradient
+    l_cycles    number of updates of the scratch pad in a recursion
     relaxation  share of the block's output in the new state
-    noise       standard deviation of the normal noise added to it; `noise_per`: drawn once per "solve" or at every "call";
-                `eval_noise`: in eval mode too, as published. Without it trained models settle to small residuals
-    start       "random" draws for every sample, "fixed" vectors drawn once, or "learned" ones
+    noise       standard deviation of the normal noise that is added to a state
+    noise_per   "solve": the noise is drawn once per solve; "call": at every call of the cell
+    eval_noise  add the noise in eval mode too, as published. Without it the residuals of trained models become small
+    start       "random": draws for every sample; "fixed": vectors drawn once; "learned": trained vectors
     """
 
     summary: str = ""
@@ -47,24 +49,24 @@ class ReasonerConfig:
     noise: float = 0.0
     noise_per: NoisePer = "solve"
     eval_noise: bool = True
-    start: Start = "fixed"
+    start: ReasonerStart = "fixed"
 
     def __post_init__(self) -> None:
         for name in ("tokens", "positions", "width", "layers", "multiple", "h_cycles", "l_cycles"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}.")
-        for name, kind in (("mixer", Mixer), ("start", Start), ("noise_per", NoisePer)):
+        for name, kind in (("mixer", Mixer), ("start", ReasonerStart), ("noise_per", NoisePer)):
             choices = get_args(kind)
             require(getattr(self, name) in choices, f"{name} must be one of {choices}, got {getattr(self, name)!r}.")
         require(self.registers >= 0, f"registers must not be negative, got {self.registers}.")
         require(
             self.registers == 0 or self.mixer in ("mlp", "attention"),
-            f"registers have no place among neighbours: mixer={self.mixer!r} needs registers=0, got {self.registers}.",
+            f"mixer={self.mixer!r} needs registers=0, got {self.registers}: registers have no position on the board.",
         )
         require(0 < self.relaxation <= 1, f"relaxation must lie in (0, 1], got {self.relaxation}.")
         require(self.noise >= 0, f"noise must not be negative, got {self.noise}.")
 
     def attractor(self) -> ReasonerConfig:
-        """The same size with relaxation, noise and random starts of Equilibrium Reasoners."""
+        """Return this configuration with the relaxation, noise and random starts of Equilibrium Reasoners."""
         return dataclasses.replace(self, relaxation=0.95, noise=0.01, start="random")
 
 

@@ -1,4 +1,4 @@
-"""Reasoners: tokens in, tokens out, by the equilibrium of a small two-state cell."""
+"""Reasoners: models that map tokens to tokens by the equilibrium of a small two-state cell."""
 
 from __future__ import annotations
 
@@ -22,37 +22,37 @@ from equilibria.solvers.fallback import AnySolver
 from equilibria.solvers.picard import Picard
 from equilibria.stop import Stop
 
-HALT_BIAS = -5.0  # of the halting head at the beginning: nothing halts before it has learned to
+HALT_BIAS = -5.0  # initial bias of the halting head: an untrained model halts no row
 
 
 class Thought(NamedTuple):
-    """One supervised step of a reasoner."""
+    """The result of one supervised step of a reasoner."""
 
     logits: Tensor  # (batch, positions, tokens)
-    halt: Tensor  # (batch,), the halting head: positive where it takes the answer for right
-    state: Pair  # (z_H, z_L), to go on from; without a graph
-    residual: Tensor  # (batch,), relative, of the state before the extra steps of the gradient
+    halt: Tensor  # (batch,) value of the halting head: positive if it predicts that the answer is right
+    state: Pair  # (z_H, z_L) without a graph, the start of the next step
+    residual: Tensor  # (batch,) relative residual of the solver's state, before further steps of the gradient
 
 
 class Reasoner(nn.Module):
-    """Tiny Recursive Model and Equilibrium Reasoners: a DEQ on (z_H, z_L) whose cell is one latent recursion.
+    """A DEQ on (z_H, z_L) whose cell is one latent recursion: Tiny Recursive Model and Equilibrium Reasoners.
 
         model = eq.models.create("reasoner-nano")
         thought = model.think(tokens)  # one supervised step
-        thought = model.think(tokens, thought.state)  # the next one, from where that ended
+        thought = model.think(tokens, thought.state)  # the next step, from the state of the first
 
-    The published supervised step is h_cycles - 1 recursions without a gradient and one with. With `stop=None` that is what
-    runs: h_cycles - 1 plain recursions, then a solve of no steps, which measures the residual, with the `gradient`, `JFB`
-    being the published one. With a `stop` the solver takes the place of the plain recursions, and of its iterates the one
-    with the least residual goes on.
+    The published supervised step has h_cycles - 1 recursions without a gradient and one recursion with a gradient. With
+    `stop=None` a step takes h_cycles - 1 plain recursions, and then a solve of zero steps with `gradient`; that solve
+    measures the residual, and `JFB` adds the last recursion. With a `stop` the solver replaces the plain recursions, and
+    its iterate with the smallest residual is kept.
 
-    solver     of the equilibrium
-    stop       of the solve in a supervised step; None: plain recursions in its place
-    gradient   of a supervised step
-    eval_stop  in eval mode; None: the same
-    direct     True: in training mode the recursion with a gradient is applied as it is, without a solve around it. Values,
-               residuals and gradients are those of `JFB`, at one evaluation less; `eq.record` then has no solution. For
-               `stop=None` and `JFB()` only
+    solver     solver of the equilibrium
+    stop       stop of the solve in a supervised step; None: plain recursions instead of a solve
+    gradient   gradient of a supervised step
+    eval_stop  stop in eval mode; None: `stop`
+    direct     True: in training mode the last recursion is applied without a solve around it. Values, residuals and
+               gradients are those of `JFB`, with one evaluation less, and `eq.record` records no solution. Needs
+               `stop=None` and `JFB()`
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class Reasoner(nn.Module):
         super().__init__()
         require(
             not direct or (stop is None and gradient == JFB()),
-            f"direct=True is the published step: it needs stop=None and gradient=JFB(), got {stop} and {gradient}.",
+            f"direct=True needs stop=None and gradient=JFB(), got stop={stop} and gradient={gradient}. Use direct=False.",
         )
         self.config, self.direct = config, direct
         self.embedding = nn.Embedding(config.tokens, config.width)
         self.registers = nn.Parameter(torch.zeros(config.registers, config.width)) if config.registers else None
         cell = ReasonerCell(dataclasses.replace(config, positions=config.positions + config.registers, registers=0))
         init = RandomStart(states=2) if config.start == "random" else PairStart(config.width, config.start == "learned")
-        self.plain = config.h_cycles - 1 if stop is None else 0  # recursions before the solve, without a gradient
+        self.plain = config.h_cycles - 1 if stop is None else 0  # number of recursions before the solve, without a gradient
         self.layer = DEQ(cell, init, solver, recursions(0) if stop is None else stop, gradient, eval_stop)
         self.head = nn.Linear(config.width, config.tokens, bias=False)
         self.halt = nn.Linear(config.width, 1)
@@ -85,9 +85,9 @@ class Reasoner(nn.Module):
         nn.init.constant_(self.halt.bias, HALT_BIAS)
 
     def forward(self, tokens: Tensor, state: Pair | None = None, *, with_thought: bool = False) -> Tensor | Thought:
-        """Logits (batch, positions, tokens) of one supervised step; `with_thought` gives the `Thought`.
+        """Return the logits (batch, positions, tokens) of one supervised step; `with_thought` returns the `Thought`.
 
-        state  where to go on; None: a new start
+        state  state to continue from; None: a new start
         """
         x = self.embed(tokens)
         if self.plain:
@@ -114,18 +114,18 @@ class Reasoner(nn.Module):
         return answer, scratch
 
     def think(self, tokens: Tensor, state: Pair | None = None) -> Thought:
-        """Run one supervised step."""
+        """Run one supervised step and return its `Thought`; None for `state` starts anew."""
         thought = self(tokens, state, with_thought=True)
         assert isinstance(thought, Thought)
         return thought
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return the input of the cell, (batch, positions, width), with entries of size 1."""
+        """Return the input of the cell, (batch, positions, width), with entries of about unit variance."""
         c = self.config
         if tokens.dim() != 2 or (c.mixer == "mlp" and tokens.shape[1] != c.positions):
             raise ValueError(
-                f"Tokens must have the shape (batch, {c.positions}), got {tuple(tokens.shape)}. "
-                "Flatten boards row by row; for boards of several sizes use another mixer than 'mlp'."
+                f"Tokens must have the shape (batch, {c.positions}), got {tuple(tokens.shape)}. Flatten boards row by row. "
+                "For boards of several sizes use a mixer other than 'mlp'."
             )
         x = self.embedding(tokens)
         if self.registers is not None:

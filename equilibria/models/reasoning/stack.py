@@ -1,4 +1,4 @@
-"""The explicit network beside a reasoner: the same layers, each with weights of its own."""
+"""The explicit network that reasoners are compared with: the same layers, each with its own weights."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from equilibria.models.reasoning.configs import ReasonerConfig
 
 
 class ReasonerStack(nn.Module):
-    """Tokens -> embedding -> `layers` layers, applied once -> logits (batch, positions, tokens).
+    """Tokens -> embedding -> `layers` layers -> logits (batch, positions, tokens).
 
-    With `config.layers` layers it has the parameters of the reasoner; with as many as a reasoner applies, its depth.
+    With `config.layers` layers it has as many parameters as the reasoner. With as many layers as a reasoner applies in a
+    step, it has the same depth.
     """
 
     def __init__(self, config: ReasonerConfig, layers: int) -> None:
         super().__init__()
-        require(layers >= 1, f"A stack needs at least one layer, got {layers}.")
+        require(layers >= 1, f"layers must be at least 1, got {layers}.")
         self.config = config
         self.embedding = nn.Embedding(config.tokens, config.width)
         self.layers = ReasonerCell(dataclasses.replace(config, layers=layers, registers=0)).layers

@@ -16,8 +16,8 @@ ATTRACTORS = {
     "path dependence",
     "drift with depth",
     "lazy cell",
-    "residual tells wrong answers",
-    "residual blind to wrong answers",
+    "residual separates wrong answers",
+    "residual does not separate wrong answers",
 }
 STOP = eq.Stop(rtol=1e-6, atol=0.0, max_steps=200, on_failure="ignore")
 
@@ -98,8 +98,8 @@ class Answering(nn.Module):
 
 def test_the_residual_is_compared_with_correctness() -> None:
     x, labels = batch(20), torch.ones(20, dtype=torch.int64)
-    assert "residual tells wrong answers" in found(Answering(True), x, labels=labels)
-    assert "residual blind to wrong answers" in found(Answering(False), x, labels=labels)
+    assert "residual separates wrong answers" in found(Answering(True), x, labels=labels)
+    assert "residual does not separate wrong answers" in found(Answering(False), x, labels=labels)
 
 
 def test_invalid_arguments_raise() -> None:

@@ -31,7 +31,7 @@ addEventListener("load", () => {
 
 @pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium here")
-@pytest.mark.parametrize("example", ["healthy", "not-contractive"])
+@pytest.mark.parametrize("example", ["contractive", "not-contractive"])
 def test_the_page_shows_its_plots(example: str, tmp_path: Path) -> None:
     page = eq.diagnose(*example_models.EXAMPLES[example]()).save(tmp_path)
     looked = tmp_path / "looked.html"

@@ -1,4 +1,4 @@
-"""The cases are what their names promise."""
+"""The cases have the properties that their names and notes state."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_nonnormal_case_grows_before_it_decays() -> None:
     assert radius(w) == pytest.approx(0.92, abs=1e-3)  # eigenvalues of a matrix so far from normal feel its rounding
 
 
-def test_the_oscillating_case_reaches_below_minus_one() -> None:
+def test_the_oscillating_case_has_eigenvalues_below_minus_one() -> None:
     eigenvalues = torch.linalg.eigvalsh(weight("mlp-osc"))
     assert float(eigenvalues.min()) == pytest.approx(-1.5, abs=ROUNDED)
     assert int((eigenvalues < -1).sum()) == 4
@@ -62,7 +62,7 @@ def test_the_cell_returns_the_structure_of_its_state(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_case_is_the_same_every_time_and_touches_no_global_state(name: str) -> None:
+def test_a_case_is_reproducible_and_changes_no_global_state(name: str) -> None:
     before = torch.get_rng_state()
     first, second = (everything(make(name, batch=2)) for _ in range(2))
     assert torch.equal(torch.get_rng_state(), before)
@@ -92,7 +92,7 @@ def test_the_graph_is_sparse_and_its_norm_is_at_most_one() -> None:
     assert float(torch.linalg.matrix_norm(dense, 2)) <= 1 + ROUNDED
 
 
-def test_trained_cases_read_sequences_without_looking_ahead() -> None:
+def test_trained_cases_are_causal() -> None:
     case = make("trained-0", batch=2)
     (u,), cell = case.inputs, case.cell
     z = torch.randn(tensors(case.start)[0].shape, generator=torch.Generator().manual_seed(1))
@@ -102,14 +102,14 @@ def test_trained_cases_read_sequences_without_looking_ahead() -> None:
         assert torch.equal(cell(z, u)[:, :-1], cell(later, u)[:, :-1])
 
 
-def test_the_usual_batches() -> None:
+def test_cases_have_their_usual_batch_sizes() -> None:
     batches = {name: make(name).batch for name in CASES}
     assert batches["mlp-b32"] == 32 and batches["mlp-b512"] == batches["mixed"] == 512
     assert batches["conv"] == 32 and batches["mdeq2"] == batches["transformer"] == 16
 
 
-def test_an_unknown_name_is_met_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"no case 'mlp'; there are mlp-b32, "):
+def test_an_unknown_case_raises_with_the_known_names() -> None:
+    with pytest.raises(ValueError, match=r"no case 'mlp'. Choose one of mlp-b32, "):
         make("mlp")
 
 

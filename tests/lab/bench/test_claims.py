@@ -1,4 +1,4 @@
-"""What the solvers promise, on the cases of the benchmark: counts, which are exact."""
+"""Claims about solvers on the cases of the benchmark, checked by counts, which are exact."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_default_keeps_up_with_broyden_on_the_hard_case() -> None:
     assert solved("mlp-hard").evaluations <= 1.2 * solved("mlp-hard", eq.Broyden()).evaluations
 
 
-def test_going_on_without_what_is_done_saves_two_thirds_of_the_work() -> None:
+def test_dropping_converged_rows_saves_two_thirds_of_the_work() -> None:
     batch = len(case_of("mixed").inputs[0])
     alone = 2  # rows evaluated without the others, which shows that rows do not depend on each other
     # Rows of one answer that come from different evaluations are evaluated once more together; without compaction all come

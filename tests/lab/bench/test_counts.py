@@ -21,7 +21,7 @@ BASELINE: dict[str, Any] = json.loads((Path(__file__).parent / "counts.json").re
 
 
 @pytest.mark.recorded
-def test_nothing_has_become_more() -> None:
+def test_counts_do_not_exceed_the_baseline() -> None:
     found = regressions(measured(), BASELINE)
     accept = "python -m equilibria.lab.bench.counts tests/lab/bench/counts.json"
     assert not found, "\n".join([*found, f"To accept the new counts: {accept}"])
@@ -36,12 +36,12 @@ def test_native_steps_take_as_many_calls_and_rows(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["evaluations", "graph_evaluations", "products", "rows"])
-def test_one_more_is_too_much(name: str) -> None:
+def test_one_more_evaluation_is_a_regression(name: str) -> None:
     assert regressions(changed("mlp-b32", name, 1), BASELINE)
     assert not regressions(changed("mlp-b32", name, -1), BASELINE)
 
 
-def test_operations_have_three_percent_and_only_within_one_version_of_torch() -> None:
+def test_operations_may_grow_by_three_percent_within_a_version_of_torch() -> None:
     before = BASELINE["cases"]["mlp-b32"]["operations"]
     assert not regressions(changed("mlp-b32", "operations", int(0.029 * before)), BASELINE)
     more = changed("mlp-b32", "operations", int(0.031 * before) + 1)
@@ -50,7 +50,7 @@ def test_operations_have_three_percent_and_only_within_one_version_of_torch() ->
     assert not regressions(more | {"torch": "another"}, BASELINE)
 
 
-def test_every_way_to_read_a_number_back_is_seen() -> None:
+def test_every_kind_of_read_back_is_counted() -> None:
     x = torch.arange(3.0)
     with Operations() as seen, Lists() as lists:
         assert bool(x.any()) and float(x.sum()) == 3.0 and x[1].item() == 1.0
@@ -62,7 +62,7 @@ def test_every_way_to_read_a_number_back_is_seen() -> None:
     assert (seen.read_backs, lists.read_backs) == (0, 1)
 
 
-def test_the_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_baseline_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)  # of all tests that follow
     monkeypatch.setattr("equilibria.lab.bench.counts.SMALL", ("mlp-b32",))
     path = tmp_path / "counts.json"

@@ -1,4 +1,4 @@
-"""A run: what is recorded, written, read and reported."""
+"""A benchmark run: its records, files, tables and plot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from equilibria.solvers.picard import Picard
 
 
 class Standing(Method):
-    """Our method under another name, as a peer to compare with."""
+    """Our method under the name of another library."""
 
     library, name = TORCHDEQ, f"{TORCHDEQ} stand-in"
 
@@ -64,7 +64,7 @@ def results() -> BenchResults:
     return run([contraction(4, 0.9)], [Ours(), Standing(), Lazy(), Broken(), NotFinite()], rounds=2, budget=0.0)
 
 
-def test_everything_is_recorded(results: BenchResults) -> None:
+def test_a_run_records_all_measurements(results: BenchResults) -> None:
     (case,) = results.cases
     default = case.named(DEFAULT)
     assert default is not None and default.failure is None and len(default.times) == 2
@@ -76,18 +76,18 @@ def test_everything_is_recorded(results: BenchResults) -> None:
     assert len(default.forward) == 2 and case.fastest(TORCHDEQ, forward=True) is case.named(Standing.name)
 
 
-def test_who_fails_is_recorded_with_the_reason_and_not_timed(results: BenchResults) -> None:
+def test_a_failing_method_is_recorded_with_the_reason_and_not_timed(results: BenchResults) -> None:
     (case,) = results.cases
     reasons = {outcome.method: outcome.failure for outcome in case.outcomes if outcome.failure}
     assert reasons == {
-        Lazy.name: "not reached: residual 1.0e+00, 1e-03 asked for",
+        Lazy.name: "not reached: residual 1.0e+00, required 1e-03",
         Broken.name: "RuntimeError: no gradient today in ...",
         NotFinite.name: "its gradient is not finite",
     }
     assert not any(outcome.times for outcome in case.outcomes if outcome.failure)
 
 
-def test_json_round_trips_and_tells_versions_but_no_places(results: BenchResults) -> None:
+def test_json_round_trips_with_versions_and_without_paths(results: BenchResults) -> None:
     text = results.to_json()
     assert BenchResults.from_json(text) == results
     setting = json.loads(text)["setting"]
@@ -130,7 +130,7 @@ MADE = BenchResults(
 )
 
 
-def test_ratios_are_of_medians_to_the_fastest_torchdeq() -> None:
+def test_ratios_are_medians_over_the_fastest_torchdeq() -> None:
     summary = report.summary(MADE).splitlines()
     assert "| a | TorchDEQ x | 100 | 1.00 | 1.00 | 10 | 10 | 5.00 | 5.0e-04 | 0.9900 | 1.0e-01 |" in summary
     assert "| a | equilibria default | 50 | 0.50 | 1.50 | 10 | 10 | 2.50 | 5.0e-04 | 0.9900 | 1.0e-01 |" in summary
@@ -184,7 +184,7 @@ def test_the_plot_has_two_bars_per_case_and_the_line_at_one() -> None:
 
 
 @pytest.mark.parametrize("method", ours(), ids=lambda method: method.name)
-def test_every_configuration_of_ours_gets_there(method: Method) -> None:
+def test_every_configuration_of_ours_reaches_the_tolerance(method: Method) -> None:
     case = two_scales(2, channels=16, size=16)
     judge = Judge(case)
     found = tighten(case, method, judge)
@@ -212,7 +212,7 @@ def test_the_command_prints_and_writes(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_command_says_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_names_invalid_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command.main(["--only", "nobody"])
-    assert "no method has any of nobody in its name" in capsys.readouterr().err
+    assert "--only nobody selects no method" in capsys.readouterr().err

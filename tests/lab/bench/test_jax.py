@@ -1,4 +1,4 @@
-"""The cases in JAX are the same equations, and its methods are told the same things as everybody else."""
+"""The cases in JAX are the same equations, and the methods in JAX are used like all others."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_states_of_several_parts(method: Method) -> None:
     assert judge.gradient(method.step(both, found.tol)[1]).cosine > 0.95
 
 
-def test_a_tighter_tolerance_compiles_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tighter_tolerance_does_not_recompile(monkeypatch: pytest.MonkeyPatch) -> None:
     if not METHODS:
         pytest.skip("JAX has no solver here")
     dense, method = SMALL["dense"](), METHODS[0]
@@ -122,7 +122,7 @@ def test_a_tighter_tolerance_compiles_nothing_anew(monkeypatch: pytest.MonkeyPat
     assert Judge(dense).residual(method.solve(dense, 1e-4)) < 1e-3 < loose
 
 
-def test_who_is_not_installed_does_not_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_that_are_not_installed_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax_methods, "_installed", lambda name: name != "jax")
     assert jax() == []
     monkeypatch.setattr(jax_methods, "_installed", lambda name: name != "jaxopt")
@@ -131,7 +131,7 @@ def test_who_is_not_installed_does_not_take_part(monkeypatch: pytest.MonkeyPatch
     assert {method.library for method in jax()} == {"jaxopt"}
 
 
-def test_the_environment_goes_first_and_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_have_precedence_and_are_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XLA_FLAGS", "--mine")
     monkeypatch.delenv("PJRT_NPROC", raising=False)
     before = dict(os.environ)
@@ -140,10 +140,10 @@ def test_the_environment_goes_first_and_is_left_alone(monkeypatch: pytest.Monkey
     assert dict(os.environ) == before
 
 
-def test_a_cell_that_is_not_known_is_met_with_those_that_are() -> None:
+def test_an_unknown_cell_raises_with_the_known_ones() -> None:
     unknown = contraction(2, 0.9)
     unknown = Case("", nn.Linear(2, 2), unknown.inputs, unknown.start, unknown.cotangent)
-    with pytest.raises(TypeError, match="no cell in JAX for Linear, only for AffineTanhCell, "):
+    with pytest.raises(TypeError, match="no JAX cell for Linear, only for AffineTanhCell, "):
         translate(unknown)
 
 

@@ -1,6 +1,6 @@
-"""How the existing library fails, row by row: every failure its users met is a passing test here.
+"""Failures that users of another library reported; each is a passing test here.
 
-The rows that need a file of their own are tested there: second derivatives, transforms and loss scale in
+Some are tested in other files: second derivatives, transforms and loss scale in
 gradients/test_implicit.py, closures in gradients/test_closures.py, FSDP and DDP in test_distributed.py, half precision and
 compilation in test_numerics.py, pickling in test_deq.py, empty batches and single steps in solvers/test_conformance.py.
 """
@@ -21,7 +21,7 @@ from tests.problems import TIGHT, TanhCell, inputs, matrix, unrolled
 
 @pytest.mark.parametrize("rho", [0.5, 0.9, 0.99])
 @pytest.mark.parametrize("solver", [eq.Picard(), eq.Anderson(), eq.Broyden()], ids=repr)
-def test_default_gradients_are_accurate_or_the_adjoint_says_not(rho: float, solver: eq.Solver[Any]) -> None:
+def test_default_gradients_are_accurate_or_the_adjoint_is_reported_as_failed(rho: float, solver: eq.Solver[Any]) -> None:
     """For a symmetric tanh cell with n = 16 and rho = 0.99, TorchDEQ did not report errors of up to 26 %."""
     cell, x = TanhCell(16, norm=rho, kind="symmetric"), inputs(3, 16) / 10
     deq = eq.DEQ(cell, solver=solver, stop=eq.Stop(max_steps=500))
@@ -32,7 +32,7 @@ def test_default_gradients_are_accurate_or_the_adjoint_says_not(rho: float, solv
     assert s.adjoint is not None and bool((s.adjoint.residual <= 1e-3).all())
 
 
-def test_implicit_means_implicit_however_early_the_solve_converges() -> None:
+def test_gradients_are_implicit_however_early_the_solve_converges() -> None:
     """A solve that starts at the equilibrium and takes no step still gets the adjoint solve."""
     w = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
     s = eq.fixed_point(lambda z, w: w * z + 1, torch.full((1, 1), 2.0).double(), w, stop=TIGHT)
@@ -80,7 +80,7 @@ def test_a_spectral_normed_cell_is_normalised_and_trainable_from_the_first_solve
 
 
 @pytest.mark.parametrize("solver", [eq.Picard(), eq.Anderson(), eq.Broyden()], ids=repr)
-def test_a_nan_from_the_eleventh_call_on(solver: eq.Solver[Any]) -> None:
+def test_a_sample_that_becomes_nan_keeps_its_best_iterate(solver: eq.Solver[Any]) -> None:
     """The sample keeps its best finite iterate, and the others converge as usual."""
     w, x, calls = matrix("orthogonal", 6, 0.9), inputs(3, 6), [0]
 
@@ -113,7 +113,7 @@ def test_a_nan_sample_left_out_of_the_loss_leaves_weights_finite() -> None:
     assert cell.w.grad is not None and bool(torch.isfinite(cell.w.grad).all())
 
 
-def test_a_divergent_map_is_solved_exactly_by_the_strong_and_reported_by_the_weak() -> None:
+def test_a_divergent_map_is_solved_by_strong_solvers_and_reported_by_weak_ones() -> None:
     f, z0 = lambda z: 2 * z + 1, torch.zeros(1, 1).double()
     for solver in (eq.Broyden(), eq.Anderson(), eq.Newton()):
         torch.testing.assert_close(eq.fixed_point(f, z0, solver=solver).z, -torch.ones(1, 1).double(), rtol=1e-9, atol=1e-9)
@@ -155,7 +155,7 @@ def test_a_tuple_state_under_the_implicit_gradient_in_eval_mode() -> None:
     assert isinstance(z, tuple) and cell.a.grad is not None
 
 
-def test_an_option_typed_wrongly_is_refused_and_a_dict_of_options_stays_as_it_was() -> None:
+def test_a_misspelled_option_raises_and_a_dict_of_options_is_not_changed() -> None:
     with pytest.raises(TypeError, match="f_maxiter"):
         eq.DEQ(TanhCell(3), f_maxiter=3)  # type: ignore[call-arg]
     options: dict[str, Any] = {"solver": eq.Anderson(history=3), "stop": eq.Stop(max_steps=7)}
@@ -171,7 +171,7 @@ def test_inference_mode() -> None:
     assert not z.requires_grad
 
 
-def test_the_scalar_input_that_lost_its_gradient_elsewhere() -> None:
+def test_a_scalar_input_gets_its_gradient() -> None:
     w = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
     z = eq.fixed_point(lambda z, w: torch.tanh(w * z + 1), torch.tensor(0.0).double(), w, stop=TIGHT, batched=False).z
     z.backward()

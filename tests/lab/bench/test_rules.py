@@ -1,4 +1,4 @@
-"""The rules hold: tolerances are tightened, work is counted as it happens, gradients are judged by the exact one."""
+"""The rules of the benchmark: tolerances are tightened, work is counted, gradients are compared with the exact one."""
 
 from __future__ import annotations
 
@@ -54,28 +54,28 @@ def test_a_method_that_meets_its_tolerance_keeps_it() -> None:
     assert found.residual <= CASE.rtol
 
 
-def test_a_sloppy_method_is_tightened_until_it_is_good_enough_and_no_further() -> None:
+def test_an_inaccurate_method_is_tightened_until_its_residual_is_small_enough() -> None:
     method = Iterating(lambda residual, tol: residual <= 2.5 * tol)
     found = tighten(CASE, method, Judge(CASE))
     assert found.reached and found.residual <= CASE.rtol
     assert found.tol == pytest.approx(0.35 * CASE.rtol)
 
 
-def test_a_method_that_never_gets_there_is_not_reached_and_keeps_its_first_attempt() -> None:
+def test_a_method_that_never_reaches_the_residual_keeps_its_first_attempt() -> None:
     method = Iterating(lambda residual, tol: True)
     found = tighten(CASE, method, Judge(CASE))
     assert not found.reached and found.tol == CASE.rtol and found.residual == pytest.approx(1.0, rel=1e-5)
     assert sorted(set(method.asked), reverse=True) == [factor * CASE.rtol for factor in FACTORS]
 
 
-def test_a_method_out_of_steps_is_not_asked_again() -> None:
+def test_a_method_that_used_all_steps_is_not_run_again() -> None:
     case = dataclasses.replace(CASE, max_steps=5)
     method = Iterating(lambda residual, tol: False)
     assert not tighten(case, method, Judge(case)).reached
     assert set(method.asked) == {case.rtol}
 
 
-def test_an_answer_that_is_not_finite_is_never_good() -> None:
+def test_a_state_that_is_not_finite_never_reaches_the_residual() -> None:
     assert Judge(CASE).residual(torch.full_like(CASE.start, math.nan)) == math.inf
     assert Judge(CASE).residual(torch.full_like(CASE.start, math.inf)) == math.inf
 
@@ -122,13 +122,13 @@ def test_counts_are_the_real_calls(method: Method) -> None:
     assert counter.evaluations > 0 < counter.graph_evaluations
 
 
-def test_nothing_of_the_counting_stays_on_the_cell() -> None:
+def test_counting_leaves_no_hooks_on_the_cell() -> None:
     with counting(CASE.cell):
         pass
     assert not CASE.cell._forward_pre_hooks
 
 
-def test_rows_that_are_done_are_not_counted_any_more() -> None:
+def test_rows_that_were_dropped_are_not_counted() -> None:
     case = mixed(64)
     work = count(case, Ours(), case.rtol)
     assert work.rows < 64 * work.calls
@@ -151,7 +151,7 @@ def test_gradients_are_judged_by_the_dense_solution() -> None:
     assert judge.gradient([judge.reference[0] * math.nan, judge.reference[1]]).error == math.inf
 
 
-def test_everybody_has_a_turn_per_round_with_a_unit_of_its_own() -> None:
+def test_every_step_is_timed_once_per_round_with_its_own_unit() -> None:
     turns = list[str]()
     steps = {name: (lambda name=name: turns.append(name)) for name in "abc"}
     samples = race(CASE, steps, rounds=2, budget=0.0)

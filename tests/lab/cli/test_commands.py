@@ -173,7 +173,7 @@ def test_several_seeds_are_trained_one_after_the_other(tmp_path: Path) -> None:
         (["reproduce", "digits", "--row", "deqq"], "digits has no row 'deqq'. Did you mean deq"),
         (["data", "check", "mnits"], "Did you mean mnist"),
         (["data", "fetch", "cifar"], "Did you mean cifar10"),
-        (["diagnose", "--example", "healty"], "Did you mean healthy"),
+        (["diagnose", "--example", "contractve"], "Did you mean contractive"),
     ],
 )
 def test_wrong_arguments_exit_with_2_and_list_the_choices(arguments: list[str], complaint: str) -> None:

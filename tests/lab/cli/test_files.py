@@ -31,7 +31,7 @@ WRITE = [
     "sweep digits-deq --scale debug --grid width=8,16 --out {below}",
     "reproduce digits --scale debug --out {below}",
     "reproduce digits --scale debug --report {below}",
-    "diagnose --example healthy --output {below}",
+    "diagnose --example contractive --output {below}",
     "data fetch mnist --data {below}",
     "bench --quick --json {below}",
     "bench --quick --json {missing}/x.json",
@@ -100,7 +100,7 @@ def test_the_benchmark_refuses_files_before_it_measures(
 
 
 @pytest.mark.parametrize(
-    "line", ["reproduce digits --scale debug --report {below}", "diagnose --example healthy --output {below}"]
+    "line", ["reproduce digits --scale debug --report {below}", "diagnose --example contractive --output {below}"]
 )
 def test_nothing_is_computed_for_a_report_that_cannot_be_written(
     line: str, paths: dict[str, str], monkeypatch: pytest.MonkeyPatch
@@ -108,7 +108,8 @@ def test_nothing_is_computed_for_a_report_that_cannot_be_written(
     def computed(*_: object, **__: object) -> None:
         raise AssertionError("it computed")
 
-    monkeypatch.setattr("equilibria.lab.experiments.runner.run_here", computed)
+    # first the module that imports the function by name: imported after the patch, it would keep `computed` in later tests
     monkeypatch.setattr("equilibria.lab.cli.running.run_here", computed)
+    monkeypatch.setattr("equilibria.lab.experiments.runner.run_here", computed)
     monkeypatch.setattr("equilibria.lab.cli.diagnosis.run_diagnosis", computed)
     assert paths["below"] in told(line, paths)

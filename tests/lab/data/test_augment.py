@@ -1,4 +1,4 @@
-"""Augmentation: what may happen to an image, and how often."""
+"""Augmentation: changes of images and labels, and their frequency."""
 
 from __future__ import annotations
 

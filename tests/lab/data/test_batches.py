@@ -132,7 +132,7 @@ def test_normalisation_comes_last() -> None:
     assert IMAGES.x.dtype == torch.uint8
 
 
-def test_normalize_leaves_its_argument_alone() -> None:
+def test_normalize_does_not_change_its_argument() -> None:
     found = data.Dataset("some", IMAGES, IMAGES, mean=(0.5,), std=(2.0,))
     x = torch.ones(2, 1, 3, 3)
     assert float(found.normalize(x).max()) == 0.25 and float(x.min()) == 1

@@ -1,4 +1,4 @@
-"""CamVid: reading it reduced, and reducing it."""
+"""CamVid: reading the reduced files, and reducing the published ones."""
 
 from __future__ import annotations
 

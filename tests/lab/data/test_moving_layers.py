@@ -1,4 +1,4 @@
-"""Generated scenes: the flow is the motion of what is seen, exactly, and frames follow it."""
+"""Generated scenes: the flow is exactly the motion of visible points, and frames agree with it."""
 
 from __future__ import annotations
 

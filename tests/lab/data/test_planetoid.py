@@ -1,4 +1,4 @@
-"""Citation graphs: what the pickles hold is read, what they ask to be run is not."""
+"""Citation graphs: arrays in the pickles are read, and code in them is not run."""
 
 from __future__ import annotations
 

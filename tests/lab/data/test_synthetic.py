@@ -1,4 +1,4 @@
-"""Synthetic tasks against what their papers say of them."""
+"""Synthetic tasks have the properties that their papers state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def tensors(found: data.Dataset[data.Split]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["polynomial", "copy-memory", "shapes"])
-def test_seeds_decide_and_nothing_else(name: str) -> None:
+def test_data_depend_only_on_the_seed(name: str) -> None:
     options: dict[str, Any] = {"train": 40, "test": 10}
     torch.manual_seed(1)
     first = data.load(name, **options)

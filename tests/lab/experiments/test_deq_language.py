@@ -1,4 +1,4 @@
-"""Language modelling: memory from segment to segment, perplexity over a split, and what else is measured."""
+"""Language modelling: memory from segment to segment, perplexity over a split, and further measurements."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from equilibria.lab.training.trainer import Trainer
 from equilibria.models.language.deq_transformer import DEQTransformer
 from equilibria.models.language.sequence import Memory
 from equilibria.solution import record
+from tests.models.learning import with_large_weights
 
 SMALL = LanguageModel(width=8, heads=2, inner=8, memory=8, forward_steps=10, backward_steps=10)
 TRELLIS = LanguageModel(kind="trellis", embedding=4, hidden=4, forward_steps=10, backward_steps=10, solver="anderson")
@@ -42,20 +43,6 @@ def begun(chosen: LanguageSettings | None = None) -> tuple[Language, Any, Any]:
     task = Language(chosen or settings())
     task.prepare(None, FEW)
     return task, task.model(), task.batches(None, FEW, 0, 1)
-
-
-def lively(net: Any) -> Any:
-    """Return the model in float64 with large weights and a cell that still contracts."""
-    net = net.double()
-    with torch.no_grad():
-        for name, weight in net.named_parameters():
-            if name.endswith("original0"):
-                weight.mul_(15)  # rows of weight norm
-            elif "vocabulary" in name or "bias" in name:
-                weight.normal_(std=0.3)
-            elif "original1" not in name:
-                weight.mul_(30)
-    return net
 
 
 def losses(task: Language, model: Any, segments: Segments) -> list[Tensor]:
@@ -117,7 +104,7 @@ def test_perplexity_is_the_exponential_of_the_mean_over_the_whole_split() -> Non
     """With enough memory, segments of an equilibrium give the result of one long segment; the last segment is shorter."""
     model = dataclasses.replace(SMALL, memory=200, tolerance=1e-9, forward_steps=100)
     task, net, _ = begun(settings(model=model, data=dataclasses.replace(DATA, length=9)))
-    net = lively(net).eval()
+    net = with_large_weights(net).eval()
     tokens = DATA.splits(None)["valid"]
     meter = Meter()
     for segment in Segments("valid", tokens, 2, 9):
@@ -296,7 +283,7 @@ def test_changes_are_those_of_plain_iteration(model: LanguageModel) -> None:
 
 def test_perplexity_is_measured_with_other_limits_on_the_same_weights() -> None:
     task, net, loaders = begun(settings(at=(1, 10), memories=(0, 8)))
-    net = lively(net).eval()
+    net = with_large_weights(net).eval()
     for i in range(2):
         with record(net) as solutions:
             found: dict[str, Any] = dict(task.evaluate(net, loaders.valid.batch(0, i)).metrics)
@@ -355,7 +342,7 @@ def test_the_published_adjoint_takes_all_its_steps() -> None:
         # not so many that Broyden's method arrives at the last bit, from where nothing is left to do
         model = dataclasses.replace(SMALL, adjoint=adjoint, backward_steps=15)
         task, net, loaders = begun(settings(model=model))
-        net = lively(net)
+        net = with_large_weights(net)
         with record(net) as solutions:
             task.loss(net, loaders.train.batch(0, 0), 0).loss.backward()
         assert solutions[0].adjoint is not None

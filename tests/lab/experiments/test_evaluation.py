@@ -1,4 +1,4 @@
-"""`evaluate` on the weights of a run gives what the run itself reported of them."""
+"""`evaluate` on the weights of a run gives the metrics that the run reported."""
 
 from __future__ import annotations
 

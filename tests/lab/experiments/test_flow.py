@@ -55,7 +55,7 @@ def test_evaluation_is_along_videos() -> None:
 
 
 def test_corrections_have_phantom_gradients_of_their_steps() -> None:
-    """Each correction is the cell applied so often to an iterate, with a graph; the equilibrium comes last."""
+    """Each correction is the cell applied that many times to an iterate, with a graph; the equilibrium is last."""
     torch.manual_seed(0)
     task = OpticalFlow(
         dataclasses.replace(SMALL, kind="upg", phantom_steps=2, corrections=1, correction_steps=3, keep_every=2)
@@ -92,8 +92,8 @@ def test_an_unrolled_network_is_evaluated_at_other_depths() -> None:
 
 
 @pytest.mark.parametrize("row", memory_table.ROWS)
-def test_memory_over_steps(row: str, tmp_path: Path) -> None:
-    """Flat for the equilibrium; of an unrolled network each step adds its own."""
+def test_memory_is_constant_for_equilibria_and_grows_with_unrolled_steps(row: str, tmp_path: Path) -> None:
+    """Every step of an unrolled network adds the memory of its activations."""
     e = memory_table.experiment(row, "debug")
     train = Trainer(e.task(), e.training, tmp_path, accelerator="cpu", listener=Noted()).fit().final["split"]["train"]
     ratio = train["bytes_12"] / train["bytes_6"]

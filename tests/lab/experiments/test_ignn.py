@@ -18,7 +18,7 @@ from equilibria.lab.experiments.definitions import SCALES, Experiment, Table
 from equilibria.lab.experiments.ignn.data import WholeGraphs, random_communities, random_graphs, random_labels
 from equilibria.lab.experiments.ignn.node_task import Chains, ChainSettings, Labels, LabelSettings, Nodes, NodeSettings
 from equilibria.lab.experiments.ignn.table import experiment, tables
-from equilibria.lab.experiments.ignn.task import Folds, FoldSettings, LayerOptions, SolverName
+from equilibria.lab.experiments.ignn.task import Folds, FoldSettings, GraphSolverName, LayerOptions
 from equilibria.lab.training.listeners import Silent
 from equilibria.lab.training.settings import Training
 from equilibria.lab.training.trainer import Trainer
@@ -266,7 +266,7 @@ def test_the_gradient_of_each_parameter_is_clipped_separately() -> None:
 # solvers
 
 
-def _slow_layer(solver: SolverName) -> tuple[IGNNLayer, Adjacency, Tensor]:
+def _slow_layer(solver: GraphSolverName) -> tuple[IGNNLayer, Adjacency, Tensor]:
     """Return X = A'X W' + b on a ring of 24 nodes with positive features: W contracts by 0.98, and A does not contract."""
     layer = IGNNLayer(2, 2, kappa=0.98, **LayerOptions(**{**to_plain(TIGHT), "solver": solver}).parts()).double()
     with torch.no_grad():
@@ -280,7 +280,7 @@ def _slow_layer(solver: SolverName) -> tuple[IGNNLayer, Adjacency, Tensor]:
 
 
 @pytest.mark.parametrize("solver", ["picard", "anderson", "broyden"])
-def test_solvers_match_dense_algebra_in_value_and_gradient(solver: SolverName) -> None:
+def test_solvers_match_dense_algebra_in_value_and_gradient(solver: GraphSolverName) -> None:
     layer, adjacency, x = _slow_layer(solver)
     x.requires_grad_()
     solution = layer.solve(x, adjacency)

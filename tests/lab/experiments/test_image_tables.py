@@ -1,4 +1,4 @@
-"""The vision experiments: every row runs in debug scale, and the parts that a mistake would hide in."""
+"""The vision experiments: every row at debug scale; images, contraction, penalties and measurements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import equilibria as eq
 from equilibria.analysis.memory import peak_memory
 from equilibria.lab.experiments.catalogue import experiment, table
 from equilibria.lab.experiments.image_task import ImageData, inside, judged
-from equilibria.lab.experiments.jfb.task import Residual, ResidualSettings
+from equilibria.lab.experiments.jfb.task import ImplicitResNetSettings, ImplicitResNetTask
 from equilibria.lab.experiments.mdeq.task import MDEQOptions, MDEQSettings, Multiscale
 from equilibria.lab.experiments.monotone.task import Monotone, MonotoneSettings
 from equilibria.lab.training.listeners import Silent
@@ -64,7 +64,7 @@ def batch(task: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_a_residual_step_keeps_the_cell_contracting() -> None:
     torch.manual_seed(0)
-    task = Residual(ResidualSettings(data=dataclasses.replace(DIGITS, size=12)))
+    task = ImplicitResNetTask(ImplicitResNetSettings(data=dataclasses.replace(DIGITS, size=12)))
     model = task.model()
     cell: Any = inside(model, ImplicitResNet).layer.cell
     with torch.no_grad():

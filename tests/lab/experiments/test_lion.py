@@ -1,4 +1,4 @@
-"""Prompts: the rows of the table of LION, what they leave alone, and pruning across a break."""
+"""The table of LION: its rows, the frozen backbone, and pruning that resumes after an interruption."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("lightning_fabric")
 pytest.importorskip("sklearn")
 from equilibria.lab.experiments.definitions import SCALES
-from equilibria.lab.experiments.lion.backbones import FEATURES, Backbone, Tuned, Tuning, pretrained
+from equilibria.lab.experiments.lion.backbones import FEATURES, Backbone, Tuned, TuningKind, pretrained
 from equilibria.lab.experiments.lion.table import experiment, tables
 from equilibria.lab.experiments.lion.task import Prompt, PromptSettings
 from equilibria.lab.training import Run, Trainer
@@ -74,7 +74,7 @@ def test_the_halves_share_no_class() -> None:
 
 
 @pytest.mark.parametrize("tuning", ["probe", "lion"])
-def test_a_frozen_backbone_stays_in_eval_mode(tuning: Tuning) -> None:
+def test_a_frozen_backbone_stays_in_eval_mode(tuning: TuningKind) -> None:
     backbone = Backbone()
     tuned = Tuned(backbone, tuning, CONFIG).train()
     tuned(torch.randn(4, 1, 8, 8)).sum().backward()

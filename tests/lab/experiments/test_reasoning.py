@@ -56,7 +56,7 @@ def test_the_area_under_the_curve_counts_pairs() -> None:
     assert area_under_curve(score, torch.ones(40, dtype=torch.bool)) != area_under_curve(score, positive)  # nan
 
 
-def test_scaling_is_what_supervised_steps_give() -> None:
+def test_scaling_matches_supervised_steps() -> None:
     torch.manual_seed(0)
     model = Reasoner(dataclasses.replace(SMALL, start="fixed", noise=0.0)).double().eval()
     x, y = torch.randint(5, (7, 16)), torch.randint(5, (7, 16))
@@ -144,8 +144,8 @@ def fit(folder: Path, stop_at: int | None = None, **options: Any) -> None:
     Trainer(Reasoning(SETTINGS), TRAINING, folder, accelerator="cpu", listener=Noted(stop_at), **options).fit()
 
 
-def test_a_run_that_was_cut_off_resumes_to_the_bit(tmp_path: Path) -> None:
-    """Rows in flight, their starts, noise and exploration included."""
+def test_an_interrupted_run_resumes_bit_by_bit(tmp_path: Path) -> None:
+    """Carried rows, their starts, noise and exploration are part of the run's state."""
     fit(tmp_path / "whole")
     for step in (2, 7):
         with pytest.raises(RuntimeError, match="cut off"):
@@ -158,7 +158,7 @@ def test_a_run_that_was_cut_off_resumes_to_the_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_carry_rows_of_their_own(tmp_path: Path) -> None:
+def test_two_processes_carry_their_own_rows(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "tests.lab.experiments.test_reasoning", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -170,7 +170,7 @@ def test_two_processes_carry_rows_of_their_own(tmp_path: Path) -> None:
 
 
 def test_carried_rows_train_deeper_states() -> None:
-    """The task goes on from the states of the last step, and replaces rows at the limit."""
+    """The task continues from the states of the last step, and replaces rows at the limit."""
     torch.manual_seed(0)
     task = Reasoning(dataclasses.replace(SETTINGS, halt_by="limit"))
     model = task.model()

@@ -18,7 +18,7 @@ from tests.lab.training.tasks import Noted
 
 
 @pytest.mark.parametrize("row", table.ROWS)
-def test_every_row_samples_what_the_chain_samples(row: str, tmp_path: Path) -> None:
+def test_samples_of_every_row_match_the_sequential_chain(row: str, tmp_path: Path) -> None:
     e = table.experiment(row, "debug")
     test = Trainer(e.task(), e.training, tmp_path, accelerator="cpu", listener=Noted()).fit().final["split"]["test"]
     assert test["steps"] == 8 and test["rounds_2"] >= 2
@@ -26,7 +26,7 @@ def test_every_row_samples_what_the_chain_samples(row: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("row", inversion_table.ROWS)
-def test_every_row_inverts(row: str, tmp_path: Path) -> None:
+def test_every_row_inverts_images(row: str, tmp_path: Path) -> None:
     e = inversion_table.experiment(row, "debug")
     test = Trainer(e.task(), e.training, tmp_path, accelerator="cpu", listener=Noted()).fit().final["split"]["test"]
     assert test["mse"] < test["mse_first"] and test["bytes"] > 0

@@ -1,4 +1,4 @@
-"""Runs written by hand: folders with the numbers a test wants."""
+"""Run folders with given numbers, written without training."""
 
 from __future__ import annotations
 

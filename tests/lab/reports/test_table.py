@@ -66,7 +66,7 @@ def test_a_claim_that_fails_is_reported_as_such(tmp_path: Path) -> None:
     text, page = (elsewhere / "report.md").read_text(), (elsewhere / "report.html").read_text()
     assert "- Command: equilibria reproduce skipdeq-mnist-mlp --scale full." in text
     assert "**did not hold**: V2 needs at most half of DEQ's evaluations. Seen: test NFE: 17.000 / 18.000 = 0.9444" in text
-    assert '<li class="ill"><b>Did not hold:</b> V2 needs at most half of DEQ&#x27;s evaluations.' in page
+    assert '<li class="error"><b>Did not hold:</b> V2 needs at most half of DEQ&#x27;s evaluations.' in page
     assert "asked for at most 0.5" in page
     claims = {c["claim"]: c["held"] for c in json.loads((elsewhere / "table.json").read_text())["claims"]}
     assert claims["V2 needs at most half of DEQ's evaluations"] is False

@@ -1,4 +1,4 @@
-"""What may happen to the files of a run."""
+"""Damages to the files of a run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Kills training with SIGKILL and goes on with it: python -m tests.lab.training.killing FOLDER MOMENTS CHAIN.
+"""Kill training with SIGKILL and resume it: python -m tests.lab.training.killing FOLDER MOMENTS CHAIN.
 
-For each of MOMENTS a run of its own is killed once; then one run is killed CHAIN times. Each must end like a run that was
+For each of MOMENTS a separate run is killed once; then one run is killed CHAIN times. Each must end like a run that was
 never killed. Processes are forked from this one, which never computes anything itself, so that each starts at once.
 """
 

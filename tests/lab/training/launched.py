@@ -1,4 +1,4 @@
-"""What torchrun starts: python -m torch.distributed.run ... -m tests.lab.training.launched STRATEGY FOLDER [STOP_AT]."""
+"""Started by torchrun: python -m torch.distributed.run ... -m tests.lab.training.launched STRATEGY FOLDER [STOP_AT]."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small tasks that a run can be made of."""
+"""Small tasks for tests of training."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ CUTS = [(EVERY_STEP, (1,)), (EVERY_STEP, (5,)), (EVERY_STEP, (3, 4, 9)), (EVERY_
 
 
 @pytest.mark.parametrize(("training", "steps"), CUTS)
-def test_a_run_cut_off_anywhere_ends_the_same(
+def test_a_run_interrupted_at_any_step_ends_the_same(
     training: Training, steps: tuple[int, ...], uninterrupted: Path, tmp_path: Path
 ) -> None:
     for step in steps:
@@ -156,7 +156,7 @@ def test_a_full_disk_ends_the_run_which_can_be_resumed(
     same(tmp_path, uninterrupted)
 
 
-def test_a_finished_run_is_left_alone(uninterrupted: Path) -> None:
+def test_a_finished_run_is_not_changed(uninterrupted: Path) -> None:
     listener = Noted()
     summary = trainer(uninterrupted, listener=listener).fit()
     assert summary.final == Run.open(uninterrupted).metrics[-1] and not listener.losses

@@ -62,7 +62,7 @@ def test_a_run_learns_and_leaves_a_complete_folder(tmp_path: Path) -> None:
     assert run.training.epochs == 6 and run.config["versions"]["torch"] == torch.__version__
 
 
-def test_steps_are_timed_by_work_where_one_thread_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_one_thread_are_timed_by_processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, threads = torch.device("cpu"), 1
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert step_clock(cpu) is time.process_time and step_clock(torch.device("cuda")) is time.perf_counter

@@ -1,4 +1,4 @@
-"""A diffusion model, and its sampling chain as a fixed point: against the chain one state after another."""
+"""A diffusion model, and its sampling chain as a fixed point, compared with the sequential chain."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_step_takes_the_predicted_image_to_the_next_angle() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_state_depends_on_earlier_ones_alone(form: Any) -> None:
+def test_every_state_depends_on_earlier_ones_only(form: Any) -> None:
     cell = ChainCell(denoiser(), STEPS, form)
     prepared = cell.prepare(noise(1))
     z = torch.randn(1, STEPS, 1, 2, 2, dtype=torch.float64)
@@ -89,7 +89,7 @@ def test_gradients_are_those_of_the_sequential_chain(form: str) -> None:
         torch.testing.assert_close(ours, reference, rtol=1e-8, atol=1e-8)
 
 
-def test_every_sample_is_solved_by_itself() -> None:
+def test_a_sample_does_not_depend_on_the_others() -> None:
     model = sampler(stop=eq.Stop(rtol=1e-5, on_failure="raise"))
     together = model.solve(noise())
     for i in range(3):
@@ -98,7 +98,7 @@ def test_every_sample_is_solved_by_itself() -> None:
         assert int(together.stats.steps[i]) == int(alone.stats.steps[0])
 
 
-def test_a_chain_starts_from_that_of_nearby_noise() -> None:
+def test_a_solve_can_start_from_the_chain_of_nearby_noise() -> None:
     model = sampler(stop=eq.Stop(rtol=1e-6, on_failure="raise"))
     cold, near = model.solve(noise()), noise() + 1e-9  # far below the tolerance: there is nothing left to do
     assert int(model.solve(near, init=cold).stats.steps.max()) <= 1 < int(model.solve(near).stats.steps.min())
@@ -140,7 +140,7 @@ def test_a_denoiser_learns() -> None:
     assert sum(losses[-20:]) < 0.75 * sum(losses[:20])  # it does not reach 0: pure noise tells nothing of the picture
 
 
-def test_settings_that_make_no_chain_are_refused() -> None:
+def test_invalid_settings_of_a_chain_raise() -> None:
     with pytest.raises(ValueError, match="steps must be at least 1"):
         ChainCell(denoiser(), 0)
     with pytest.raises(ValueError, match="form must be one of"):

@@ -1,4 +1,4 @@
-"""Fields: their formulas written out, derivatives against dense algebra, contraction, fitting."""
+"""Fields against their formulas, derivatives against dense algebra; contraction and fitting."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_gabor_filters_are_local() -> None:
     ("change", "message"),
     [({"kind": "relu"}, "kind must be one of"), ({"width": 0}, "width must be at least 1"), ({"bound": 0.0}, "bound must")],
 )
-def test_settings_that_make_no_field_are_refused(change: dict[str, Any], message: str) -> None:
+def test_invalid_settings_of_a_field_raise(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(SMALL, **change)
 

@@ -1,4 +1,4 @@
-"""Optical flow: correlations and their lookup against loops, the update written out, gradients, videos, files."""
+"""Optical flow: correlations and windows against loops, the update against its formula, gradients, videos and files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def normal(*shape: int, seed: int = 1) -> Tensor:
 
 
 def tiny(**options: Any) -> DEQFlow:
-    """In double precision, with small weights in the cell and a head that pulls the flow back, so that it contracts."""
+    """Return a small model in double precision, with small weights in the cell."""
     torch.manual_seed(0)
     model = DEQFlow(dataclasses.replace(TINY, detached=options.pop("detached", False)), **options).double()
     with torch.no_grad():
@@ -43,7 +43,7 @@ def cell_of(model: DEQFlow) -> FlowCell:
 
 
 def tamed(model: DEQFlow) -> DEQFlow:
-    """The cell with flow' = 0.5 flow + head(h'), an equilibrium that plain iteration finds."""
+    """Return the model with flow' = 0.5 flow + head(h'): plain iteration then finds the equilibrium."""
     cell = cell_of(model)
     update = cell.forward
 
@@ -68,7 +68,7 @@ def test_the_pyramid_has_products_of_all_pairs() -> None:
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 8.0])
 def test_the_lookup_interpolates_as_grid_sample_does(scale: float) -> None:
-    """Far outside of the frame as well, where both are zero."""
+    """End points far outside of the frame are included; both functions are zero there."""
     batch, h, w, radius = 2, 5, 7, 2
     pyramid = correlation_pyramid(normal(batch, 3, h, w), normal(batch, 3, h, w, seed=2), 3)
     flow = scale * normal(batch, 2, h, w, seed=3)
@@ -94,7 +94,7 @@ def test_the_lookup_has_derivatives_of_second_order() -> None:
 
 
 def test_matching_features_are_found_at_the_true_displacement() -> None:
-    """Of the window at zero flow the largest correlation is that of the pixel which moved there."""
+    """In the window at zero flow the correlation is largest at the pixel to which the feature moved."""
     second = normal(1, 64, 8, 8)
     first = second.roll((-1, -2), dims=(2, 3))  # the pixel (y, x) of the first is at (y + 1, x + 2) in the second
     found = look_up(correlation_pyramid(first, second, 1), torch.zeros(1, 2, 8, 8).double(), 2)
@@ -103,7 +103,7 @@ def test_matching_features_are_found_at_the_true_displacement() -> None:
 
 
 def test_the_update_is_that_of_a_convolutional_gru() -> None:
-    """The cell against its formula with the weights taken out, without `prepare`."""
+    """The cell is compared with its formula, written out with its weights and without `prepare`."""
     cell = cell_of(tiny())
     w = dict(cell.named_parameters())
     first, second, context = normal(2, 6, 3, 4), normal(2, 6, 3, 4, seed=2), normal(2, 5, 3, 4, seed=3)
@@ -143,7 +143,7 @@ def test_upsampling_is_convex_and_scales_the_flow() -> None:
     assert out.amax() <= 4 * flow.amax() and out.amin() >= 4 * flow.amin()
 
 
-def test_the_equilibrium_is_one_and_its_gradient_is_that_of_the_unrolled_update() -> None:
+def test_the_solution_is_an_equilibrium_with_the_gradient_of_the_unrolled_update() -> None:
     frames = normal(2, 2, 3, 8, 16)
     deep = tamed(tiny(depth=150))
     deq = tamed(tiny(solver=eq.Anderson(), stop=TIGHT, gradient=eq.Implicit(stop=TIGHT)))
@@ -162,7 +162,7 @@ def test_the_equilibrium_is_one_and_its_gradient_is_that_of_the_unrolled_update(
         torch.testing.assert_close(ours, theirs, rtol=GRADIENT, atol=GRADIENT)
 
 
-def test_states_on_the_way_of_the_unrolled_network_are_its_updates() -> None:
+def test_intermediate_states_of_the_unrolled_network_are_its_updates() -> None:
     model, frames = tiny(depth=3), normal(2, 2, 3, 8, 8)
     flows = model(frames, on_the_way=True)
     assert len(flows) == 3
@@ -186,8 +186,8 @@ def test_corrections_are_one_step_from_iterates() -> None:
         assert all(bool(grad.abs().sum() > 0) for grad in found)
 
 
-def test_a_detached_flow_cuts_the_gradient_through_lookups_alone() -> None:
-    """RAFT's cell: the values are the same, and of two updates the first reaches the loss through the hidden state."""
+def test_a_detached_flow_stops_only_the_gradient_through_lookups() -> None:
+    """With RAFT's cell values are equal; the first of two updates affects the loss only through the hidden state."""
     frames = normal(1, 2, 3, 8, 8)
     whole, cut = tiny(depth=2), tiny(depth=2, detached=True)
     torch.testing.assert_close(whole(frames), cut(frames), rtol=0, atol=0)
@@ -196,7 +196,7 @@ def test_a_detached_flow_cuts_the_gradient_through_lookups_alone() -> None:
     assert float((one - two).abs().max()) > 1e-6
 
 
-def test_a_video_starts_from_the_last_equilibrium_and_ends_alike() -> None:
+def test_warm_starts_along_a_video_give_the_same_flows() -> None:
     model = tamed(tiny(stop=eq.Stop(rtol=1e-9, atol=0, max_steps=200, on_failure="raise"))).eval()
     still = normal(2, 1, 3, 8, 16).expand(-1, 4, -1, -1, -1)
     with torch.no_grad(), eq.record(model) as warm:
@@ -210,7 +210,7 @@ def test_a_video_starts_from_the_last_equilibrium_and_ends_alike() -> None:
     assert isinstance(memory, eq.Remember) and len(memory) == 0  # a video without a key leaves nothing behind
 
 
-def test_keys_let_a_video_go_on() -> None:
+def test_keys_continue_a_video_in_a_later_call() -> None:
     model = tamed(tiny(stop=eq.Stop(rtol=1e-9, atol=0, max_steps=200, on_failure="raise"))).eval()
     still = normal(2, 1, 3, 8, 8).expand(-1, 3, -1, -1, -1)
     with torch.no_grad(), eq.record(model) as solutions:
@@ -229,7 +229,7 @@ def test_the_unrolled_network_has_the_weights_of_the_equilibrium() -> None:
     assert models.info("deq-flow-nano").parameters == models.info("raft-nano").parameters == 117_684
 
 
-def test_it_learns_one_pair_by_heart() -> None:
+def test_a_model_fits_one_pair_of_frames() -> None:
     torch.manual_seed(0)
     model = models.create("deq-flow-nano")
     base = F.interpolate(torch.randn(1, 3, 10, 10), size=(40, 40), mode="bilinear")
@@ -247,7 +247,7 @@ def test_it_learns_one_pair_by_heart() -> None:
     assert sum(errors[-5:]) < 0.5 * sum(errors[:5])
 
 
-def test_files_keep_it(tmp_path: Path) -> None:
+def test_a_flow_model_round_trips_through_a_file(tmp_path: Path) -> None:
     model = models.create("deq-flow-nano").eval()
     models.save(model, tmp_path / "flow.safetensors")
     frames = torch.randn(1, 2, 3, 16, 16)
@@ -257,11 +257,11 @@ def test_files_keep_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", [(2, 3, 8, 8), (1, 3, 3, 8, 8), (1, 2, 3, 10, 8)])
 def test_frames_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="multiples of 4, got"):
+    with pytest.raises(ValueError, match="divisible by 4, got"):
         tiny()(torch.zeros(shape).double())
 
 
 @pytest.mark.parametrize("settings", [{"factor": 3}, {"factor": 1}, {"hidden": 0}, {"levels": 0}])
-def test_impossible_settings(settings: dict[str, int]) -> None:
+def test_invalid_settings_of_a_flow_model_raise(settings: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=next(iter(settings))):
         FlowConfig(**settings)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Networks on graphs: their sizes, what they learn, and that a batch is its graphs."""
+"""Networks on graphs: sizes, formulas, fitting, and independence of the graphs in a batch."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def graphs(count: int = 8) -> list[Graph]:
 
 
 def fit(model: nn.Module, batch: Graph, loss: Callable[[Tensor, Tensor], Tensor], enough: float = 0.0) -> float:
-    """Train until the loss is below `enough`, sixty steps where none is given; three hundred are the limit."""
+    """Train until the loss is below `enough`, for at most 300 steps; without `enough` train for 60 steps."""
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-2)
     for _ in range(300 if enough else 60):
         value = loss(model(batch), batch.y)
@@ -207,7 +207,7 @@ def test_the_ppi_network_learns_the_labels_of_one_graph() -> None:
     assert fit(model, Graph(g.x, g.edge_index, labels), binary_cross_entropy_with_logits, 0.2) < 0.2
 
 
-def test_an_equilibrium_sees_the_whole_chain_where_convolutions_do_not() -> None:
+def test_an_equilibrium_depends_on_the_whole_chain_and_convolutions_do_not() -> None:
     length = 8
     g = chains(length=length, chains=3, features=4, train=2, valid=2, test=2).train[0]
     start = torch.arange(len(g.x)) % length == 0
@@ -234,7 +234,7 @@ def test_a_state_dict_round_trips(name: str) -> None:
     assert torch.equal(other(batch), model(batch))
 
 
-def test_torch_geometric_batches_are_taken() -> None:
+def test_torch_geometric_batches_are_accepted() -> None:
     data: Any = pytest.importorskip("torch_geometric.data")
     several = graphs(3)
     batch = data.Batch.from_data_list([g.to_geometric() for g in several])

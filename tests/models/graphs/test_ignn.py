@@ -1,4 +1,4 @@
-"""The implicit graph layer: its equilibrium and gradients against dense algebra, its projection, and what it never makes."""
+"""The implicit graph layer: equilibrium and gradients against dense algebra, projection, and sparsity of its tensors."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_any_solver_works_with_any_gradient(solver: Any, gradient: Any) -> None:
 # ---- projection ----
 
 
-def test_training_projects_the_weight_and_evaluation_leaves_it_alone() -> None:
+def test_training_projects_the_weight_and_evaluation_does_not() -> None:
     model, e, u = layer(), edges(), features()
     with torch.no_grad():
         model.cell.W.mul_(10)

@@ -78,7 +78,7 @@ def test_a_residual_network_learns_one_batch_and_round_trips() -> None:
     torch.testing.assert_close(other.eval()(x), net.eval()(x))
 
 
-def test_the_weight_tied_twin_has_the_same_weights_and_comes_to_the_same_answer() -> None:
+def test_the_weight_tied_twin_has_the_same_weights_and_reaches_the_same_answer() -> None:
     torch.manual_seed(0)
     implicit, x = model(), torch.rand(4, 5)
     twin = weight_tied(implicit, depth=30)

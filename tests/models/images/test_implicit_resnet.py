@@ -181,7 +181,7 @@ def test_contraction_control_brings_the_ratio_down_to_its_bound() -> None:
     assert 0.6 <= ratios[-1] < 1.05 * 0.6
 
 
-def test_contraction_control_leaves_a_contraction_alone() -> None:
+def test_contraction_control_does_not_change_a_contraction() -> None:
     model, x = grown(latent_norm=True)
     before = [p.clone() for p in cell_of(model).parameters()]
     assert controlled(model, x, bound=model.config.gamma) < model.config.gamma

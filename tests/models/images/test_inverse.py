@@ -62,7 +62,7 @@ def test_the_adjoint_passes_the_dot_product_test(name: str, channels: int) -> No
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_the_norm_is_an_upper_bound_that_is_not_far_off(name: str) -> None:
+def test_the_norm_is_a_close_upper_bound(name: str) -> None:
     exact = float(torch.linalg.matrix_norm(dense(OPERATORS[name]), ord=2)) ** 2
     assert exact <= OPERATORS[name].squared_norm() * (1 + 1e-12) < 4 * exact
 
@@ -77,7 +77,7 @@ def test_the_proximal_map_solves_its_dense_system(name: str) -> None:
     torch.testing.assert_close(operator.proximal(v, y, 3.0), expected, rtol=1e-9, atol=1e-10)
 
 
-def test_a_blur_moves_light_as_its_kernel_says() -> None:
+def test_a_blur_moves_a_bright_pixel_as_its_kernel() -> None:
     kernel = torch.zeros(3, 3, dtype=torch.float64)
     kernel[0, 1] = 1.0  # one row up
     torch.testing.assert_close(models.Blur(kernel, (SIZE, SIZE))(image()), image().roll(-1, -2))
@@ -121,7 +121,7 @@ def jacobian_norm(f: Any, x: Tensor) -> float:
 
 
 @pytest.mark.parametrize("contraction", [0.9, 1.0])
-def test_a_denoiser_does_not_expand_more_than_it_says(contraction: float) -> None:
+def test_a_denoiser_keeps_its_lipschitz_constant(contraction: float) -> None:
     found = denoiser(contraction)
     for scale in (0.001, 0.1, 10.0):
         assert jacobian_norm(found, scale * image(1)) <= contraction + 1e-9
@@ -159,8 +159,8 @@ def test_splittings_find_the_same_stationary_point(name: str, kind: Any) -> None
     torch.testing.assert_close(slope[active], -weight * coefficients[active].sign(), rtol=0, atol=1e-5)
 
 
-def test_total_variation_of_a_denoised_step_is_the_known_one() -> None:
-    """Two plateaus of an image without blur move towards each other by weight times perimeter over area."""
+def test_total_variation_denoising_of_a_step_matches_the_known_solution() -> None:
+    """Without blur, two plateaus of an image approach each other by weight times perimeter over area."""
     x = torch.zeros(1, 1, SIZE, SIZE, dtype=torch.float64)
     x[..., SIZE // 2 :] = 1.0
     cell = models.TotalVariation(models.Inpainting(torch.ones(SIZE, SIZE)).double(), weight=0.1).double()
@@ -201,7 +201,7 @@ class StandIn:
 
 
 @pytest.mark.parametrize("kind", [models.ProximalGradient, models.HQS, models.ADMM])
-def test_a_physics_of_deepinv_takes_the_place_of_an_operator(kind: Any) -> None:
+def test_a_physics_of_deepinv_replaces_an_operator(kind: Any) -> None:
     own = OPERATORS["inpainting"]
     theirs = models.DeepinvOperator(StandIn(own), own.squared_norm())
     assert models.adjoint_error(theirs, image(), generator(4)) < 1e-13
@@ -227,10 +227,10 @@ def test_a_denoiser_of_deepinv_is_called_with_its_level_of_noise() -> None:
     assert all(p.requires_grad for p in models.DeepinvDenoiser(Theirs(), 0.1, trained=True).parameters())
 
 
-def test_what_cannot_work_is_refused() -> None:
+def test_invalid_arguments_of_inverse_problems_raise() -> None:
     with pytest.raises(ValueError, match="odd side"):
         models.Blur(torch.ones(2, 2), (SIZE, SIZE))
-    with pytest.raises(ValueError, match="A linear physics has A_adjoint"):
+    with pytest.raises(ValueError, match="A linear physics needs the method A_adjoint"):
         models.DeepinvOperator(type("Half", (), {"A": lambda self, x: x})(), 1.0)
     with pytest.raises(ValueError, match="share must be in"):
         models.random_mask((4, 4), 0.0)
@@ -245,5 +245,5 @@ def test_what_cannot_work_is_refused() -> None:
         def squared_norm(self) -> float:
             return 1.0
 
-    with pytest.raises(NotImplementedError, match="use ProximalGradient"):
+    with pytest.raises(NotImplementedError, match="Use ProximalGradient"):
         models.HQS(Bare(), denoiser())(image(), image())

@@ -59,7 +59,7 @@ def train(model: Lion, pruning: Pruning | None = None, steps: int = 50) -> float
 
 @pytest.mark.parametrize("build", BACKBONES)
 @pytest.mark.parametrize("gradient", [eq.Implicit(), eq.JFB()], ids=repr)
-def test_prompts_learn_one_batch_around_any_backbone_and_leave_it_alone(build: Any, gradient: eq.Gradient) -> None:
+def test_prompts_fit_one_batch_around_any_backbone_and_do_not_change_it(build: Any, gradient: eq.Gradient) -> None:
     torch.manual_seed(0)
     backbone = build()
     model = tiny(backbone, gradient=gradient)

@@ -261,7 +261,7 @@ def test_solver_stop_and_gradient_are_passed_on() -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_model_learns_one_batch_by_heart(variant: Any) -> None:
+def test_a_model_fits_one_batch(variant: Any) -> None:
     model = small(variant=variant)
     x, y = images(8), torch.arange(8)
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-2)

@@ -142,7 +142,7 @@ def test_weights_begin_as_published() -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_model_learns_one_batch_by_heart(variant: Any) -> None:
+def test_a_model_fits_one_batch(variant: Any) -> None:
     """Training stops once the batch is learnt: nothing bounds this cell, and its radius later exceeds 1."""
     torch.manual_seed(0)
     model = tamed(SkipMLP(20, width=32, variant=variant))

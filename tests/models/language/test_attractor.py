@@ -1,4 +1,4 @@
-"""Attractor language models: the equilibrium on a backbone, ours or another's."""
+"""Attractor language models: an equilibrium on a backbone of this library or of another."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_no_token_sees_a_later_one() -> None:
     assert not torch.allclose(a[:, -1], b[:, -1]) and scores.shape == (3, 7, TOKENS)
 
 
-def test_it_starts_at_the_backbone_and_refines() -> None:
+def test_a_solve_starts_at_the_output_of_the_backbone() -> None:
     net = model()
     with eq.record(net) as solutions:
         loss, memory = net(text(), None, text())
@@ -93,7 +93,7 @@ def test_a_causal_model_of_hugging_face_is_accepted() -> None:
     assert bool(torch.isfinite(loss))
 
 
-def test_a_model_learns_one_batch_by_heart() -> None:
+def test_a_model_fits_one_batch() -> None:
     net, x = model(gradient=eq.JFB()), text(4, 8)
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
     for _ in range(60):

@@ -23,7 +23,7 @@ from equilibria.models.language.relative_attention import RelativeAttention, out
 from equilibria.models.language.sequence import GRUModel, SequenceModel, generate, unrolled_pretraining
 from equilibria.models.language.transformer_cell import TransformerCell
 from equilibria.models.language.transformer_configs import TRANSFORMER_CONFIGS, TRANSFORMER_XL_CONFIGS, TransformerConfig
-from tests.models.learning import check_that_it_learns_by_heart
+from tests.models.learning import check_that_it_fits_one_batch, with_large_weights
 
 TOKENS = 11
 SMALL = TransformerConfig(
@@ -49,30 +49,16 @@ AGREEMENT = 1e-8  # of two ways to an equilibrium at that tolerance, in float64
 DRAWN = replace(SMALL, dropout=0.3, attention_dropout=0.3)
 
 
-def lively(model: nn.Module) -> Any:
-    """Return the model in float64 with large weights and a cell that still contracts."""
-    model = model.double()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("original0"):
-                parameter.mul_(15)  # rows of weight norm
-            elif "vocabulary" in name or "bias" in name:
-                parameter.normal_(std=0.3)
-            elif "original1" not in name:
-                parameter.mul_(30)
-    return model
-
-
 def small(config: TransformerConfig = SMALL, **options: Any) -> Any:
     torch.manual_seed(0)
     explicit = "depth" in options
     tight: dict[str, Any] = {} if explicit else {"stop": TIGHT, "gradient": eq.Implicit(stop=TIGHT)}
-    return lively(DEQTransformer(config, **(tight | options)))
+    return with_large_weights(DEQTransformer(config, **(tight | options)))
 
 
 def stack(config: TransformerConfig = SMALL, **options: Any) -> Any:
     torch.manual_seed(0)
-    return lively(TransformerXL(config, **options))
+    return with_large_weights(TransformerXL(config, **options))
 
 
 def text(batch: int = 2, length: int = 7, seed: int = 1) -> Tensor:
@@ -85,7 +71,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "weight-tied, standard pre": lambda: small(STANDARD, depth=3),
     "untied": stack,
     "untied, pre": lambda: stack(replace(SMALL, norm="pre", affine=True, output_bias=False, weight_norm=False)),
-    "gru": lambda: lively(GRUModel(TOKENS, 9)),
+    "gru": lambda: with_large_weights(GRUModel(TOKENS, 9)),
 }
 
 # sizes
@@ -170,7 +156,7 @@ def test_positions_in_the_future_and_out_of_reach_are_masked() -> None:
 def test_attention_follows_the_formula(reach: int | None) -> None:
     torch.manual_seed(0)
     H, e, q, m, d = 2, 3, 4, 3, 6
-    attention = lively(RelativeAttention(d, H, e))
+    attention = with_large_weights(RelativeAttention(d, H, e))
     z, memory = torch.randn(1, q, d, dtype=torch.float64), torch.randn(1, m, d, dtype=torch.float64)
     u = torch.randn(1, m + q, 3 * H * e, dtype=torch.float64)
     P = sinusoids(m + q, d, like=z)
@@ -227,7 +213,7 @@ def test_fused_attention_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_cell_passes_gradcheck(style: str) -> None:
     torch.manual_seed(0)
     config = replace(STYLES[style], width=4, heads=2, head_width=2, inner=3)
-    cell = lively(TransformerCell(config))
+    cell = with_large_weights(TransformerCell(config))
     u, z = (torch.randn(1, 3, n, dtype=torch.float64, requires_grad=True) for n in (12, 4))
     memory = tuple(torch.randn(1, 2, n, dtype=torch.float64) for n in (12, *[4] * config.blocks))
 
@@ -319,7 +305,7 @@ def test_the_gradient_is_that_of_the_deep_twin(style: str) -> None:
 
 
 def test_standard_norms_in_front_leave_an_equilibrium_no_scale() -> None:
-    cell = lively(TransformerCell(STANDARD))
+    cell = with_large_weights(TransformerCell(STANDARD))
     torch.manual_seed(0)
     u, z = (torch.randn(2, 5, n, dtype=torch.float64) for n in (24, 8))
     around = cell.prepare(u, ())
@@ -349,7 +335,7 @@ def test_a_start_at_the_mean_of_the_memory_ends_at_the_same_equilibrium() -> Non
 
 @pytest.mark.parametrize("checkpoint", ["sqrt", "recursive"])
 @pytest.mark.parametrize("build", [lambda **o: small(DRAWN, depth=5, **o), lambda **o: stack(layers=5, **o)])
-def test_checkpoints_leave_the_gradient_as_it_is(build: Any, checkpoint: str) -> None:
+def test_checkpoints_do_not_change_the_gradient(build: Any, checkpoint: str) -> None:
     gradients = []
     for model in (build(), build(checkpoint=checkpoint)):
         torch.manual_seed(3)
@@ -437,7 +423,7 @@ def test_states_and_losses_keep_their_precision_under_autocast(style: str) -> No
 
 
 @pytest.mark.parametrize("name", ["post", "pre", "clusters", "weight-tied", "standard pre", "untied", "gru"])
-def test_a_model_learns_one_batch_by_heart_and_round_trips(name: str) -> None:
+def test_a_model_fits_one_batch_and_round_trips(name: str) -> None:
     def build() -> SequenceModel:
         if name == "gru":
             return GRUModel(TOKENS, 16)
@@ -448,7 +434,7 @@ def test_a_model_learns_one_batch_by_heart_and_round_trips(name: str) -> None:
         config = replace(style, **wide, forward_steps=10, backward_steps=10)  # type: ignore[arg-type]
         return DEQTransformer(config, depth=None if name in STYLES else 3)
 
-    check_that_it_learns_by_heart(build, torch.arange(10).view(2, 5))
+    check_that_it_fits_one_batch(build, torch.arange(10).view(2, 5))
 
 
 # generating
@@ -469,8 +455,8 @@ def test_text_is_drawn_the_same_under_one_generator(name: str) -> None:
             assert torch.equal(model(greedy[:, :-1])[0].argmax(-1)[:, 2:], greedy[:, 3:])
 
 
-def test_colder_text_is_more_probable() -> None:
-    model = lively(GRUModel(TOKENS, 9))
+def test_text_at_a_lower_temperature_is_more_probable() -> None:
+    model = with_large_weights(GRUModel(TOKENS, 9))
     prompt = torch.zeros(500, 1, dtype=torch.int64)
     scores = torch.log_softmax(model(prompt)[0][0, 0], -1)
     means = []

@@ -18,7 +18,7 @@ from equilibria.models.images.explicit_nets import weight_tied
 from equilibria.models.language.sequence import generate, unrolled_pretraining
 from equilibria.models.language.trellis_cell import TRELLIS_CONFIGS, TrellisCell, TrellisConfig, TrellisStack
 from equilibria.models.language.trellisnet import TrellisNet, TrellisParts, activation_penalty
-from tests.models.learning import check_that_it_learns_by_heart
+from tests.models.learning import check_that_it_fits_one_batch
 
 TOKENS = 9
 SMALL = TrellisConfig(summary="for tests", tokens=TOKENS, embedding=4, hidden=3, layers=6)
@@ -231,7 +231,7 @@ def test_dilations_are_taken_in_turn() -> None:
 
 
 @pytest.mark.parametrize("checkpoint", ["sqrt", "recursive"])
-def test_checkpoints_leave_the_gradient_as_it_is(checkpoint: Any) -> None:
+def test_checkpoints_do_not_change_the_gradient(checkpoint: Any) -> None:
     gradients = []
     for option in (None, checkpoint):
         model = small(replace(DROPPED, auxiliary_every=3, dilations=(1, 2)), depth=7, checkpoint=option)
@@ -341,7 +341,7 @@ def test_solver_stop_and_gradient_are_passed_on() -> None:
 
 
 @pytest.mark.parametrize("name", ["equilibrium", "explicit", "mixture", "rereading"])
-def test_a_model_learns_one_batch_by_heart_and_round_trips(name: str) -> None:
+def test_a_model_fits_one_batch_and_round_trips(name: str) -> None:
     def build() -> TrellisNet:
         wide = replace(SMALL, embedding=12, hidden=12, forward_steps=10, backward_steps=10)
         if name == "explicit":
@@ -349,7 +349,7 @@ def test_a_model_learns_one_batch_by_heart_and_round_trips(name: str) -> None:
         mixed, rereading = replace(wide, experts=2), replace(wide, carry="tokens", horizon=3)
         return TrellisNet({"mixture": mixed, "rereading": rereading}.get(name, wide))
 
-    check_that_it_learns_by_heart(build, torch.arange(8).view(2, 4))
+    check_that_it_fits_one_batch(build, torch.arange(8).view(2, 4))
 
 
 @pytest.mark.parametrize("name", ["equilibrium", "rereading", "explicit"])

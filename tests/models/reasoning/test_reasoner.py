@@ -1,4 +1,4 @@
-"""Reasoners: the published computation written out, any solver and gradient, sizes, files."""
+"""Reasoners against the published computation, with all solvers and gradients; sizes and files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tokens(batch: int = 3, positions: int = 6) -> Tensor:
 
 
 def tiny(**changes: Any) -> Reasoner:
-    """In double precision; options of the config and of the model by name."""
+    """Return a small reasoner in double precision; `changes` are options of the configuration and of the model."""
     torch.manual_seed(0)
     names = {field.name for field in dataclasses.fields(ReasonerConfig)}
     config = dataclasses.replace(TINY, **{name: value for name, value in changes.items() if name in names})
@@ -40,15 +40,15 @@ def cell_weights(model: Reasoner) -> list[Tensor]:
 
 
 def tamed(model: Reasoner) -> Reasoner:
-    """With small weights in the cell, so that it contracts."""
+    """Return the model with small weights in the cell, which then contracts."""
     with torch.no_grad():
         for weight in cell_weights(model):
             weight.mul_(0.2)
     return model
 
 
-# The published computation, written out without the library: SwiGLU, mixing over positions by an MLP or by attention with
-# rotary positions, RMS norms behind each sum, recursions without a gradient and one with.
+# The published computation without the library: SwiGLU, mixing over positions by an MLP or by attention with rotary
+# positions, an RMS norm after each sum, recursions without a gradient and one with a gradient.
 
 
 def reference_swiglu(x: Tensor, w: Mapping[str, Tensor], name: str) -> Tensor:
@@ -126,7 +126,7 @@ def test_one_step_gradient_is_the_published_computation(mixer: str, relaxation: 
 
 
 def test_one_step_gradient_is_jfb_at_any_state() -> None:
-    """From a given state, a solve of no steps with JFB is one recursion with its graph."""
+    """From a given state, a solve of zero steps with JFB is one recursion with its graph."""
     model, x = tiny(h_cycles=1), tokens()
     state = tuple(torch.randn(3, 6, 8, dtype=torch.float64) for _ in range(2))
     s = eq.DEQ(model.layer.cell, stop=eq.Stop(max_steps=0, on_failure="ignore"), gradient=eq.JFB()).solve(
@@ -143,7 +143,7 @@ def test_one_step_gradient_is_jfb_at_any_state() -> None:
 @pytest.mark.parametrize("start", ["random", "learned"])
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 def test_a_direct_step_is_a_solve_of_no_steps_with_jfb(start: Any, noise: float) -> None:
-    """Values, residuals and gradients from the same draws, from a new start and from a state; in eval mode it is a solve."""
+    """Compared are values, residuals and gradients for the same draws, from a new start and from a given state."""
     x, found = tokens(), []
     for direct in (False, True):
         model = tiny(start=start, noise=noise, relaxation=0.9, direct=direct)
@@ -160,13 +160,13 @@ def test_a_direct_step_is_a_solve_of_no_steps_with_jfb(start: Any, noise: float)
         assert len(solutions) == 2 - direct
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=ROUNDING, atol=ROUNDING)
-    with pytest.raises(ValueError, match="direct=True is the published step"):
+    with pytest.raises(ValueError, match="direct=True needs stop=None"):
         tiny(direct=True, gradient=eq.UnrolledPhantom(steps=2, damping=1.0))
 
 
 @pytest.mark.parametrize("solver", [eq.Anderson(), eq.Broyden(), eq.Newton()], ids=["anderson", "broyden", "newton"])
 def test_every_solver_finds_the_equilibrium_of_plain_iteration(solver: Any) -> None:
-    """From near it: the cell has others too, and Newton's method finds one of those from far away."""
+    """Solves start near the equilibrium, because the cell has others, which Newton's method finds from far away."""
     x = tokens()
     model = tamed(tiny(stop=TIGHT, solver=eq.Picard(), noise=0.01, start="random"))
     torch.manual_seed(3)  # of the noise
@@ -191,7 +191,7 @@ def test_every_solver_finds_the_equilibrium_of_plain_iteration(solver: Any) -> N
     ids=["exact", "upg", "npg"],
 )
 def test_other_gradients_follow_their_formula(gradient: eq.Gradient, steps: int) -> None:
-    """At the equilibrium the exact gradient is that of endlessly many steps, UPG's and NPG's that of three."""
+    """At the equilibrium the exact gradient is that of many unrolled steps, and those of UPG and NPG are that of three."""
     x = tokens()
     model = tamed(tiny(stop=TIGHT, solver=eq.Anderson(), gradient=gradient))
     weights = cell_weights(model)
@@ -215,7 +215,7 @@ def test_sizes_are_the_published_ones(name: str, count: int, published: float | 
     assert published is None or abs(count - published) < 0.02 * published
 
 
-def test_a_state_goes_on_where_it_was() -> None:
+def test_a_step_continues_from_a_given_state() -> None:
     """Two supervised steps of two recursions are one of four."""
     x = tokens()
     model = tiny(h_cycles=2)
@@ -242,7 +242,7 @@ def test_noise_is_one_draw_per_solve_or_per_call() -> None:
 
 @pytest.mark.parametrize(("mixer", "shape"), [("line", (6,)), ("square", (3, 3))])
 def test_a_convolution_sums_over_nearest_neighbours(mixer: Any, shape: tuple[int, ...]) -> None:
-    """Against the sum written out, with zeros beyond the edge; a recursion reaches one position per block and layer."""
+    """The convolution is compared with an explicit sum, with zeros beyond the edge."""
     count = math.prod(shape)
     model = tiny(mixer=mixer, positions=count, layers=1)
     cell: Any = model.layer.cell
@@ -285,7 +285,7 @@ def test_registers_and_the_shape_of_tokens() -> None:
         model(tokens(positions=5))
     assert tiny(mixer="attention").think(tokens(positions=9)).logits.shape == (3, 9, 5)
     assert tiny(mixer="line").think(tokens(positions=9)).logits.shape == (3, 9, 5)
-    with pytest.raises(ValueError, match="needs a square board, got 6 positions"):
+    with pytest.raises(ValueError, match="needs a square number of positions, got 6"):
         tiny(mixer="square").think(tokens(positions=6))
     with pytest.raises(ValueError, match="needs registers=0, got 2"):
         tiny(mixer="line", registers=2)
@@ -295,7 +295,7 @@ def test_registers_and_the_shape_of_tokens() -> None:
         tiny(mixer="attention", heads=3)
 
 
-def test_it_learns_a_batch_by_heart_and_round_trips(tmp_path: Path) -> None:
+def test_a_reasoner_fits_one_batch_and_round_trips(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = models.create("reasoner-nano")
     assert isinstance(model, Reasoner)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from equilibria.lab.data.batches import Batches
@@ -17,6 +17,7 @@ from equilibria.lab.data.synthetic import COPIED, SYMBOLS
 from equilibria.lab.experiments.claims import at_least
 from equilibria.lab.experiments.definitions import Column, Experiment, Figure, Scale, Table, TableRow
 from equilibria.lab.experiments.deq_language.models import LanguageModel
+from equilibria.lab.experiments.image_task import Batch
 from equilibria.lab.training.settings import Optimizer, Schedule, Training
 from equilibria.lab.training.task import Loaders, Outcome, Task
 from equilibria.models.language.sequence import unrolled_pretraining
@@ -24,7 +25,6 @@ from equilibria.models.language.sequence import unrolled_pretraining
 COPY = "copy-memory"
 SOURCE = "Bai, Kolter and Koltun 2019, Deep Equilibrium Models, arXiv:1909.01377, the copy memory task"
 GAIN = 5.0  # initial matrices get a deviation of 0.05; with 0.01 many times as many steps pass before symbols are recalled
-Batch = tuple[Tensor, Tensor]
 
 
 class ProcessRank(TypedDict):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, get_args
 
-from equilibria.lab.experiments.claims import at_least, column_at_least, column_at_most
+from equilibria.lab.experiments.claims import Claim, at_least, column_at_least, column_at_most
 from equilibria.lab.experiments.definitions import Column, Experiment, Profile, Scale, Table
 from equilibria.lab.experiments.deq_language.models import Checkpointing, LanguageModel
 from equilibria.lab.experiments.deq_language.recipes import (
@@ -59,9 +59,41 @@ def memory(row: str, scale: Scale = "full") -> Experiment[Any]:
     return made(f"{MEMORY}-{row}", f"memory of a training step, {_KINDS[row]}", settings, training, scale)
 
 
-def tables() -> tuple[Table, ...]:
+def _claims() -> tuple[Claim, ...]:
     most, least = f"bytes_{MEMORY_DEPTHS[-1]}", f"bytes_{MEMORY_DEPTHS[0]}"
     times = MEMORY_DEPTHS[-1] / MEMORY_DEPTHS[0]
+    return (
+        column_at_most(
+            most,
+            least,
+            "deq",
+            1.05,
+            "implicit training takes no more memory with 80 steps than with 5, to 5 %",
+            id="C10",
+        ),
+        column_at_most(most, least, "upg", 1.05, "UPG takes no more memory with 80 steps than with 5, to 5 %", id="C10"),
+        column_at_least(most, least, "tied", times / 2, "the stack's memory grows with its layers", id="C10"),
+        column_at_most(
+            most,
+            "bytes_20",
+            "sqrt",
+            2.5,
+            "checkpointed, with their root: from 20 to 80 to less than 2.5 times",
+            id="C10",
+        ),
+        column_at_most(
+            most,
+            "bytes_20",
+            "recursive",
+            1.6,
+            "recursively, with their logarithm: from 20 to 80 to less than 1.6 times",
+            id="C10",
+        ),
+        at_least(most, "sqrt", "deq", 1.0, "with 80 steps the checkpointed stack takes more than the equilibrium", id="C10"),
+    )
+
+
+def tables() -> tuple[Table, ...]:
     kept = f"GMRES keeps {DIRECTIONS} directions, whatever the number of its steps."
 
     table = Table(
@@ -72,37 +104,7 @@ def tables() -> tuple[Table, ...]:
         columns=tuple(
             Column(f"bytes_{k}", f"MB with {k} steps", f"train.peak_bytes_{k}", digits=1, factor=1e-6) for k in MEMORY_DEPTHS
         ),
-        claims=(
-            column_at_most(
-                most,
-                least,
-                "deq",
-                1.05,
-                "implicit training takes no more memory with 80 steps than with 5, to 5 %",
-                id="C10",
-            ),
-            column_at_most(most, least, "upg", 1.05, "UPG takes no more memory with 80 steps than with 5, to 5 %", id="C10"),
-            column_at_least(most, least, "tied", times / 2, "the stack's memory grows with its layers", id="C10"),
-            column_at_most(
-                most,
-                "bytes_20",
-                "sqrt",
-                2.5,
-                "checkpointed, with their root: from 20 to 80 to less than 2.5 times",
-                id="C10",
-            ),
-            column_at_most(
-                most,
-                "bytes_20",
-                "recursive",
-                1.6,
-                "recursively, with their logarithm: from 20 to 80 to less than 1.6 times",
-                id="C10",
-            ),
-            at_least(
-                most, "sqrt", "deq", 1.0, "with 80 steps the checkpointed stack takes more than the equilibrium", id="C10"
-            ),
-        ),
+        claims=_claims(),
         profiles=(
             Profile(
                 name="memory-steps",

@@ -10,7 +10,7 @@ import torch
 
 from equilibria._core.checks import require
 from equilibria.models.language.adaptive_vocabulary import AdaptiveVocabulary, VocabularyConfig
-from equilibria.models.language.deq_transformer import DEQTransformer, Start, TransformerXL
+from equilibria.models.language.deq_transformer import DEQTransformer, TransformerStart, TransformerXL
 from equilibria.models.language.sequence import GRUModel, SequenceModel
 from equilibria.models.language.transformer_configs import (
     TRANSFORMER_CONFIGS,
@@ -22,15 +22,15 @@ from equilibria.models.language.trellis_cell import TRELLIS_CONFIGS, TrellisConf
 from equilibria.models.language.trellisnet import TrellisNet
 from equilibria.models.solve_options import SolveOptions, relative_stop
 
-Kind = Literal["transformer", "untied", "trellis", "gru"]
+ModelKind = Literal["transformer", "untied", "trellis", "gru"]
 Checkpointing = Literal["sqrt", "recursive"]
-Solving = Literal["anderson", "broyden", "picard"]
-Differentiating = Literal["implicit", "upg", "npg", "jfb"]
+LanguageSolverName = Literal["anderson", "broyden", "picard"]
+LanguageGradientName = Literal["implicit", "upg", "npg", "jfb"]
 Adjoint = Literal["gmres", "broyden"]
 
 NEVER = 1e-30  # a tolerance that no solve reaches, so that it takes all its steps
 
-_NAMES: dict[Kind, tuple[str, ...]] = {
+_NAMES: dict[ModelKind, tuple[str, ...]] = {
     "transformer": tuple(TRANSFORMER_CONFIGS),
     "untied": tuple(TRANSFORMER_XL_CONFIGS),
     "trellis": tuple(TRELLIS_CONFIGS),
@@ -61,12 +61,12 @@ class LanguageModel:
     width, heads, inner, hidden, dropout, norm, ...  of the configuration; `hidden` and `embedding` are TrellisNet's
     """
 
-    kind: Kind = "transformer"
+    kind: ModelKind = "transformer"
     size: str = "nano"
     depth: int | None = None
     checkpoint: Checkpointing | None = None
-    solver: Solving | None = None
-    gradient: Differentiating = "implicit"
+    solver: LanguageSolverName | None = None
+    gradient: LanguageGradientName = "implicit"
     phantom_steps: int = 5
     damping: float = 0.8
     adjoint: Adjoint = "gmres"
@@ -75,7 +75,7 @@ class LanguageModel:
     forward_steps: int | None = None
     backward_steps: int | None = None
     eval_steps: int | None = None
-    start: Start | None = None
+    start: TransformerStart | None = None
     pretraining_depth: int | None = None
     memory: int | None = None
     eval_memory: int | None = None

@@ -1,4 +1,4 @@
-"""Signals that fields are fitted to: a photograph, a sound and the signed distance of a shape."""
+"""The signals to which fields are fitted: a photograph, a sound and the signed distance of a shape."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 from equilibria._core.files import optional
 from equilibria.models.fields.filters import coordinate_grid
 
-SIGNALS = ("image", "sound", "shape")  # that a field can be fitted to
+SIGNALS = ("image", "sound", "shape")  # names that `signal` takes
 
 
 @lru_cache(maxsize=8)
 def signal(name: str, size: int) -> tuple[Tensor, Tensor]:
-    """Coordinates (points, d) in [-1, 1] and values (points, 1), about in [-1, 1].
+    """Return coordinates (points, d) in [-1, 1] and values (points, 1) that lie about in [-1, 1].
 
     image  size x size pixels of scikit-learn's photograph of a flower, in grey
     sound  size² / 2 samples of a chirp and a decaying tone
@@ -35,12 +35,12 @@ def signal(name: str, size: int) -> tuple[Tensor, Tensor]:
 
 
 def sound(x: Tensor) -> Tensor:
-    """A tone whose frequency rises from 2 to 16 cycles per unit, and one of 10 cycles that fades away."""
+    """Return a tone whose frequency rises from 2 to 16 cycles per unit, plus a decaying tone of 10 cycles per unit."""
     chirp = torch.sin(2 * math.pi * (2 * (x + 1) + 3.5 * (x + 1).square()))
     return 0.6 * chirp + 0.4 * torch.exp(-2 * (x + 1)) * torch.sin(20 * math.pi * x)
 
 
 def signed_distance(x: Tensor) -> Tensor:
-    """The distance from the outline of the union of two discs, negative inside; exact outside of them."""
+    """Return the distance from the outline of the union of two discs, negative inside; it is exact outside of the discs."""
     centres, radii = x.new_tensor([[-0.25, -0.2], [0.3, 0.25]]), x.new_tensor([0.45, 0.35])
     return (torch.cdist(x, centres) - radii).amin(dim=1, keepdim=True)

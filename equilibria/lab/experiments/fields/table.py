@@ -1,4 +1,4 @@
-"""Equilibrium fields beside explicit networks of equal parameters, shallow ones of equal memory and deeper ones."""
+"""Equilibrium fields compared with explicit networks of as many parameters, and of as much memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from equilibria.lab.experiments.claims import Claim, at_most, higher, value_at_m
 from equilibria.lab.experiments.definitions import Column, Experiment, Scale, Table, TableRow
 from equilibria.lab.experiments.fields.task import FieldSettings, Fitting
 from equilibria.lab.training.settings import Optimizer, Schedule, Training
-from equilibria.models.fields.filters import Kind
+from equilibria.models.fields.filters import FieldKind
 
 FIELDS = "fields"
 WIDTH, NARROW = 40, 23  # two layers of 40, and four layers of 23, have about as many weights
@@ -30,7 +30,7 @@ RATES = {
 
 
 def experiment(row: str, scale: Scale = "full") -> Experiment[FieldSettings]:
-    """One row of the table, KIND-NETWORK."""
+    """Return the experiment of a row KIND-NETWORK."""
     kind, _, network = row.partition("-")
     sizes: dict[Scale, dict[str, Any]] = {
         "debug": {"steps": 4, "size": 8},
@@ -42,7 +42,7 @@ def experiment(row: str, scale: Scale = "full") -> Experiment[FieldSettings]:
     return Experiment(
         name=f"{FIELDS}-{row}",
         summary=f"image, sound and shape by {KINDS[kind]}, {title}",
-        settings=FieldSettings(kind=cast("Kind", kind), **{"width": width, **sizes[scale], **options}),
+        settings=FieldSettings(kind=cast(FieldKind, kind), **{"width": width, **sizes[scale], **options}),
         training=Training(
             epochs=1,
             batch_size=1,

@@ -1,4 +1,4 @@
-"""Fields fitted to three signals at once: equilibria beside explicit networks."""
+"""Fitting fields to three signals at once as a task, with equilibria or explicit networks."""
 
 from __future__ import annotations
 
@@ -17,34 +17,37 @@ from equilibria.gradients.phantom import JFB
 from equilibria.lab.data.batches import Batches
 from equilibria.lab.data.sets import Split
 from equilibria.lab.experiments.fields.signals import SIGNALS, signal
-from equilibria.lab.experiments.image_task import inside
+from equilibria.lab.experiments.image_task import Batch, inside
 from equilibria.lab.training.settings import Training
 from equilibria.lab.training.task import Loaders, Outcome, Task
 from equilibria.models.fields.field import EquilibriumField, ExplicitField, FieldConfig
-from equilibria.models.fields.filters import Kind
+from equilibria.models.fields.filters import FieldKind
 from equilibria.solution import record
 from equilibria.solvers.krylov import GMRES
 from equilibria.stop import Stop
 
-Batch = tuple[Tensor, Tensor]
 Network = Literal["implicit", "jfb", "explicit"]
 ADJOINT = Stop(rtol=1e-2, max_steps=15, on_failure="ignore")
 EVALUATION = Stop(rtol=1e-4, max_steps=60, on_failure="ignore")
-SCALES = {"image": 40.0, "sound": 100.0, "shape": 10.0}  # frequencies of filters, radians per unit
-PEAK = 2.0  # values lie in [-1, 1]
+SCALES = {
+    "image": 40.0,
+    "sound": 100.0,
+    "shape": 10.0,
+}  # largest frequencies of the filters, radians per unit of a coordinate
+PEAK = 2.0  # range of the values, which lie in [-1, 1], for the PSNR
 
 
 @dataclass(frozen=True, kw_only=True)
 class FieldSettings:
-    """Settings of fitting.
+    """Settings of fitting fields.
 
-    network  an equilibrium with its "implicit" gradient or that of one step, "jfb"; or "explicit" layers
-    steps    of the optimiser, each on all points of all signals
-    solves   steps of the solver in a training step, from the equilibrium of the last one
-    size     of the signals, see `signal`
+    network  "implicit": an equilibrium with its implicit gradient; "jfb": with the gradient of one step; "explicit": layers
+    steps    number of steps of the optimiser, each on all points of all signals
+    solves   largest number of solver steps in a training step; a solve starts at the equilibrium of the last training step
+    size     size of the signals, see `signal`
     """
 
-    kind: Kind = "siren"
+    kind: FieldKind = "siren"
     network: Network = "implicit"
     width: int = 40
     layers: int = 2
@@ -54,10 +57,10 @@ class FieldSettings:
 
 
 class Fields(nn.ModuleDict):
-    """A field per signal. Their losses are added; as they share no weights, each is trained as if it were alone."""
+    """One field per signal. The fields share no weights, so adding their losses trains each as if it were alone."""
 
     def forward(self, states: dict[str, Tensor], size: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Values of every signal at its points, and the equilibria to start from next time."""
+        """Return the values of every signal at its points, and the equilibria at which the next solves start."""
         values: dict[str, Tensor] = {}
         after: dict[str, Tensor] = {}
         for name, field in self.items():
@@ -70,7 +73,7 @@ class Fields(nn.ModuleDict):
 
 
 class Fitting(Task[Batch]):
-    """The mean squared error of three signals; evaluated is the ratio of peak to error, from solves that start at zeros."""
+    """Trains fields on the mean squared error of three signals, and measures the PSNR of solves that start at zeros."""
 
     def __init__(self, settings: FieldSettings) -> None:
         self.settings = settings
@@ -80,7 +83,7 @@ class Fitting(Task[Batch]):
         return Fields({name: self._field(name) for name in SIGNALS})
 
     def batches(self, root: Path | None, training: Training, rank: int, world_size: int) -> Loaders[Batch]:
-        """A batch is one step on all points: it carries no data."""
+        """Return loaders whose batches are empty: a step uses all points of all signals."""
         steps = Split(torch.zeros(self.settings.steps, 1), torch.zeros(self.settings.steps))
         place: dict[str, Any] = {"rank": rank, "world_size": world_size}
         test = Batches(Split(torch.zeros(1, 1), torch.zeros(1)), 1, shuffle=False, **place)
@@ -88,6 +91,7 @@ class Fitting(Task[Batch]):
 
     def loss(self, model: nn.Module, batch: Batch, step: int) -> Outcome:
         values, self.states = model(self.states, self.settings.size)
+        # the sum of independent losses has the gradient of each alone
         return Outcome(sum(self._errors(values).values(), torch.zeros(())))
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
@@ -95,6 +99,7 @@ class Fitting(Task[Batch]):
         with torch.no_grad(), record(fields) as solutions:
             errors = self._errors(fields({}, self.settings.size)[0])
         found: dict[str, Tensor | float] = {f"psnr_{name}": decibels(error) for name, error in errors.items()}
+        # a mean of decibels, because a mean of errors would be dominated by the hardest signal
         found["psnr"] = sum(found.values(), torch.zeros(())) / len(errors)
         if solutions:
             found["failed"] = torch.cat([s.stats.failed.float() for s in solutions]).mean()
@@ -121,7 +126,7 @@ class Fitting(Task[Batch]):
         return {name: (value - signal(name, self.settings.size)[1]).square().mean() for name, value in values.items()}
 
     def _train(self, fields: Fields) -> None:
-        """One training step on the image."""
+        """Compute the gradients of a training step on the image."""
         fields.train()
         image = fields["image"]
         x, y = signal("image", self.settings.size)
@@ -135,5 +140,5 @@ class Fitting(Task[Batch]):
 
 
 def decibels(error: Tensor) -> Tensor:
-    """The ratio of the peak's square to a mean squared error, in dB."""
+    """Return the PSNR in dB of a mean squared error."""
     return 10 * torch.log10(PEAK**2 / error)

@@ -1,4 +1,4 @@
-"""Memory of a training step of optical flow over the steps of its solver."""
+"""The table on the memory of a training step of optical flow over the steps of the solver."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from equilibria.analysis.memory import peak_memory
 from equilibria.lab.experiments.claims import at_most, column_at_least, column_at_most
 from equilibria.lab.experiments.definitions import Column, Experiment, Profile, Scale, Table, TableRow
-from equilibria.lab.experiments.flow.task import Batch, FlowSettings, OpticalFlow, SceneData, make_model
+from equilibria.lab.experiments.flow.task import FlowSettings, OpticalFlow, SceneData, make_model
+from equilibria.lab.experiments.image_task import Batch
 from equilibria.lab.training.settings import Training
 from equilibria.lab.training.task import Loaders, Outcome
 
@@ -32,7 +33,7 @@ EQUILIBRIA = {"deq": "one-step gradient", "deq-upg": "phantom gradient", "deq-ex
 
 @dataclass(frozen=True, kw_only=True)
 class FlowMemorySettings(FlowSettings):
-    """Settings: a model that takes exactly d steps is measured for every d in `depths`."""
+    """Settings of the measurement: for every d in `depths` a model is measured that takes exactly d steps."""
 
     depths: tuple[int, ...] = DEPTHS
 
@@ -58,7 +59,7 @@ class FlowMemory(OpticalFlow):
         return dataclasses.replace(outcome, metrics={**outcome.metrics, **found})
 
     def _model(self, depth: int) -> nn.Module:
-        """A model whose solver never meets its tolerance and takes `depth` steps, of which three iterates are kept."""
+        """Return a model whose solver takes exactly `depth` steps, since its tolerance is 0, and keeps three iterates."""
         s = self.settings
         return make_model(dataclasses.replace(s, depth=depth, max_steps=depth, rtol=0.0, keep_every=max(depth // 3, 1)))
 
@@ -68,7 +69,7 @@ class FlowMemory(OpticalFlow):
 
 
 def experiment(row: str, scale: Scale = "full") -> Experiment[FlowMemorySettings]:
-    """A row of the table: one way of training at every depth."""
+    """Return the experiment of a row: one way of training, measured at every depth."""
     small = SceneData(height=16, width=24, train=8, test=1, frames=2)
     data = small if scale == "debug" else SceneData(train=8, test=1, frames=2)
     depths = DEPTHS[:2] if scale == "debug" else DEPTHS

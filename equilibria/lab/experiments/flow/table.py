@@ -1,4 +1,4 @@
-"""DEQ-Flow on generated scenes beside the same update unrolled 12 times, and the memory of training both."""
+"""DEQ-Flow on generated scenes compared with the same update unrolled 12 times, and the memory of training both."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _BY_ROW: dict[str, dict[str, Any]] = {
     "deq-upg": {"kind": "upg", **PHANTOM},
     "deq-exact": {"kind": "implicit"},
 }
-FRAMES = 8  # per scene; all pairs but the first start warm
+FRAMES = 8  # frames per video; solves of all pairs of frames but the first have a warm start
 
 
 def experiment(row: str, scale: Scale = "full") -> Experiment[FlowSettings]:
-    """One row of the table of generated scenes."""
+    """Return the experiment of a row of the table of generated scenes."""
     data = {
         "debug": SceneData(height=16, width=24, train=16, valid=2, test=2, frames=3, motion=2.0),
         "reduced": SceneData(train=2_000, test=16, frames=FRAMES),

@@ -1,4 +1,4 @@
-"""Optical flow on generated scenes: training on pairs of frames, evaluation along videos with and without warm starts."""
+"""Optical flow on generated scenes as a task: training on pairs of frames, evaluation along videos."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from equilibria.gradients.phantom import JFB, UnrolledPhantom
 from equilibria.lab.data.batches import Batches
 from equilibria.lab.data.catalogue import load
 from equilibria.lab.data.sets import Dataset, Split
-from equilibria.lab.experiments.image_task import inside
+from equilibria.lab.experiments.image_task import Batch, inside
 from equilibria.lab.training.settings import Training
 from equilibria.lab.training.task import Loaders, Outcome, Task
 from equilibria.models.flow.configs import FLOW_CONFIGS, FlowConfig
@@ -25,14 +25,13 @@ from equilibria.solution import record
 from equilibria.solvers.krylov import GMRES
 from equilibria.stop import Stop
 
-Batch = tuple[Tensor, Tensor]
-Kind = Literal["jfb", "upg", "implicit", "unrolled"]
+FlowKind = Literal["jfb", "upg", "implicit", "unrolled"]
 ADJOINT = Stop(rtol=0.1, atol=0.0, max_steps=12, on_failure="ignore")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SceneData:
-    """The choice of scenes, see `moving_layers`; `frames` is the length of the videos to validate and test on."""
+    """Settings of the scenes, see `moving_layers`; `frames` is the length of the videos to validate and test on."""
 
     height: int = 48
     width: int = 64
@@ -52,16 +51,16 @@ class SceneData:
 class FlowSettings:
     """Settings of optical flow.
 
-    kind         gradient of the equilibrium: "jfb" of one step, "upg" of `phantom_steps` steps, "implicit"; or the update
-                 "unrolled" `depth` times
-    corrections  iterates on the way that are supervised as well, by a phantom gradient of `correction_steps` steps
-    rtol         of solves, in training and in evaluation
-    depths       updates that are evaluated, of unrolled networks
+    kind         "jfb", "upg" (`phantom_steps` steps) or "implicit": gradient of the equilibrium; "unrolled": the update
+                 applied `depth` times
+    corrections  number of intermediate iterates that are supervised too, with phantom gradients of `correction_steps` steps
+    rtol         relative tolerance of solves, in training and in evaluation
+    depths       numbers of updates after which unrolled networks are evaluated
     """
 
     data: SceneData = field(default_factory=SceneData)
     config: FlowConfig = FLOW_CONFIGS["nano"]
-    kind: Kind = "jfb"
+    kind: FlowKind = "jfb"
     depth: int = 12
     corrections: int = 2
     correction_steps: int = 1
@@ -74,7 +73,7 @@ class FlowSettings:
 
 
 class OpticalFlow(Task[Batch]):
-    """The mean distance of flows, supervised on the way as well; evaluated is the end-point error along videos."""
+    """Trains on the mean absolute error of flows, of intermediate iterates too; measures end-point errors along videos."""
 
     better = ("epe", "min")
 
@@ -103,7 +102,7 @@ class OpticalFlow(Task[Batch]):
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
-        """`epe` starts every pair of frames from zeros, `epe_warm` from the equilibrium of the pair before."""
+        """Return errors and costs: `epe` with all solves started from zeros, `epe_warm` with warm starts along the video."""
         frames, y = batch
         net, truth = inside(model, DEQFlow), y[:, :, :2]
         with record(net) as solutions:
@@ -111,14 +110,14 @@ class OpticalFlow(Task[Batch]):
         metrics: dict[str, Tensor | float] = {"epe": end_point_error(flows, truth)}
         mask = y[:, :, 2] > 0
         metrics["epe_visible"] = torch.where(mask, _distances(flows, truth), 0).sum() / mask.sum().clamp_min(1)
-        metrics["epe_zero"] = end_point_error(torch.zeros_like(truth), truth)
+        metrics["epe_zero"] = end_point_error(torch.zeros_like(truth), truth)  # the error of a model that predicts no motion
         if solutions:
             metrics |= _costs("cold", solutions, len(y))
             with record(net) as solutions:
                 warm = net.video(frames)
             metrics |= {"epe_warm": end_point_error(warm, truth)} | _costs("warm", solutions, len(y))
         else:
-            # errors of an unrolled network on the first pair of frames, with other numbers of updates than in training
+            # an unrolled network is also evaluated with other numbers of updates than in training, on the first pair only
             found: dict[str, Tensor | float] = {}
             states = net.layer.trajectory(*net.inputs(frames[:, :2]), depth=max(self.settings.depths)).states  # type: ignore[operator]
             for depth in self.settings.depths:
@@ -128,7 +127,7 @@ class OpticalFlow(Task[Batch]):
 
 
 def make_model(s: FlowSettings) -> DEQFlow:
-    """The network of these settings."""
+    """Return the network of these settings."""
     if s.kind == "unrolled":
         return DEQFlow(s.config, depth=s.depth)
     gradients: dict[str, Gradient] = {
@@ -149,7 +148,7 @@ def make_model(s: FlowSettings) -> DEQFlow:
 
 
 def end_point_error(flow: Tensor, truth: Tensor) -> Tensor:
-    """The mean distance of flows (..., 2, height, width)."""
+    """Return the mean distance of two flows, (..., 2, height, width) each."""
     return _distances(flow, truth).mean()
 
 
@@ -158,9 +157,10 @@ def _distances(flow: Tensor, truth: Tensor) -> Tensor:
 
 
 def _costs(name: str, solutions: list[Any], rows: int) -> dict[str, Tensor | float]:
-    """Evaluations of the cell per pair of frames, by the place of the pair and over all but the first; failed solves."""
+    """Return the evaluations of each pair of frames, their mean over all but the first, and the failed solves."""
     counts = [s.stats.sample_evaluations / rows for s in solutions]
     found: dict[str, Tensor | float] = {f"nfe_{name}_{i + 1}": count for i, count in enumerate(counts)}
+    # the first pair has no warm start, and is left out of both means so that they compare the same pairs
     found[f"nfe_{name}"] = sum(counts[1:]) / max(len(counts) - 1, 1)
     found[f"failed_{name}"] = torch.stack([s.stats.failed.float().mean() for s in solutions]).mean()
     return found

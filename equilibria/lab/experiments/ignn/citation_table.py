@@ -8,7 +8,7 @@ from equilibria.lab.experiments.claims import Claim, alike, at_least, at_most
 from equilibria.lab.experiments.definitions import Column, Experiment, Figure, Scale, Table, TableRow
 from equilibria.lab.experiments.ignn.node_table import EVALUATIONS, GU, PARAMETERS, PRODUCTS, STEP, upg
 from equilibria.lab.experiments.ignn.node_task import Nodes, NodeSet, NodeSettings
-from equilibria.lab.experiments.ignn.task import LayerOptions, SolverName
+from equilibria.lab.experiments.ignn.task import GraphSolverName, LayerOptions
 from equilibria.lab.training.settings import Optimizer, Training
 
 PLANETOID, SOLVERS = "ignn-planetoid", "ignn-solvers"
@@ -106,10 +106,10 @@ def _gcn_published(row: str) -> dict[str, Figure]:
 # solvers
 
 
-_SOLVERS: dict[SolverName, str] = {"picard": "Picard", "anderson": "Anderson", "broyden": "Broyden"}
+_SOLVERS: dict[GraphSolverName, str] = {"picard": "Picard", "anderson": "Anderson", "broyden": "Broyden"}
 
 
-def solving(row: SolverName, scale: Scale = "full") -> Experiment[NodeSettings]:
+def solving(row: GraphSolverName, scale: Scale = "full") -> Experiment[NodeSettings]:
     """Return an experiment on Cora with contraction factors up to 0.98 and one solver for states and adjoints."""
     return Experiment(
         name=f"{SOLVERS}-{row}",

@@ -17,14 +17,14 @@ from equilibria.lab.experiments.ignn.node_table import tables as node_tables
 from equilibria.lab.experiments.ignn.task import Folds, FoldSettings, LayerOptions
 from equilibria.lab.training.settings import Optimizer, Schedule, Training
 
-Data = Literal["cox2", "proteins"]
+FoldSet = Literal["cox2", "proteins"]
 
-FOLDS = 10  # of the cross-validation
-DAMPINGS = (0.5, 0.8, 1.0)  # of the unrolled phantom gradient
+FOLDS = 10  # number of folds of the cross-validation
+DAMPINGS = (0.5, 0.8, 1.0)  # dampings of the unrolled phantom gradient
 TITLES = {"implicit": "IGNN, implicit"} | {f"upg-{d}": f"IGNN, UPG, 5 steps, damping {d}" for d in DAMPINGS}
 TITLES["gcn"] = "graph convolutions"
 PHANTOM = tuple(name for name in TITLES if name.startswith("upg"))
-_PUBLISHED: dict[Data, dict[str, Figure]] = {
+_PUBLISHED: dict[FoldSet, dict[str, Figure]] = {
     "cox2": {
         "implicit": Figure(84.1, 2.9),
         "upg-0.5": Figure(83.9, 3.0),
@@ -38,10 +38,10 @@ _PUBLISHED: dict[Data, dict[str, Figure]] = {
         "upg-1.0": Figure(78.8, 4.2),
     },
 }
-_COUNTS: dict[Data, int] = {"cox2": 467, "proteins": 1113}
-_GUESS: dict[Data, float] = {"cox2": 78.2, "proteins": 59.6}  # share of the larger class, %
-_EPOCHS: dict[Data, int] = {"cox2": 30, "proteins": 10}  # of the reduced scale
-_BATCH: dict[Data, int] = {"cox2": 16, "proteins": 32}  # likewise, so that its few epochs have steps enough
+_COUNTS: dict[FoldSet, int] = {"cox2": 467, "proteins": 1113}
+_GUESS: dict[FoldSet, float] = {"cox2": 78.2, "proteins": 59.6}  # share of the larger class, %
+_EPOCHS: dict[FoldSet, int] = {"cox2": 30, "proteins": 10}  # epochs of the reduced scale
+_BATCH: dict[FoldSet, int] = {"cox2": 16, "proteins": 32}  # its batch sizes, small enough that few epochs have enough steps
 _BEST = Column("best", "test accuracy, best epoch of each fold, %", "test.accuracy", digits=1, factor=100, epochs="max")
 _LAST = Column("last", "test accuracy, last epoch, %", "test.accuracy", digits=1, factor=100)
 _SELECTED = Column(
@@ -57,7 +57,7 @@ _COSTS = (
 )
 
 
-def experiment(data: Data, row: str, scale: Scale = "full", *, validated: bool = False) -> Experiment[FoldSettings]:
+def experiment(data: FoldSet, row: str, scale: Scale = "full", *, validated: bool = False) -> Experiment[FoldSettings]:
     """Return an experiment that tests on the fold of its seed; `validated` holds out another fold to choose the epoch."""
     debug = scale == "debug"
     settings = FoldSettings(
@@ -85,17 +85,17 @@ def experiment(data: Data, row: str, scale: Scale = "full", *, validated: bool =
     )
 
 
-def _name(data: Data, validated: bool) -> str:
+def _name(data: FoldSet, validated: bool) -> str:
     return f"ignn-{data}-validated" if validated else f"ignn-{data}"
 
 
-def _row(data: Data, name: str, validated: bool) -> TableRow:
+def _row(data: FoldSet, name: str, validated: bool) -> TableRow:
     """Return the row of a model; published figures exist for unvalidated rows of implicit models only."""
     published = {} if validated or name == "gcn" else {"best": _PUBLISHED[data][name]}
     return TableRow(name, TITLES[name], partial(experiment, data, name, validated=validated), published)
 
 
-def _as_published(data: Data) -> list[Claim]:
+def _as_published(data: FoldSet) -> list[Claim]:
     """Return claims that each mean is within the published deviation of the published mean."""
     found = []
     for row, figure in _PUBLISHED[data].items():
@@ -112,7 +112,7 @@ def _as_published(data: Data) -> list[Claim]:
     return found
 
 
-def _claims(data: Data, validated: bool) -> tuple[Claim, ...]:
+def _claims(data: FoldSet, validated: bool) -> tuple[Claim, ...]:
     std = _PUBLISHED[data]["implicit"].std
     assert std is not None
     close = [
@@ -139,7 +139,7 @@ def _claims(data: Data, validated: bool) -> tuple[Claim, ...]:
     return (*close, *faster) if validated else (*_as_published(data), *close, *faster)
 
 
-def _notes(data: Data, validated: bool) -> tuple[str, ...]:
+def _notes(data: FoldSet, validated: bool) -> tuple[str, ...]:
     count = _COUNTS[data]
     parts = (
         f"{count:,} graphs in {FOLDS} folds with equal shares of the classes; a seed is a fold, deviations are over folds"
@@ -162,7 +162,7 @@ def _notes(data: Data, validated: bool) -> tuple[str, ...]:
     )
 
 
-def _table(data: Data, validated: bool) -> Table:
+def _table(data: FoldSet, validated: bool) -> Table:
     accuracies = (_SELECTED, _LAST, _BEST) if validated else (_BEST, _LAST)
     notes = _notes(data, validated)
     return Table(
@@ -190,5 +190,5 @@ def _table(data: Data, validated: bool) -> Table:
 
 def tables() -> tuple[Table, ...]:
     """Return all tables of graphs."""
-    folds = [_table(data, validated) for data in get_args(Data) for validated in (False, True)]
+    folds = [_table(data, validated) for data in get_args(FoldSet) for validated in (False, True)]
     return (*folds, *node_tables(), *citation_tables())

@@ -23,7 +23,7 @@ from equilibria.models.graphs.ignn import PUBLISHED_STOP
 from equilibria.models.solve_options import SolveOptions
 
 Net = Literal["ignn", "gcn"]
-SolverName = Literal["picard", "anderson", "broyden"]
+GraphSolverName = Literal["picard", "anderson", "broyden"]
 GraphSet = Literal["cox2", "proteins", "mutag", "nci1", "ptc-mr", "bzr", "enzymes", "random"]
 
 SIZES: dict[GraphSet, tuple[int, int]] = {  # features, classes
@@ -48,7 +48,7 @@ class LayerOptions:
     tolerance       largest entry of a residual; for the adjoint equation relative to the incoming gradient
     """
 
-    solver: SolverName = "picard"
+    solver: GraphSolverName = "picard"
     gradient: Literal["implicit", "upg"] = "implicit"
     phantom_steps: int = 5
     damping: float = 0.5

@@ -1,4 +1,4 @@
-"""Deblurring as an equilibrium beside the same cell unrolled, plug-and-play, total variation and ISTA."""
+"""Deblurring as an equilibrium compared with the same cell unrolled, plug-and-play, total variation and ISTA."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EQUILIBRIA = ("proximal", "hqs", "admm")  # the rows that solve for an equilibri
 
 
 def experiment(row: str, scale: Scale = "full") -> Experiment[InverseSettings]:
-    """One row of the table."""
+    """Return the experiment of a row."""
     sizes: dict[Scale, dict[str, Any]] = {
         "debug": {"size": 8, "valid": 2, "test": 2, "repeats": 1, "most": 16},
         "reduced": {"repeats": 4},

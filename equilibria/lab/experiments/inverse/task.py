@@ -1,4 +1,4 @@
-"""Deblurring of photographs: equilibria, the same cells unrolled, plug-and-play and classical regularizers."""
+"""Deblurring of photographs as a task, with equilibria, unrolled cells, plug-and-play and classical regularizers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from equilibria.explicit import WeightTied
 from equilibria.gradients.implicit import Implicit
 from equilibria.lab.data.batches import Batches
 from equilibria.lab.data.sets import Split, generator
-from equilibria.lab.experiments.image_task import inside
+from equilibria.lab.experiments.image_task import Batch, inside
 from equilibria.lab.training.settings import Training
 from equilibria.lab.training.task import Loaders, Outcome, Task
 from equilibria.models.images.inverse.cells import ADMM, HQS, ProximalGradient, TotalVariation
@@ -28,8 +28,7 @@ from equilibria.solution import record
 from equilibria.solvers.krylov import GMRES
 from equilibria.stop import Stop
 
-Batch = tuple[Tensor, Tensor]
-Method = Literal["proximal", "hqs", "admm", "tv", "ista"]
+InverseMethod = Literal["proximal", "hqs", "admm", "tv", "ista"]
 ADJOINT = Stop(rtol=3e-2, max_steps=30, on_failure="ignore")
 EVALUATION = Stop(rtol=1e-5, max_steps=300, on_failure="ignore")
 DEPTHS = (5, 10, 30, 100)  # numbers of steps at which the error is measured
@@ -40,15 +39,15 @@ class InverseSettings:
     """Settings of deblurring.
 
     method   the cell and its regularizer
-    depth    None for the equilibrium, else the cell is unrolled so many times
-    plugged  plug-and-play: the denoiser is trained on images with Gaussian noise alone, and then held constant
-    noise    deviation of the noise on measurements of images in [0, 1]
-    blur     deviation of the Gaussian kernel of 5 x 5 pixels
-    repeats  how often an epoch goes through the training tiles
-    valid    tiles to choose settings on, beside those of `test`
+    depth    None: the equilibrium; a number: the cell is unrolled that many times
+    plugged  plug-and-play: the denoiser is trained on images with Gaussian noise only, and then held constant
+    noise    standard deviation of the noise on measurements, for images in [0, 1]
+    blur     standard deviation of the Gaussian kernel of 5 x 5 pixels, in pixels
+    repeats  number of passes through the training tiles in an epoch
+    valid    number of tiles for the choice of settings; `test` is the number of test tiles
     """
 
-    method: Method = "proximal"
+    method: InverseMethod = "proximal"
     depth: int | None = None
     plugged: bool = False
     size: int = 24
@@ -62,7 +61,7 @@ class InverseSettings:
 
 
 class Deblurring(Task[Batch]):
-    """The mean squared error of reconstructions; evaluated is the PSNR, also after other numbers of plain iterations."""
+    """Trains on the mean squared error of reconstructions, and measures the PSNR, also of plain iteration."""
 
     better = ("psnr", "max")
 
@@ -73,9 +72,9 @@ class Deblurring(Task[Batch]):
         return make_model(self.settings)
 
     def batches(self, root: Path | None, training: Training, rank: int, world_size: int) -> Loaders[Batch]:
-        """Measurements of the validation and test tiles have fixed noise; that of training is drawn anew in every step."""
+        """Return the tiles with measurements; the noise is drawn in every training step, and fixed for other splits."""
         s, tiles = self.settings, photograph_tiles(self.settings.size)
-        first = s.test + s.valid
+        first = s.test + s.valid  # held-out tiles come first, so that they do not change with the number of training tiles
         train = tiles[first : None if s.most is None else first + s.most].repeat(s.repeats, 1, 1, 1)
         place: dict[str, Any] = {"rank": rank, "world_size": world_size}
         batches = Batches(Split(train, train), training.batch_size, seed=training.seed, drop_last=True, **place)
@@ -99,7 +98,7 @@ class Deblurring(Task[Batch]):
         return Outcome(nn.functional.mse_loss(model(y), x), size=len(x))
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
-        """`mse_d` after d plain iterations from the usual start."""
+        """Return errors: `mse` of the reconstruction, and `mse_d` of d plain iterations from the usual start."""
         y, x = batch
         net = inside(model, Restoration)
         with torch.no_grad(), record(net) as solutions:
@@ -114,13 +113,14 @@ class Deblurring(Task[Batch]):
         return Outcome(error, found, len(x))
 
     def summarise(self, means: dict[str, float]) -> dict[str, float]:
+        # a PSNR is computed from the mean error over the split; a mean of PSNRs over batches would depend on the batches
         errors = {name: value for name, value in means.items() if name.startswith("mse")}
         return means | {f"psnr{name[3:]}": float(-10 * torch.tensor(value).log10()) for name, value in errors.items()}
 
     def _memory(self, net: Restoration, y: Tensor, x: Tensor, steps: int) -> float:
-        """Peak bytes of a training step with so many steps of the solver, or so many unrolled ones.
+        """Return the peak bytes of a training step with exactly `steps` solver steps, or unrolled steps.
 
-        The adjoint takes as many products as it may, whatever the steps: its basis is part of the memory.
+        The adjoint always takes its largest number of products, because its basis is part of the memory.
         """
         stop = Stop(rtol=0.0, atol=0.0, max_steps=steps, patience=10**6, compact=False, on_failure="ignore")
         unrolled = isinstance(net.layer, WeightTied)
@@ -132,12 +132,12 @@ class Deblurring(Task[Batch]):
             with torch.enable_grad():
                 torch.autograd.grad(nn.functional.mse_loss(model(y), x), weights, allow_unused=True)
 
-        train()
+        train()  # a first step allocates what is kept permanently
         return float(peak_memory(train))
 
 
 def make_model(s: InverseSettings) -> Restoration:
-    """The network of these settings."""
+    """Return the network of these settings."""
     measured, size = operator(s), (s.size, s.size)
     denoiser = partial(ContractiveDenoiser, size, contraction=s.contraction)
     cells: dict[str, Any] = {
@@ -158,7 +158,7 @@ def operator(s: InverseSettings) -> Blur:
 
 @lru_cache(maxsize=2)
 def photograph_tiles(size: int) -> Tensor:
-    """Tiles (n, 1, size, size) of scikit-learn's two photographs in grey, in [0, 1], in an order that is always the same."""
+    """Return grey tiles (n, 1, size, size) of scikit-learn's two photographs, in [0, 1] and in a fixed random order."""
     tiles = []
     for photograph in optional("sklearn.datasets", "train").load_sample_images().images:
         grey = torch.from_numpy(photograph.copy()).float().mean(dim=-1) / 255

@@ -9,7 +9,7 @@ from typing import Any
 from equilibria.lab.experiments.claims import Claim, at_most, column_at_least, value_at_least
 from equilibria.lab.experiments.definitions import Column, Experiment, Profile, Scale, Table
 from equilibria.lab.experiments.deq_language.data import TextName
-from equilibria.lab.experiments.deq_language.models import Adjoint, Differentiating, LanguageModel
+from equilibria.lab.experiments.deq_language.models import Adjoint, LanguageGradientName, LanguageModel
 from equilibria.lab.experiments.deq_language.recipes import (
     BASIC,
     CUTOFFS,
@@ -61,7 +61,7 @@ class Recipe:
     weight: float = 0.0
     frequency: float = 0.0
     every: int = 1
-    gradient: Differentiating = "implicit"
+    gradient: LanguageGradientName = "implicit"
     adjoint: Adjoint = "gmres"
     extra: int = 0
     length: int = 150

@@ -11,16 +11,16 @@ from equilibria.lab.experiments.definitions import Column, Experiment, Figure, S
 from equilibria.lab.experiments.image_task import GUESS, ImageData
 from equilibria.lab.experiments.jfb.task import (
     Flowing,
+    ImplicitResNetSettings,
+    ImplicitResNetTask,
     NeuralODESettings,
     Plain,
     PlainSettings,
-    Residual,
-    ResidualSettings,
 )
 from equilibria.lab.experiments.monotone.task import Monotone, MonotoneSettings
 from equilibria.lab.training.settings import Optimizer, Schedule, Training
 
-Data = Literal["mnist", "svhn", "cifar10"]
+JFBSet = Literal["mnist", "svhn", "cifar10"]
 
 SOURCE = (
     "Fung, Heaton, Li, McKenzie, Osher and Yin 2022, JFB: Jacobian-Free Backpropagation for Implicit Networks, "
@@ -85,7 +85,7 @@ _IMAGES: dict[str, dict[str, int | None]] = {  # of the reduced scale, to train 
 }
 
 
-def experiment(data: Data, row: str, scale: Scale = "full") -> Experiment[Any]:
+def experiment(data: JFBSet, row: str, scale: Scale = "full") -> Experiment[Any]:
     """Return the experiment of a row of Table 1, or of the table of times."""
     images = _images(data, row, scale)
     settings, make = _settings(data, row, scale, images)
@@ -99,7 +99,7 @@ def experiment(data: Data, row: str, scale: Scale = "full") -> Experiment[Any]:
     )
 
 
-def _images(data: Data, row: str, scale: Scale) -> ImageData:
+def _images(data: JFBSet, row: str, scale: Scale) -> ImageData:
     if scale == "debug":
         return ImageData(name="digits", train=64, test=32, size=12)
     if scale == "reduced":
@@ -107,7 +107,7 @@ def _images(data: Data, row: str, scale: Scale) -> ImageData:
     return ImageData(name=data, crop=2, flip=True, erase=0.95) if data == "cifar10" else ImageData(name=data)
 
 
-def _settings(data: Data, row: str, scale: Scale, images: ImageData) -> tuple[Any, Any]:
+def _settings(data: JFBSet, row: str, scale: Scale, images: ImageData) -> tuple[Any, Any]:
     small = scale != "full"
     match row:
         case "node" | "anode":
@@ -125,10 +125,10 @@ def _settings(data: Data, row: str, scale: Scale, images: ImageData) -> tuple[An
         case "resnet":
             return PlainSettings(data=images, depth=8 if scale == "debug" else 20 if small else 56), Plain
     limits: dict[str, Any] = {"by": row, **_limits(data, row, small)}
-    return ResidualSettings(data=images, kind=data, blocks=2 if small else 32, **limits), Residual
+    return ImplicitResNetSettings(data=images, kind=data, blocks=2 if small else 32, **limits), ImplicitResNetTask
 
 
-def _limits(data: Data, row: str, small: bool) -> dict[str, Any]:
+def _limits(data: JFBSet, row: str, small: bool) -> dict[str, Any]:
     """Return tolerance and step limit if they differ from those of the published network."""
     if small:
         by_data: dict[str, dict[str, Any]] = {"svhn": {"tolerance": 1e-2, "max_steps": 30}, "cifar10": {"max_steps": 20}}
@@ -136,7 +136,7 @@ def _limits(data: Data, row: str, small: bool) -> dict[str, Any]:
     return {"tolerance": 1e-4, "max_steps": 500} if data == "cifar10" and row == "jacobian" else {}
 
 
-def _training(data: Data, row: str, scale: Scale) -> Training:
+def _training(data: JFBSet, row: str, scale: Scale) -> Training:
     if scale != "full":
         return Training(
             epochs=1 if scale == "debug" else _EPOCHS[data][row],
@@ -158,12 +158,12 @@ def _training(data: Data, row: str, scale: Scale) -> Training:
     return Training(epochs=epochs, batch_size=100, eval_batch_size=250, optimizer=optimizer, schedule=schedule)
 
 
-def _row(data: Data, name: str, published: Mapping[str, float]) -> TableRow:
+def _row(data: JFBSet, name: str, published: Mapping[str, float]) -> TableRow:
     figures = {column: Figure(value) for column, value in published.items()}
     return TableRow(name, TITLES[name], partial(experiment, data, name), figures, _run_as(data, name))
 
 
-def _run_as(data: Data, row: str) -> dict[Scale, str]:
+def _run_as(data: JFBSet, row: str) -> dict[Scale, str]:
     """Return the titles of the networks that the smaller scales run in place of the published one."""
     if row == "resnet":
         return {"debug": "ResNet-8", "reduced": "ResNet-20"}
@@ -225,7 +225,7 @@ _COMMON = (
 )
 
 
-def _table(data: Data) -> Table:
+def _table(data: JFBSet) -> Table:
     published = _PUBLISHED[data]
     notes = (*_NOTES[data], *_COMMON)
     return Table(
@@ -255,4 +255,4 @@ def _table(data: Data) -> Table:
 
 
 def tables() -> tuple[Table, ...]:
-    return tuple(_table(data) for data in get_args(Data))
+    return tuple(_table(data) for data in get_args(JFBSet))

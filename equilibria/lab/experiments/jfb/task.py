@@ -30,7 +30,7 @@ from equilibria.solvers.tableaus import Method as RungeKutta
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResidualSettings(ImageSettings):
+class ImplicitResNetSettings(ImageSettings):
     """Settings of an implicit ResNet.
 
     kind       dataset whose published network is used
@@ -50,10 +50,10 @@ class ResidualSettings(ImageSettings):
     contract: bool = True
 
 
-class Residual(ImageTask):
+class ImplicitResNetTask(ImageTask):
     """Trains an implicit ResNet and keeps its cell a contraction."""
 
-    def __init__(self, settings: ResidualSettings) -> None:
+    def __init__(self, settings: ImplicitResNetSettings) -> None:
         super().__init__(settings.data)
         self.settings = settings
         self._last: Solution | None = None  # solution of the current step, from `loss` to `improve`
@@ -66,6 +66,7 @@ class Residual(ImageTask):
     def loss(self, model: nn.Module, batch: Batch, step: int) -> Outcome:
         with record(model) as solutions:
             outcome = super().loss(model, batch, step)
+        # the explicit twin has no solution, and nothing to contract
         self._last = solutions[0] if solutions and self.settings.contract else None
         return outcome
 
@@ -73,7 +74,7 @@ class Residual(ImageTask):
         super().improve(model, optimizer)
         if self._last is not None:
             inside(model, ImplicitResNet).contract_(self._last)
-            self._last = None
+            self._last = None  # a solution keeps its graph and inputs alive
 
     def _config(self) -> ImplicitResNetConfig:
         """Return the configuration of the network."""

@@ -18,7 +18,7 @@ from equilibria.stop import Stop
 FEATURES = 64  # features of the small CNN
 BATCH = 64  # batch size of its pre-training
 
-Tuning = Literal["probe", "lion", "finetune"]
+TuningKind = Literal["probe", "lion", "finetune"]
 
 
 class Backbone(nn.Module):
@@ -44,7 +44,7 @@ class Tuned(nn.Module):
     They are a buffer and hence in checkpoints, so that `moved` is right for loaded weights too.
     """
 
-    def __init__(self, backbone: nn.Module, tuning: Tuning, config: LionConfig) -> None:
+    def __init__(self, backbone: nn.Module, tuning: TuningKind, config: LionConfig) -> None:
         super().__init__()
         self.net: nn.Module
         if tuning == "lion":

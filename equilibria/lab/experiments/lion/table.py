@@ -7,7 +7,7 @@ from typing import Any
 
 from equilibria.lab.experiments.claims import Claim, at_most, higher, value_at_most
 from equilibria.lab.experiments.definitions import Column, Experiment, Scale, Table, TableRow
-from equilibria.lab.experiments.lion.backbones import Tuning
+from equilibria.lab.experiments.lion.backbones import TuningKind
 from equilibria.lab.experiments.lion.task import Prompt, PromptSettings
 from equilibria.lab.training.settings import Optimizer, Schedule, Training
 
@@ -22,7 +22,7 @@ _TITLES: dict[str, str] = {
     "lion-pruned": "LION, pruned to 60 %",
     "finetune": "full fine-tuning",
 }
-_TUNING: dict[str, Tuning] = {"probe": "probe", "lion": "lion", "lion-pruned": "lion", "finetune": "finetune"}
+_TUNING: dict[str, TuningKind] = {"probe": "probe", "lion": "lion", "lion-pruned": "lion", "finetune": "finetune"}
 
 
 def experiment(row: str, scale: Scale = "full") -> Experiment[PromptSettings]:

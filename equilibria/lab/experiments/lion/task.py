@@ -14,7 +14,7 @@ from torch import nn
 from equilibria.lab.data.batches import Batches
 from equilibria.lab.data.sets import Dataset, Split, generator
 from equilibria.lab.experiments.image_task import SHAPES, Batch, ImageData, ImageSet, inside, judged
-from equilibria.lab.experiments.lion.backbones import FEATURES, Backbone, Tuned, Tuning, pretrained, timm_backbone
+from equilibria.lab.experiments.lion.backbones import FEATURES, Backbone, Tuned, TuningKind, pretrained, timm_backbone
 from equilibria.lab.training.settings import Training
 from equilibria.lab.training.task import Loaders, Outcome, Task
 from equilibria.models.images.lion import Lion, LionConfig, Pruning, PruningConfig
@@ -41,7 +41,7 @@ class PromptSettings:
     """
 
     data: ImageSet = "mnist"
-    tuning: Tuning = "lion"
+    tuning: TuningKind = "lion"
     backbone: str = CNN
     pretrain_steps: int = 400
     keep: float | None = None

@@ -29,10 +29,11 @@ from equilibria.solvers.krylov import GMRES
 
 MEMORY = "mdeq-memory"
 DEPTHS = (5, 10, 20, 40, 80)  # number of steps of the unrolled networks
+LEAST, MOST = DEPTHS[0], DEPTHS[-1]
 NEVER = 1e-30  # a tolerance that no solve reaches, so that it takes all its steps
 DIRECTIONS = 4  # directions that GMRES keeps in the row with a fixed number
-Kind = Literal["implicit", "implicit-default", "upg", "bptt", "checkpointed", "revnet"]
-_TITLES: dict[Kind, str] = {
+MemoryKind = Literal["implicit", "implicit-default", "upg", "bptt", "checkpointed", "revnet"]
+_TITLES: dict[MemoryKind, str] = {
     "implicit": f"DEQ, implicit, GMRES of {DIRECTIONS} directions",
     "implicit-default": "DEQ, implicit, GMRES of 4 to 20, the default",
     "upg": "DEQ, UPG of 5 steps",
@@ -47,7 +48,7 @@ class MemorySettings(ImageSettings):
     """Settings: a model whose solver takes exactly d steps is measured for every d in `depths`."""
 
     model: MDEQOptions = field(default_factory=MDEQOptions)
-    kind: Kind = "implicit"
+    kind: MemoryKind = "implicit"
     depths: tuple[int, ...] = DEPTHS
 
 
@@ -115,7 +116,7 @@ def _train(model: nn.Module, batch: Batch) -> None:
     torch.autograd.grad(judged(scores, y)[0], list(model.parameters()), allow_unused=True)
 
 
-def experiment(kind: Kind, scale: Scale = "full") -> Experiment[Any]:
+def experiment(kind: MemoryKind, scale: Scale = "full") -> Experiment[Any]:
     """Return the experiment of a row: one gradient method at every depth."""
     digits = ImageData(name="digits", train=32, test=32)
     images = {"debug": digits, "reduced": ImageData(name="cifar10", train=32, test=32, size=16)}
@@ -136,30 +137,29 @@ def experiment(kind: Kind, scale: Scale = "full") -> Experiment[Any]:
 
 
 def _claims() -> tuple[Claim, ...]:
-    most, least = DEPTHS[-1], DEPTHS[0]
     return (
         column_at_most(
-            f"bytes_{most}",
-            f"bytes_{least}",
+            f"bytes_{MOST}",
+            f"bytes_{LEAST}",
             "implicit",
             1.05,
-            f"implicit training takes no more memory with {most} steps than with {least}, to 5 %",
+            f"implicit training takes no more memory with {MOST} steps than with {LEAST}, to 5 %",
             id="C10",
         ),
         column_at_most(
-            f"bytes_{most}",
-            f"bytes_{least}",
+            f"bytes_{MOST}",
+            f"bytes_{LEAST}",
             "implicit-default",
             2.0,
             "with the default, which keeps more directions where a step gains little, it is at most twice as much",
             id="C10",
         ),
         column_at_least(
-            f"bytes_{most}",
-            f"bytes_{least}",
+            f"bytes_{MOST}",
+            f"bytes_{LEAST}",
             "bptt",
-            most / least / 2,
-            f"the unrolled network takes at least {most // least // 2} times the memory with {most} steps",
+            MOST / LEAST / 2,
+            f"the unrolled network takes at least {MOST // LEAST // 2} times the memory with {MOST} steps",
             id="C10",
         ),
         column_at_most(
@@ -171,11 +171,11 @@ def _claims() -> tuple[Claim, ...]:
             id="C10",
         ),
         column_at_most(
-            f"bytes_{most}",
-            f"bytes_{least}",
+            f"bytes_{MOST}",
+            f"bytes_{LEAST}",
             "revnet",
             1.05,
-            f"reversible blocks take no more memory with {most} of them than with {least}, to 5 %",
+            f"reversible blocks take no more memory with {MOST} of them than with {LEAST}, to 5 %",
             id="C10",
         ),
         at_most(

@@ -29,8 +29,8 @@ from equilibria.solvers.anderson import Anderson
 
 PROBED = 16  # number of images of a batch on which gradients are compared
 
-Solving = Literal["broyden", "anderson", "picard", "tsit5"]
-Differentiating = Literal["implicit", "upg", "npg", "jfb", "bptt"]
+MDEQSolverName = Literal["broyden", "anderson", "picard", "tsit5"]
+MDEQGradientName = Literal["implicit", "upg", "npg", "jfb", "bptt"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +48,10 @@ class MDEQOptions:
 
     size: str = "nano"
     variant: Variant = "vanilla"
-    solver: Solving = "broyden"
+    solver: MDEQSolverName = "broyden"
     relaxation: float = 1.0
     together: bool = False
-    gradient: Differentiating = "implicit"
+    gradient: MDEQGradientName = "implicit"
     phantom_steps: int = 5
     damping: float = 0.5
     dropout: float | None = None
@@ -200,7 +200,7 @@ class Multiscale(ImageTask):
         for k in self.settings.cosines:
             gradients[f"cosine_upg_{k}"] = UnrolledPhantom(steps=k, damping=damping)
             gradients[f"cosine_npg_{k}"] = NeumannPhantom(steps=k, damping=damping)
-        with warnings.catch_warnings(record=True) as told, untouched(mdeq, x):
+        with warnings.catch_warnings(record=True) as caught, untouched(mdeq, x):
             warnings.simplefilter("always")
             with torch.no_grad():
                 injected = mdeq.stem(x)
@@ -208,6 +208,6 @@ class Multiscale(ImageTask):
             # for the exact gradient a solver that converges even if the cell does not contract
             layer = DEQ(own.cell, own.init, Anderson(history=20), own.stop, batched=own.batched).train(own.training)
             found = gradient_agreement(layer, injected, gradients, lambda z: judged(mdeq.head(z), y)[0])
-        if any(issubclass(warning.category, ConvergenceWarning) for warning in told):
+        if any(issubclass(warning.category, ConvergenceWarning) for warning in caught):
             return {"cosines_known": 0.0}
         return {"cosines_known": 1.0} | {agreement.name: agreement.cosine for agreement in found}

@@ -10,13 +10,13 @@ from torch import nn
 from equilibria.lab.experiments.image_task import Batch, ImageSettings, ImageTask, inside
 from equilibria.lab.training.task import Outcome
 from equilibria.models.images.monotone_nets import (
-    Method,
     MonotoneConfig,
     MonotoneConvConfig,
     MonotoneMLPConfig,
     MonotoneNet,
     MonotoneTiersConfig,
     SplittingConfig,
+    SplittingMethod,
 )
 from equilibria.models.solve_options import relative_stop
 
@@ -36,7 +36,7 @@ class MonotoneSettings(ImageSettings):
 
     kind: Literal["mlp", "conv", "tiers"] = "mlp"
     channels: tuple[int, ...] = (87,)
-    method: Method = "peaceman-rachford"
+    method: SplittingMethod = "peaceman-rachford"
     tolerance: float = 1e-2
     max_steps: int = 300
 

@@ -10,7 +10,7 @@ from equilibria.lab.experiments.claims import Claim, at_least, column_higher, co
 from equilibria.lab.experiments.definitions import Column, Experiment, Figure, Profile, Scale, Table, TableRow
 from equilibria.lab.experiments.image_task import GUESS, ImageData
 from equilibria.lab.experiments.mdeq.cifar import COLUMNS, COSINE, experiment, images
-from equilibria.lab.experiments.mdeq.task import Differentiating, MDEQOptions, MDEQSettings, Multiscale
+from equilibria.lab.experiments.mdeq.task import MDEQGradientName, MDEQOptions, MDEQSettings, Multiscale
 from equilibria.lab.training.settings import Optimizer, Training
 
 PHANTOM, LARGE = "phantom-cifar10", "phantom-cifar10-large"
@@ -20,12 +20,12 @@ TIGHT = 1e-6  # not reached by nano models within the published limits, so that 
 
 
 @dataclass(frozen=True)
-class _Recipe:
+class _MDEQRecipe:
     """The settings of a column of Table 1, with its published accuracy."""
 
     title: str
     accuracy: Figure | None
-    gradient: Differentiating = "implicit"
+    gradient: MDEQGradientName = "implicit"
     steps: int = 5
     optimizer: Literal["adam", "sgd"] = "adam"
     pretraining: bool = True
@@ -36,17 +36,17 @@ class _Recipe:
 
 
 _RECIPES = {
-    "implicit": _Recipe("implicit", Figure(85.0, 0.2)),
-    "implicit-no-pretraining": _Recipe("implicit, no pre-training", Figure(82.3, 1.3), pretraining=False),
-    "implicit-no-dropout": _Recipe("implicit, no dropout", Figure(83.7, 0.1), dropout=False),
-    "implicit-sgd": _Recipe("implicit, SGD", Figure(84.5, 0.3), optimizer="sgd"),
-    "implicit-sgd-no-pretraining": _Recipe(
+    "implicit": _MDEQRecipe("implicit", Figure(85.0, 0.2)),
+    "implicit-no-pretraining": _MDEQRecipe("implicit, no pre-training", Figure(82.3, 1.3), pretraining=False),
+    "implicit-no-dropout": _MDEQRecipe("implicit, no dropout", Figure(83.7, 0.1), dropout=False),
+    "implicit-sgd": _MDEQRecipe("implicit, SGD", Figure(84.5, 0.3), optimizer="sgd"),
+    "implicit-sgd-no-pretraining": _MDEQRecipe(
         "implicit, SGD, no pre-training", Figure(82.9, 1.5), optimizer="sgd", pretraining=False, cosines=COSINES
     ),
-    "implicit-sgd-adaptive": _Recipe(
+    "implicit-sgd-adaptive": _MDEQRecipe(
         "implicit, SGD, no pre-training, to 0.001", None, optimizer="sgd", pretraining=False, adaptive=True
     ),
-    "upg": _Recipe(
+    "upg": _MDEQRecipe(
         "UPG, 5 steps",
         Figure(85.8, 0.5),
         "upg",
@@ -55,7 +55,7 @@ _RECIPES = {
         dropout=False,
         cosines=COSINES,
     ),
-    "npg": _Recipe(
+    "npg": _MDEQRecipe(
         "NPG, 5 steps",
         Figure(85.6, 0.5),
         "npg",
@@ -65,7 +65,7 @@ _RECIPES = {
         dropout=False,
         cosines=COSINES,
     ),
-    "upg-9": _Recipe("UPG, 9 steps, dropout", Figure(86.1, 0.5), "upg", 9, optimizer="sgd", pretraining=False),
+    "upg-9": _MDEQRecipe("UPG, 9 steps, dropout", Figure(86.1, 0.5), "upg", 9, optimizer="sgd", pretraining=False),
 }
 _SGD = Optimizer(name="sgd", lr=0.1, momentum=0.9, weight_decay=1e-4)
 _ADAM = Optimizer(lr=1e-3, weight_decay=2.5e-6)

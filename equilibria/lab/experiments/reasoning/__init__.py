@@ -1,1 +1,1 @@
-"""Experiments on equilibrium reasoners."""
+"""Equilibrium reasoners on puzzles, and attractor language models."""

@@ -1,4 +1,4 @@
-"""Attractor language models on the Penn Treebank beside the same parameters spent on one more layer."""
+"""Attractor language models on the Penn Treebank, compared with one more layer of as many parameters."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from equilibria.solvers.krylov import GMRES
 
 NAME = "ptb-attractor"
 SOURCE = "after Attractor models 2026, arXiv:2605.12466; sizes of our own"
-LOOSE = 0.01  # tokens whose residual is above this count as not converged
+LOOSE = 0.01  # relative residual above which a token counts as not converged
 TITLES = {
     "layers": "backbone and one more layer",
     "attractor": "attractor head, exact gradient",
@@ -40,9 +40,9 @@ TITLES = {
 class AttractorSettings:
     """Settings of an attractor language model.
 
-    gradient         "none": the head's parameters are one more layer of the backbone
-    layers           of the backbone
-    jacobian_weight  of the Jacobian penalty, published 1e-3
+    gradient         gradient of the equilibrium; "none": one more layer of the backbone replaces the head
+    layers           number of layers of the backbone
+    jacobian_weight  weight of the Jacobian penalty; published: 1e-3
     """
 
     data: TextData = field(default_factory=TextData)
@@ -103,7 +103,7 @@ class AttractorLanguage(Task[TextSegment]):
 
 
 def experiment(row: str, scale: Scale = "full") -> Experiment[AttractorSettings]:
-    """One row of the table."""
+    """Return the experiment of a row."""
     options: dict[str, dict[str, Any]] = {
         "layers": {"gradient": "none"},
         "attractor-jfb": {"gradient": "jfb"},

@@ -1,4 +1,4 @@
-"""Accuracy of a reasoner over depth and breadth, and how well its residual tells right answers from wrong ones."""
+"""Accuracy of a reasoner over depth and breadth, and the separation of right and wrong answers by the state's change."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from equilibria.analysis.diagnosis.attractors import area_under_curve
 from equilibria.explicit import WeightTied
 from equilibria.models.reasoning.reasoner import Reasoner, Thought
 
-ROWS = 64  # samples times starts that are run at once
-WINDOW = 3  # supervised steps whose mean change tells the best converged start, as published
+ROWS = 64  # number of rows, samples times starts, that are run at once
+WINDOW = 3  # number of last supervised steps whose mean change selects the best converged start, as published
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """Every start of every sample at every depth that was asked for; depths are counted in supervised steps."""
+    """Results of every start of every sample at every measured depth; depths are numbers of supervised steps."""
 
     depths: tuple[int, ...]
     right: Tensor  # (depths, starts, batch) bool, all positions right
-    change: Tensor  # (depths, starts, batch) relative change of the state, mean of the last three steps
+    change: Tensor  # (depths, starts, batch) relative change of the state, mean over the last WINDOW steps
 
     def exact(self, depth: int, starts: int = 1) -> float:
-        """Share of samples that are right at a depth; of the first `starts` starts the best converged one counts.
+        """Return the share of right samples at a depth, where the best converged of the first `starts` starts counts.
 
-        With one start it is the mean over all that were run.
+        With starts=1 it is the mean over all starts that were run.
         """
         right, change = self.right[self.depths.index(depth)], self.change[self.depths.index(depth)]
         if starts == 1:
@@ -37,15 +37,15 @@ class Scaling:
         return float(right[winner, torch.arange(right.shape[1], device=right.device)].double().mean())
 
     def auc(self, depth: int) -> float:
-        """Probability that a wrong answer has a larger change than a right one; nan where all are right, or wrong."""
+        """Return the probability that a wrong answer has a larger change than a right one; nan without both kinds."""
         i = self.depths.index(depth)
         return area_under_curve(self.change[i].flatten(), ~self.right[i].flatten())
 
 
 def measure_scaling(model: Reasoner, x: Tensor, y: Tensor, depths: Sequence[int], starts: int) -> Scaling:
-    """Run `starts` starts per sample side by side for the largest of `depths` supervised steps of plain recursions.
+    """Run plain recursions from `starts` starts per sample, and return the results at every depth.
 
-    Samples are taken in groups of `ROWS` rows, which fit into the cache of a processor: three times faster than all at once.
+    Samples are run in groups of `ROWS` rows, which fit into the cache of a processor: three times faster than all at once.
     """
     size = max(1, ROWS // starts)
     parts = [_measured(model, *group, depths, starts) for group in zip(x.split(size), y.split(size), strict=True)]
@@ -70,7 +70,7 @@ def _measured(model: Reasoner, x: Tensor, y: Tensor, depths: Sequence[int], star
 
 
 def plain_steps(model: Reasoner) -> Callable[[Tensor, Any], Thought]:
-    """Return `model.think` without a solve: h_cycles plain recursions, of which `eq.record` sees nothing."""
+    """Return a replacement of `model.think` that runs h_cycles plain recursions without a solve, unseen by `eq.record`."""
     loop = WeightTied(model.layer.cell, model.config.h_cycles, model.layer.init)
 
     def take(tokens: Tensor, state: Any = None) -> Thought:

@@ -1,4 +1,4 @@
-"""Equilibrium reasoners on generated puzzles beside recursive models and explicit stacks."""
+"""Equilibrium reasoners on generated puzzles, compared with recursive models and explicit stacks."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _DEBUG_DEPTHS = (1, 2, 4)
 
 @dataclass(frozen=True)
 class Puzzle:
-    """A table: its data, the size of the reasoner and how long it is trained at the reduced scale.
+    """The settings of a table: its data, the size of the reasoner and its training.
 
-    steps        supervised steps of a row in training at most; depths go to four times that
-    updates      training steps
-    relaxation   of Equilibrium Reasoners; published 0.95, with which the larger cells settle in cycles of two steps
-    watched      depth at which the change is compared with correctness; later on, right and wrong answers are both converged
-                 to rounding. None where all answers are right from there on
-    wide_deep    whether several starts are claimed to help at the largest depth too
-    explore      share of the rows that may not halt before a random number of steps; published 0.1. With more of them,
-                 states after the answer was found are trained as well, and more depth costs less
-    tried        a sentence on how its settings were chosen
-    noise        of Equilibrium Reasoners in training; published 0.01. With more of it attractors become wider
+    steps        largest number of supervised steps of a row in training; models are tested to four times that depth
+    updates      number of training steps at the reduced scale
+    relaxation   relaxation of Equilibrium Reasoners; with the published 0.95 larger cells end in cycles of two states
+    watched      depth at which the change is compared with correctness. At larger depths right and wrong answers are both
+                 converged to rounding. None: all answers are right at larger depths
+    wide_deep    True if a claim says that several starts help at the largest depth too
+    explore      share of the rows that may not halt before a random number of steps; published: 0.1. A larger share trains
+                 more states after the answer was found, and accuracy then falls less with depth
+    tried        a sentence on the choice of the settings
+    noise        noise of Equilibrium Reasoners in training; published: 0.01. More noise widens attractors
     """
 
     title: str
@@ -76,7 +76,7 @@ MIXERS = {
 }
 STARTS = (1, 2, 4)
 _SMALL = ReasonerConfig(heads=4, layers=1, multiple=16, h_cycles=3, l_cycles=1)
-VALID, TEST = 256, 512  # puzzles
+VALID, TEST = 256, 512  # numbers of validation and test puzzles
 PUZZLES = {
     "sudoku-4x4": Puzzle(
         "Sudoku 4x4",
@@ -115,7 +115,8 @@ PUZZLES = {
         "Prefix sums",
         PuzzleData(name="prefix-sums", size=16, held_size=40, train=4_000, valid=VALID, test=TEST),
         dataclasses.replace(_SMALL, tokens=2, positions=16, width=32, mixer="line"),
-        steps=8,  # of six positions each: enough for 16 bits, too few for 40
+        # a step moves information six positions: enough for the 16 bits of training, too little for the 40 of testing
+        steps=8,
         updates=875,
         tried="The mixer, the sizes and the steps were chosen on validation puzzles with another seed of training.",
         watched=None,
@@ -125,7 +126,7 @@ PUZZLES = {
 
 
 def experiment(puzzle: str, row: str, scale: Scale = "full") -> Experiment[ReasoningSettings]:
-    """One row of a table of reasoners."""
+    """Return the experiment of a row of a table of reasoners."""
     return Experiment(
         name=f"reasoner-{puzzle}-{row}",
         summary=f"{TITLES[row]}, {PUZZLES[puzzle].title}",
@@ -166,7 +167,7 @@ def _settings(puzzle: Puzzle, row: str, scale: Scale) -> ReasoningSettings:
 
 
 def _data(puzzle: Puzzle, scale: Scale) -> PuzzleData:
-    """The puzzles of a scale; an epoch goes through them often enough to be the whole training."""
+    """Return the puzzles of a scale, repeated so often that one epoch is the whole training."""
     data = puzzle.data
     if scale == "debug":
         return dataclasses.replace(data, train=24, valid=8, test=8)

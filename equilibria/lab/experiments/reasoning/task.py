@@ -1,4 +1,4 @@
-"""Reasoners on generated puzzles: deep supervision with carried states, and the explicit networks beside them."""
+"""Reasoners on generated puzzles as a task: deep supervision with carried states, and explicit stacks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from equilibria.lab.data.catalogue import load
 from equilibria.lab.data.mazes import MazeSymmetry
 from equilibria.lab.data.sets import Dataset, Split
 from equilibria.lab.data.sudoku import SudokuSymmetry
-from equilibria.lab.experiments.image_task import inside
+from equilibria.lab.experiments.image_task import Batch, inside
 from equilibria.lab.experiments.reasoning.losses import HALT_WEIGHT, Likelihood, answer_loss, halting_loss
 from equilibria.lab.experiments.reasoning.scaling import measure_scaling, plain_steps
 from equilibria.lab.training.settings import Training
@@ -38,19 +38,19 @@ from equilibria.solution import record
 from equilibria.solvers.krylov import GMRES
 from equilibria.stop import Stop
 
-Batch = tuple[Tensor, Tensor]
-Kind = Literal["jfb", "exact", "bptt", "stack"]
-EXACT_STEPS = 12  # products with the Jacobian in the adjoint solve of the exact gradient
+ReasonerKind = Literal["jfb", "exact", "bptt", "stack"]
+EXACT_STEPS = 12  # number of products with the Jacobian in the adjoint solve of the exact gradient
 
 
 @dataclass(frozen=True, kw_only=True)
 class PuzzleData:
-    """The choice of puzzles; `size` is that of a Sudoku or a maze, or the length of a sequence of bits.
+    """Settings of the puzzles.
 
-    low, high   range of givens of a Sudoku, or of the path lengths of a maze
-    repeats     times that an epoch goes through the training puzzles, each time under other symmetries
-    valid       puzzles to choose settings, depth and breadth on; none of them is an image of one to train or test on
-    held_size   of the puzzles to validate and test on, where it is another one than `size`
+    size        side of a Sudoku or a maze, or length of a sequence of bits
+    low, high   range of the givens of a Sudoku, or of the path lengths of a maze
+    repeats     number of passes through the training puzzles in an epoch, each with other symmetries
+    valid       number of puzzles for the choice of settings, depth and breadth; none is an image of a puzzle of other splits
+    held_size   size of the validation and test puzzles; None: `size`
     """
 
     name: Literal["sudoku", "mazes", "prefix-sums"] = "sudoku"
@@ -94,18 +94,18 @@ class PuzzleData:
 class ReasoningSettings:
     """Settings of a reasoner, or of the explicit stack beside it, on puzzles.
 
-    kind             how it is trained: the published one-step gradient ("jfb"), the "exact" one, back-propagation through
-                     `unrolled` recursions from the start ("bptt"), or a "stack" of `stack_layers` layers of their own
-    halt_by, rtol    when a row is replaced in training: see `Halting`
-    eval_rtol        in place of rtol where rows halt in evaluation: nothing is learned there from states that still move
-    max_steps        supervised steps of a row at most
-    jacobian_weight  of the penalty on the Jacobian at the state after a step
-    depths, starts   that are measured on the validation and test splits; `depths` in supervised steps
+    kind             "jfb": the published one-step gradient; "exact": the exact one; "bptt": back-propagation through
+                     `unrolled` recursions from the start; "stack": an explicit stack of `stack_layers` layers
+    halt_by, rtol    the rule by which a row is replaced in training, see `Halting`
+    eval_rtol        rtol of halting in evaluation, which may be smaller: evaluation does not learn from changing states
+    max_steps        largest number of supervised steps of a row
+    jacobian_weight  weight of the penalty on the Jacobian at the state after a step
+    depths, starts   numbers of supervised steps and of starts that are measured on the validation and test splits
     """
 
     data: PuzzleData = field(default_factory=PuzzleData)
     config: ReasonerConfig = field(default_factory=ReasonerConfig)
-    kind: Kind = "jfb"
+    kind: ReasonerKind = "jfb"
     stack_layers: int = 1
     unrolled: int = 8
     halt_by: By = "head"
@@ -120,12 +120,13 @@ class ReasoningSettings:
 
 
 class Reasoning(Task[Batch]):
-    """Trains a reasoner on puzzles; the rows in flight are part of the run's state."""
+    """Trains a reasoner on puzzles; the carried samples and states are part of the run's state."""
 
     better = ("exact", "max")
 
     def __init__(self, settings: ReasoningSettings) -> None:
         s = self.settings = settings
+        # rows of unrolled models are replaced in every step, because one step computes their whole answer
         steps = s.max_steps if s.kind in ("jfb", "exact") else 1
         self.halting = Halting(by=s.halt_by, stop=Stop(rtol=s.rtol), max_steps=steps, explore=s.explore)
         self.carry = Carry(stagger=steps)
@@ -141,7 +142,8 @@ class Reasoning(Task[Batch]):
         if s.kind == "exact":
             stop = recursions(s.config.h_cycles)
             gradient = Implicit(solver=GMRES(restart=EXACT_STEPS), stop=relative_stop(1e-2, EXACT_STEPS))
-        direct = s.kind == "jfb" and not s.jacobian_weight  # the penalty needs the recorded solution
+        # the penalty needs a recorded solution, which a direct step does not have
+        direct = s.kind == "jfb" and not s.jacobian_weight
         return Reasoner(s.config, stop=stop, gradient=gradient, direct=direct)
 
     def batches(self, root: Path | None, training: Training, rank: int, world_size: int) -> Loaders[Batch]:
@@ -183,16 +185,16 @@ class Reasoning(Task[Batch]):
         return Outcome(loss, metrics, len(y))
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
-        """Measure in full precision whatever that of training: the changes of a converged state are small."""
+        """Return accuracies and halting steps, computed in full precision because changes of a converged state are small."""
         with torch.no_grad(), torch.autocast(batch[0].device.type, enabled=False):
             if self.settings.kind == "stack":
                 return self._plain(inside(model, ReasonerStack), batch)
             return self._scaled(inside(model, Reasoner), *batch)
 
     def conclude(self, splits: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-        """Add "chosen": the accuracy at the depth and breadth with the most exact answers on validation.
+        """Add "chosen": the accuracy at the depth and breadth that are best on the validation split.
 
-        Of equal ones the cheapest is taken. Without a validation split there is none.
+        Of equally good choices the cheapest counts. Without a validation split nothing is added.
         """
         if "valid" not in splits or self.settings.kind == "stack":
             return splits
@@ -206,7 +208,7 @@ class Reasoning(Task[Batch]):
         return self.carry.state_dict()
 
     def resume(self, state: Any) -> None:
-        pair = torch.zeros(0), torch.zeros(0)
+        pair = torch.zeros(0), torch.zeros(0)  # samples (x, y) and states (z_H, z_L) are pairs of tensors
         self.carry.load_state_dict(state, (pair, pair))
 
     def _plain(self, model: nn.Module, batch: Batch) -> Outcome:
@@ -216,12 +218,12 @@ class Reasoning(Task[Batch]):
         return Outcome(answer_loss(logits, y, self.settings.likelihood), {"exact": exact, "chosen": exact}, len(y))
 
     def _scaled(self, model: Reasoner, x: Tensor, y: Tensor) -> Outcome:
-        """Accuracy over depth and breadth; "exact" is that of the deepest and widest.
+        """Return the accuracy over depth and breadth; "exact" is the accuracy at the largest depth and breadth.
 
-        The area under the curve is that of a batch: with `eval_batch_size` at least the size of the split it is exact.
+        The area under the curve is computed per batch. It is exact if `eval_batch_size` is at least the size of the split.
         """
         s, random = self.settings, not isinstance(model.layer.init, PairStart)
-        widths = s.starts if random else (1,)  # starts that are all the same need not be compared
+        widths = s.starts if random else (1,)  # a fixed start gives equal results for all starts
         found = measure_scaling(model, x, y, s.depths, max(widths))
         metrics: dict[str, Tensor | float] = {}
         for depth in s.depths:
@@ -234,7 +236,7 @@ class Reasoning(Task[Batch]):
         return Outcome(answer_loss(model.think(x).logits, y, s.likelihood), metrics, len(y))
 
     def _halted(self, model: Reasoner, x: Tensor, y: Tensor) -> dict[str, Tensor | float]:
-        """Accuracy and steps where rows halt by the same rule as in training, within the largest depth that is measured."""
+        """Return accuracy and steps with halting by the rule of training, up to the largest measured depth."""
         s = self.settings
         halting = dataclasses.replace(self.halting, stop=Stop(rtol=s.eval_rtol), max_steps=max(s.depths))
         found = halting.run(plain_steps(model), x)
@@ -243,5 +245,5 @@ class Reasoning(Task[Batch]):
 
 
 def _key(depth: int, width: int) -> str:
-    """The name of the accuracy at a depth, with the best converged of `width` starts."""
+    """Return the name of the accuracy at a depth, with the best converged of `width` starts."""
     return f"exact_{depth}x{width}"

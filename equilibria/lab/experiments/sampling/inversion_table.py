@@ -1,4 +1,4 @@
-"""Inversion of images through the sampling chain: gradients of the equilibrium beside back-propagation through the chain."""
+"""The table on inversion of images through the sampling chain, with implicit gradients and with back-propagation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS: dict[str, tuple[str, Way]] = {
 
 
 def experiment(row: str, scale: Scale = "full") -> Experiment[InversionSettings]:
-    """One row of the table of inversions."""
+    """Return the experiment of a row of the table of inversions."""
     sizes: dict[Scale, dict[str, Any]] = {
         "debug": {
             "config": DenoiserConfig(width=16, blocks=1, embedding=8),

@@ -1,4 +1,4 @@
-"""Model inversion: the noise whose sample is a given image, by gradients through the chain."""
+"""Model inversion as a task: find the noise whose sample is a given image, by gradients through the chain."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from equilibria.analysis.memory import peak_memory
 from equilibria.gradients.base import Gradient
 from equilibria.gradients.implicit import Implicit
 from equilibria.gradients.phantom import JFB
-from equilibria.lab.experiments.image_task import inside
-from equilibria.lab.experiments.sampling.task import Batch, Denoising, SamplingSettings
+from equilibria.lab.experiments.image_task import Batch, inside
+from equilibria.lab.experiments.sampling.task import Denoising, SamplingSettings
 from equilibria.lab.training.task import Outcome
 from equilibria.models.diffusion.chain import ParallelSampler
 from equilibria.models.diffusion.denoiser import Denoiser, diffusion_loss
@@ -31,9 +31,10 @@ Way = Literal["sequential", "implicit", "jfb"]
 class InversionSettings(SamplingSettings):
     """Settings of inversion.
 
-    way         gradients by back-propagation through the "sequential" chain, "implicit" ones, or those of one step, "jfb"
-    iterations  of Adam on the noise
-    rtol        of solves of the chain and of its adjoint
+    way         "sequential": back-propagation through the sequential chain; "implicit": implicit gradients of the parallel
+                chain; "jfb": its one-step gradients
+    iterations  number of iterations of Adam on the noise
+    rtol        relative tolerance of the solves of the chain and of its adjoint
     """
 
     way: Way = "implicit"
@@ -45,17 +46,20 @@ class InversionSettings(SamplingSettings):
 
 
 class Inversion(Denoising):
-    """Evaluated is the distance of reconstructions from test images, with its cost."""
+    """Trains a denoiser, and measures the distance of reconstructions from test images and the cost of inversion."""
 
     settings: InversionSettings
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
-        """`mse` of the last iterate under the sequential chain; `rounds` and `adjoint` are calls of the denoiser one after
-        another in an iteration, forward and in backward."""
+        """Return errors and costs of inversion.
+
+        `mse` is the error of the sequential chain from the last noise. `rounds` and `adjoint` are the numbers of sequential
+        calls of the denoiser in an iteration, forward and backward.
+        """
         net, images = inside(model, Denoiser), batch[0][: self.settings.samples]
         frozen = [p for p in net.parameters() if p.requires_grad]
         for p in frozen:
-            p.requires_grad_(False)
+            p.requires_grad_(False)  # only the noise is trained; gradients of weights would add time and memory
         try:
             with torch.enable_grad():
                 found = self._invert(net, images)
@@ -78,6 +82,7 @@ class Inversion(Denoising):
             forward, backward = forward + costs[0], backward + costs[1]
             optimizer.step()
         seconds = (time.thread_time() - begin) / self.settings.iterations
+        # memory is measured in a separate iteration, because the profiler slows the timed ones down
         work: Callable[[], object] = partial(self._step, sampler, noise, images, chain)
         return {
             "mse_first": first,
@@ -91,13 +96,13 @@ class Inversion(Denoising):
     def _step(
         self, sampler: ParallelSampler, noise: Tensor, images: Tensor, chain: Solution | None
     ) -> tuple[Solution | None, tuple[int, int]]:
-        """The gradient of one iteration in `noise.grad`, its chain, and rounds forward and in backward."""
+        """Compute the gradient of one iteration in `noise.grad`; returns the chain, and the rounds forward and backward."""
         noise.grad = None
         if self.settings.way == "sequential":
             torch.nn.functional.mse_loss(sampler.sequential(noise)[:, -1], images).backward()
             return None, (sampler.steps, sampler.steps)
         with record(sampler) as solutions:
-            found = sampler.solve(noise, init=chain)  # from the chain of the last iteration
+            found = sampler.solve(noise, init=chain)  # a warm start: the noise changes little between iterations
             torch.nn.functional.mse_loss(torch.as_tensor(found.z)[:, -1], images).backward()
         adjoint = solutions[-1].adjoint
         return found, (1 + found.stats.evaluations, 1 + (1 if adjoint is None else adjoint.evaluations))

@@ -1,4 +1,4 @@
-"""Samples of a diffusion model from its chain solved in parallel, and the inversion of images through that chain."""
+"""The tables on sampling a diffusion model by a chain that is solved in parallel, and on inversion through that chain."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SMALL = DenoiserConfig(width=16, blocks=1, embedding=8)
 
 
 def training(scale: Scale) -> Training:
-    """The training of the denoiser: one epoch over repeated images."""
+    """Return the training settings of the denoiser: one epoch over repeated images."""
     return Training(
         epochs=1,
         batch_size=64,
@@ -40,7 +40,7 @@ def training(scale: Scale) -> Training:
 
 
 def experiment(row: str, scale: Scale = "full") -> Experiment[SamplingSettings]:
-    """One row of the table of samples."""
+    """Return the experiment of a row of the table of samples."""
     sizes: dict[Scale, dict[str, Any]] = {
         "debug": {"config": SMALL, "steps": 8, "samples": 4, "repeats": 1},
         "reduced": {"config": DIGITS, "steps": 100, "samples": 32, "repeats": 60},

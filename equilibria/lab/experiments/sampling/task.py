@@ -1,4 +1,4 @@
-"""A small diffusion model of digits, and its sampling chain solved in parallel beside the chain one state after another."""
+"""A small diffusion model of digits as a task, and its sampling chain, solved in parallel and computed sequentially."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from equilibria.lab.data.batches import Batches
 from equilibria.lab.data.catalogue import load
 from equilibria.lab.data.sets import Split
-from equilibria.lab.experiments.image_task import inside
+from equilibria.lab.experiments.image_task import Batch, inside
 from equilibria.lab.training.settings import Training
 from equilibria.lab.training.task import Loaders, Outcome, Task
 from equilibria.models.diffusion.chain import Form, ParallelSampler
@@ -21,7 +21,6 @@ from equilibria.solvers.anderson import Anderson
 from equilibria.solvers.picard import Picard
 from equilibria.stop import Stop
 
-Batch = tuple[Tensor, Tensor]
 Rule = Literal["picard", "anderson"]
 
 
@@ -29,12 +28,12 @@ Rule = Literal["picard", "anderson"]
 class SamplingSettings:
     """Settings of sampling.
 
-    steps      of the chain
-    form       of its fixed point, see `ChainCell`
-    solver     of the chain
-    exponents  the chain is solved to relative residuals of 10^-e for these e
-    samples    that are drawn in evaluation
-    repeats    how often an epoch goes through the training images
+    steps      number of steps of the chain
+    form       form of its fixed point, see `ChainCell`
+    solver     solver of the chain
+    exponents  numbers e: the chain is solved to relative residuals of 10^-e
+    samples    number of samples that are drawn in evaluation
+    repeats    number of passes through the training images in an epoch
     """
 
     config: DenoiserConfig = DIGITS
@@ -68,18 +67,22 @@ class Denoising(Task[Batch]):
 
 
 class Sampling(Denoising):
-    """Evaluated are rounds of the parallel chain and the distance of its samples from those of the sequential chain."""
+    """Trains a denoiser, and compares samples of the parallel chain with those of the sequential chain."""
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, batch: Batch) -> Outcome:
-        """`rounds_e` and `error_e` at a residual of 10^-e; the largest error over the samples; `calls_e` of the denoiser
-        per sample, all states counted, over those of the sequential chain."""
+        """Return `rounds_e`, `error_e` and `calls_e` of chains that are solved to a residual of 10^-e.
+
+        The error is the largest over the samples. `calls_e` counts evaluations of the denoiser per sample, where every
+        state counts, divided by those of the sequential chain.
+        """
         images, net = batch[0], inside(model, Denoiser)
         noise = torch.randn_like(images[: self.settings.samples])
         found: dict[str, Tensor | float] = {}
         for exponent in self.settings.exponents:
             sampler = self.sampler(net, 10.0**-exponent)
             solution, chain = sampler.solve(noise), sampler.sequential(noise)
+            # one more call than the solver's evaluations: the velocity of the noise is computed before the solve
             found[f"rounds_{exponent}"] = 1.0 + solution.stats.evaluations
             found[f"calls_{exponent}"] = 1 / sampler.steps + solution.stats.sample_evaluations / len(noise)
             found[f"error_{exponent}"] = relative_error(torch.as_tensor(solution.z)[:, -1], chain[:, -1]).max()
@@ -94,10 +97,10 @@ class Sampling(Denoising):
 
 
 def symmetric(images: Tensor) -> Tensor:
-    """Images of [0, 1] in [-1, 1]."""
+    """Map images from [0, 1] to [-1, 1]."""
     return 2 * images - 1
 
 
 def relative_error(found: Tensor, truth: Tensor) -> Tensor:
-    """|found - truth| / |truth| of every sample."""
+    """Return |found - truth| / |truth| of every sample, (batch,)."""
     return (found - truth).flatten(1).norm(dim=1) / truth.flatten(1).norm(dim=1)

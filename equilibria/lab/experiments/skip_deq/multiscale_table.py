@@ -13,7 +13,7 @@ from equilibria.lab.experiments.mdeq.task import MDEQOptions, MDEQSettings, Mult
 from equilibria.lab.training.settings import Optimizer, Schedule, Training
 from equilibria.models.images.skip_mlp import Variant
 
-Data = Literal["mnist", "cifar10", "svhn"]
+SkipSet = Literal["mnist", "cifar10", "svhn"]
 System = Literal["discrete", "continuous"]
 
 SOURCE = "Pal, Edelman and Rackauckas 2022, Mixing Implicit and Explicit Deep Learning with Skip DEQs, arXiv:2201.12240"
@@ -72,7 +72,7 @@ _REDUCED: dict[str, dict[str, tuple[int, int]]] = {  # images to train on, epoch
 _SIDE = {"mnist": 14, "cifar10": 16, "svhn": 16}  # side of the images at the reduced scale
 
 
-def experiment(data: Data, row: str, scale: Scale = "full") -> Experiment[Any]:
+def experiment(data: SkipSet, row: str, scale: Scale = "full") -> Experiment[Any]:
     """Return the experiment of a row of Table 2 (MNIST), 3 (CIFAR-10) or 4 (SVHN)."""
     name, _, system = row.partition("-")
     title, variant = _VARIANTS[name]
@@ -94,13 +94,13 @@ def experiment(data: Data, row: str, scale: Scale = "full") -> Experiment[Any]:
     )
 
 
-def _size(data: Data, scale: Scale) -> str:
+def _size(data: SkipSet, scale: Scale) -> str:
     if data == "mnist":
         return "skip-mnist"
     return "skip-cifar" if scale == "full" else "skip-nano"
 
 
-def _images(data: Data, system: str, scale: Scale) -> ImageData:
+def _images(data: SkipSet, system: str, scale: Scale) -> ImageData:
     if scale == "debug":
         return ImageData(name="digits", train=64, test=32)
     if scale == "full":
@@ -108,7 +108,7 @@ def _images(data: Data, system: str, scale: Scale) -> ImageData:
     return ImageData(name=data, train=_REDUCED[data][system][0], test=2_000, size=_SIDE[data])
 
 
-def _training(data: Data, system: str, scale: Scale) -> Training:
+def _training(data: SkipSet, system: str, scale: Scale) -> Training:
     epochs = {"debug": 1, "reduced": _REDUCED[data][system][1], "full": 25 if data == "mnist" else 50}[scale]
     small_batches = scale == "full" and data == "cifar10" and system == "discrete"
     return Training(
@@ -120,7 +120,7 @@ def _training(data: Data, system: str, scale: Scale) -> Training:
     )
 
 
-def _row(data: Data, name: str, figures: tuple[tuple[float, float], ...]) -> TableRow:
+def _row(data: SkipSet, name: str, figures: tuple[tuple[float, float], ...]) -> TableRow:
     variant, _, system = name.partition("-")
     published = dict(zip(("accuracy", "nfe", "hours", "predict"), (Figure(*pair) for pair in figures), strict=True))
     title = f"{_VARIANTS[variant][0]}, {system}"
@@ -130,7 +130,7 @@ def _row(data: Data, name: str, figures: tuple[tuple[float, float], ...]) -> Tab
     return TableRow(name, title, partial(experiment, data, name), published, run_as)
 
 
-def _claims(data: Data) -> tuple[Claim, ...]:
+def _claims(data: SkipSet) -> tuple[Claim, ...]:
     points, found = 0.5 if data == "mnist" else 1.0, []
     for system in get_args(System):
         deq, skip, v2 = (f"{name}-{system}" for name in _VARIANTS)
@@ -174,7 +174,7 @@ _TOLERANCES = {
 }
 
 
-def _protocol(data: Data) -> Mapping[Scale, tuple[str, ...]]:
+def _protocol(data: SkipSet) -> Mapping[Scale, tuple[str, ...]]:
     notes = (_TOLERANCES[data], *_COMMON)
 
     def batches(scale: Scale) -> str:
@@ -202,7 +202,7 @@ def _protocol(data: Data) -> Mapping[Scale, tuple[str, ...]]:
     }
 
 
-def _table(data: Data) -> Table:
+def _table(data: SkipSet) -> Table:
     return Table(
         name=f"skipdeq-{data}-mdeq",
         title=f"Skip DEQ: multiscale, {data}",
@@ -227,4 +227,4 @@ def _table(data: Data) -> Table:
 
 
 def tables() -> tuple[Table, ...]:
-    return tuple(_table(data) for data in get_args(Data))
+    return tuple(_table(data) for data in get_args(SkipSet))

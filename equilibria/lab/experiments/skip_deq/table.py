@@ -10,7 +10,7 @@ from equilibria.lab.experiments.definitions import Column, Experiment, Figure, S
 from equilibria.lab.experiments.image_task import GUESS
 from equilibria.lab.experiments.skip_deq.task import Classify, Fit, MLPSettings, PolynomialSettings
 from equilibria.lab.training.settings import Optimizer, Schedule, Training
-from equilibria.models.images.skip_mlp import Method, SkipSolver, Variant
+from equilibria.models.images.skip_mlp import SkipMethod, SkipSolver, Variant
 
 VARIANTS: dict[str, tuple[Variant, float]] = {
     "deq": ("vanilla", 0.0),
@@ -53,7 +53,7 @@ _MNIST_COLUMNS = (
 )
 
 
-def mnist_mlp(row: str, scale: Scale = "full", method: Method = "broyden") -> Experiment[MLPSettings]:
+def mnist_mlp(row: str, scale: Scale = "full", method: SkipMethod = "broyden") -> Experiment[MLPSettings]:
     """Return the experiment of a row of Table 1 with the settings of the released script, which produced the table."""
     variant, jacobian_weight = VARIANTS[row]
     return Experiment(
@@ -186,7 +186,7 @@ def _mnist_protocol(note: str, notes: tuple[str, ...] = _MNIST_NOTES) -> dict[Sc
     }
 
 
-def _mnist_table(name: str, title: str, method: Method, note: str, claims: tuple[Claim, ...]) -> Table:
+def _mnist_table(name: str, title: str, method: SkipMethod, note: str, claims: tuple[Claim, ...]) -> Table:
     return Table(
         name=name,
         title=title,

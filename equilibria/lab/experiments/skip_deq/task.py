@@ -14,14 +14,12 @@ from torch.nn import functional as F
 
 from equilibria.lab.data.batches import Batches
 from equilibria.lab.data.catalogue import load
-from equilibria.lab.experiments.image_task import judged, now
+from equilibria.lab.experiments.image_task import Batch, judged, now
 from equilibria.lab.training.settings import Training
 from equilibria.lab.training.task import Loaders, Outcome, Task
 from equilibria.models.images.skip_mlp import CONTINUOUS, DISCRETE, SkipMLP, SkipPolynomial, SkipSolver, Variant
 from equilibria.penalties import jacobian_penalty, skip_penalty
 from equilibria.solution import Solution, record
-
-Batch = tuple[Tensor, Tensor]
 
 PIXELS = {"mnist": 784, "fashion-mnist": 784, "digits": 64}
 

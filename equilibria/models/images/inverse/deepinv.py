@@ -1,4 +1,4 @@
-"""Adapters for the physics and denoisers of deepinv, by their interface: the library itself is not imported."""
+"""Adapters for operators ("physics") and denoisers of the library deepinv, which is not imported here."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from equilibria.models.images.inverse.operators import Operator
 
 
 class DeepinvOperator(Operator):
-    """A linear physics of deepinv, an object with `A(x)`, `A_adjoint(y)` and, for HQS and ADMM, `prox_l2(z, y, gamma)`.
+    """The operator of a linear physics of deepinv.
 
-    physics       such as deepinv.physics.Inpainting(...)
-    squared_norm  a bound of |A|²; physics.compute_sqnorm(x) measures it
+    physics       an object such as deepinv.physics.Inpainting(...), with the methods `A(x)`, `A_adjoint(y)` and, for HQS and
+                  ADMM, `prox_l2(z, y, gamma)`
+    squared_norm  an upper bound of |A|²; physics.compute_sqnorm(x) measures it
     """
 
     def __init__(self, physics: Any, squared_norm: float) -> None:
         super().__init__()
         for name in ("A", "A_adjoint"):
             require(
-                callable(getattr(physics, name, None)), f"A linear physics has {name}, {type(physics).__name__} has not."
+                callable(getattr(physics, name, None)),
+                f"A linear physics needs the method {name}, but {type(physics).__name__} has none.",
             )
         require(squared_norm > 0, f"squared_norm must be positive, got {squared_norm}.")
-        self.physics = physics  # registered as a submodule where it is one
+        self.physics = physics  # if the physics is a module, this registers it, and `to` moves its buffers
         self._squared_norm = float(squared_norm)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,14 +47,14 @@ class DeepinvOperator(Operator):
 
 
 class DeepinvDenoiser(nn.Module):
-    """A denoiser of deepinv, called as denoiser(x, sigma), at one level of noise.
+    """A denoiser of deepinv at one noise level; it is called as denoiser(x, sigma).
 
-    trained  False holds its weights constant: plug-and-play
+    trained  False: the weights are held constant, as in plug-and-play methods
     """
 
     def __init__(self, denoiser: Any, sigma: float, *, trained: bool = False) -> None:
         super().__init__()
-        require(callable(denoiser), f"A denoiser is called as denoiser(x, sigma), got {denoiser!r}.")
+        require(callable(denoiser), f"denoiser must be callable as denoiser(x, sigma), got {denoiser!r}.")
         self.denoiser, self.sigma = denoiser, float(sigma)
         if isinstance(denoiser, nn.Module) and not trained:
             denoiser.requires_grad_(False)

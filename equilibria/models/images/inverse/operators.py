@@ -12,38 +12,38 @@ from equilibria._core.checks import require
 
 
 class Operator(nn.Module, ABC):
-    """A linear operator A on images (batch, channels, height, width), every channel measured alike.
+    """Base class of linear operators A on images (batch, channels, height, width) that treat all channels equally.
 
-    To add one, write `forward`, `adjoint`, `squared_norm` and, for `HQS` and `ADMM`, `regularized_inverse`.
+    A subclass defines `forward`, `adjoint`, `squared_norm` and, for `HQS` and `ADMM`, `regularized_inverse`.
     """
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor:
-        """The measurements A x."""
+        """Return the measurements A x."""
 
     @abstractmethod
     def adjoint(self, y: Tensor) -> Tensor:
-        """The image A' y, with <A x, y> = <x, A' y>."""
+        """Return the image A' y, for which <A x, y> = <x, A' y>."""
 
     @abstractmethod
     def squared_norm(self) -> float:
-        """An upper bound of |A|²; gradient steps shorter than 2 / |A|² do not expand."""
+        """Return an upper bound of |A|²; gradient steps shorter than 2 / |A|² do not expand."""
 
     def regularized_inverse(self, v: Tensor, weight: Tensor | float) -> Tensor:
-        """(I + weight A'A)^-1 v."""
+        """Return (I + weight A'A)^-1 v."""
         raise NotImplementedError(
-            f"{type(self).__name__} has no regularized_inverse, which HQS and ADMM need; use ProximalGradient."
+            f"HQS and ADMM need regularized_inverse, which {type(self).__name__} does not define. Use ProximalGradient."
         )
 
     def proximal(self, v: Tensor, y: Tensor, weight: Tensor | float) -> Tensor:
-        """argmin over x of weight / 2 |A x - y|² + 1/2 |x - v|²."""
+        """Return the x that minimises weight / 2 |A x - y|² + 1/2 |x - v|²."""
         return self.regularized_inverse(v + weight * self.adjoint(y), weight)
 
 
 class Blur(Operator):
-    """Circular convolution with a kernel (k, k), k odd, on images of `size` (height, width).
+    """A circular convolution with a kernel (k, k), k odd, on images of `size` (height, width).
 
-    kernel  the point spread function, its centre being that of the kernel
+    kernel  the point spread function, centred in the middle of the kernel
     """
 
     spread: Tensor
@@ -57,12 +57,12 @@ class Blur(Operator):
         reach = kernel.shape[0] // 2
         padded = kernel.new_zeros(size)
         padded[: kernel.shape[0], : kernel.shape[1]] = kernel
-        # real, because `double()` leaves complex buffers in single precision
+        # the real kernel is stored, because `double()` does not convert complex buffers
         self.register_buffer("spread", padded.roll((-reach, -reach), (0, 1)))
 
     @property
     def spectrum(self) -> Tensor:
-        """The Fourier coefficients of the kernel, those that `rfft2` keeps."""
+        """The Fourier coefficients of the kernel, as `rfft2` returns them."""
         return torch.fft.rfft2(self.spread)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class Blur(Operator):
 
 
 class Inpainting(Operator):
-    """mask * x, with a mask (height, width) of ones where pixels are seen and zeros elsewhere."""
+    """mask * x with a mask (height, width) that is 1 for measured pixels and 0 for missing ones."""
 
     mask: Tensor
 
@@ -103,9 +103,9 @@ class Inpainting(Operator):
 
 
 class FourierRows(Operator):
-    """Rows of the orthonormal Fourier transform: coefficients at the ones of a mask (height, width).
+    """The coefficients of the orthonormal Fourier transform at the ones of a mask (height, width).
 
-    Measurements are real, (batch, channels, height, width, 2): real and imaginary parts, zero where nothing is measured.
+    Measurements are (batch, channels, height, width, 2), with real and imaginary parts; they are 0 where the mask is 0.
     """
 
     mask: Tensor
@@ -115,7 +115,7 @@ class FourierRows(Operator):
         super().__init__()
         mask = mask.to(torch.get_default_dtype())
         self.register_buffer("mask", mask)
-        # of a real image, A'A keeps the mean of the mask at w and at -w
+        # for real images A'A multiplies the coefficient at w by the mean of the squared mask at w and at -w
         mirrored = mask.flip(0, 1).roll((1, 1), (0, 1))
         self.register_buffer("weights", (mask.square() + mirrored.square()) / 2)
 
@@ -133,7 +133,7 @@ class FourierRows(Operator):
 
 
 def gaussian_kernel(size: int, deviation: float) -> Tensor:
-    """A normalized Gaussian kernel (size, size), size odd."""
+    """Return a Gaussian kernel (size, size) whose entries sum to 1; size is odd."""
     place = torch.arange(size, dtype=torch.get_default_dtype()) - size // 2
     line = torch.exp(-place.square() / (2 * deviation**2))
     kernel = torch.outer(line, line)
@@ -141,9 +141,9 @@ def gaussian_kernel(size: int, deviation: float) -> Tensor:
 
 
 def random_mask(size: tuple[int, int], share: float, generator: torch.Generator | None = None, centre: int = 0) -> Tensor:
-    """Ones at about a `share` of the places of an array, at random; frequencies up to `centre` are always ones.
+    """Return a mask of zeros and ones, with ones at about a `share` of the entries, drawn at random.
 
-    The low frequencies are those of `torch.fft`: the first and last rows and columns.
+    centre  frequencies up to this one are always ones; they are in the first and last rows and columns, as in `torch.fft`
     """
     require(0 < share <= 1, f"share must be in (0, 1], got {share}.")
     mask = torch.rand(size, generator=generator) < share
@@ -154,7 +154,7 @@ def random_mask(size: tuple[int, int], share: float, generator: torch.Generator 
 
 
 def adjoint_error(operator: Operator, x: Tensor, generator: torch.Generator | None = None) -> float:
-    """|<A x, y> - <x, A' y>| / (|A x| |y|) with a random y: rounding if `adjoint` is the adjoint of `forward`."""
+    """Return |<A x, y> - <x, A' y>| / (|A x| |y|) for a random y; only rounding if `adjoint` is the adjoint of `forward`."""
     with torch.no_grad():
         ax = operator(x)
         y = torch.randn(ax.shape, dtype=ax.dtype, device=ax.device, generator=generator)

@@ -12,12 +12,12 @@ from equilibria.models.images.inverse.operators import Operator
 
 
 class Radon(Operator):
-    """Sums along parallel rays: (batch, channels, n, n) -> (batch, channels, angles, bins), bins one pixel wide.
+    """Sums along parallel rays: (batch, channels, n, n) -> (batch, channels, angles, bins), with bins of one pixel's width.
 
-    Each pixel gives its value to the two bins nearest to its projection, shared linearly. The matrix is dense, which suits
-    images of up to about 64 x 64 pixels. `regularized_inverse` computes the eigenvalues of A'A when it is first called.
+    The value of a pixel is divided linearly between the two bins nearest to its projection. The dense matrix suits images of
+    up to about 64 x 64 pixels. `regularized_inverse` computes the eigenvalues of A'A at its first call.
 
-    angles  directions, evenly spread over half a turn
+    angles  number of directions, evenly spread over 180 degrees
     """
 
     matrix: Tensor
@@ -28,7 +28,7 @@ class Radon(Operator):
         require(angles >= 1, f"angles must be at least 1, got {angles}.")
         self.size, self.angles = size, angles
         self.bins = 2 * math.ceil(size / math.sqrt(2)) + 1
-        # scaled so that |A| is of the order of 1
+        # the scale brings |A| to the order of 1, where default step lengths and weights fit
         self.register_buffer("matrix", _matrix(size, angles, self.bins) / math.sqrt(size * angles))
         self._eigen: tuple[Tensor, Tensor] | None = None
 
@@ -54,11 +54,11 @@ class Radon(Operator):
 
 
 def _matrix(size: int, angles: int, bins: int) -> Tensor:
-    """(angles * bins, size²)."""
+    """Return the matrix of the transform, (angles * bins, size²), without the scale."""
     place = torch.arange(size, dtype=torch.get_default_dtype()) - (size - 1) / 2
     rows, columns = torch.meshgrid(place, place, indexing="ij")
     theta = math.pi * torch.arange(angles, dtype=place.dtype) / angles
-    # (angles, pixels), in bins from the first one
+    # (angles, pixels): position of each pixel's projection, in bins from the first one
     at = theta.cos().unsqueeze(1) * columns.flatten() + theta.sin().unsqueeze(1) * rows.flatten() + (bins - 1) / 2
     lower = at.floor().long().clamp(0, bins - 2)
     share = at - lower

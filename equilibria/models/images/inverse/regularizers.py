@@ -1,4 +1,4 @@
-"""Replacements of a proximal map: a learned denoiser whose Lipschitz constant is bounded, and soft thresholds."""
+"""Regularizers that replace a proximal map: a learned denoiser with a bounded Lipschitz constant, and soft thresholds."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from equilibria.cells.circular import convolve, response, transposed
 
 
 class CircularNorm(nn.Module):
-    """A parametrization that scales a kernel down to an operator norm of at most `bound`, as a circular convolution.
+    """A parametrization that scales a kernel so that its circular convolution has a norm of at most `bound`.
 
     The norm is exact: the largest singular value over all frequencies of images of `size`. Gradients flow through it. A
-    kernel whose norm is below the bound is left as it is.
+    kernel with a smaller norm is not changed.
     """
 
     def __init__(self, size: tuple[int, int], bound: float) -> None:
@@ -34,17 +34,18 @@ class CircularNorm(nn.Module):
 
 
 class ContractiveDenoiser(nn.Module):
-    """R(x) = c (x - W' s(W x)) + (1 - c) m: a step down a learned convex function, with a bounded Lipschitz constant.
+    """R(x) = c (x - W' s(W x)) + (1 - c) m: a gradient step on a learned convex function, with a bounded Lipschitz constant.
 
-    W is a circular convolution with |W|² <= 2 on images of `size`, and s(t) = a tanh(t / a) per filter, whose slope lies in
-    [0, 1]. So W' s(W x) has a symmetric Jacobian with eigenvalues in [0, 2], and |R(x) - R(y)| <= c |x - y|, for all weights
-    that training can reach (the gradient of a convex ridge regularizer, Goujon and others 2023). At the beginning R is close
-    to the identity.
+    W is a circular convolution with |W|² <= 2 on images of `size`, and s(t) = a tanh(t / a) with one a per filter and slopes
+    in [0, 1]. So W' s(W x) has a symmetric Jacobian with eigenvalues in [0, 2], and |R(x) - R(y)| <= c |x - y| for all
+    weights. W' s(W x) is the gradient of a convex ridge regularizer (Goujon and others 2023). Initially R is close to the
+    identity. m is a learned grey value, to which c < 1 contracts images.
 
     size         (height, width) of the images
-    filters      of W
+    filters      number of filters in W
     reach        side of a filter in pixels, odd
-    contraction  c, at most 1. m is a learned grey value, as c < 1 draws images to it
+    contraction  c, at most 1
+    amplitude    initial value of a
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class ContractiveDenoiser(nn.Module):
 class SoftThreshold(nn.Module):
     """Shrinks the coefficients of the orthonormal cosine transform of n x n images towards zero by a learned threshold.
 
-    This is the proximal map of threshold times the sum of absolute coefficients; in `ProximalGradient` it makes ISTA.
+    This is the proximal map of the threshold times the sum of absolute coefficients. `ProximalGradient` with it is ISTA.
     """
 
     transform: Tensor
@@ -94,7 +95,7 @@ class SoftThreshold(nn.Module):
 
 
 def cosine_transform(size: int) -> Tensor:
-    """The matrix (size, size) of the orthonormal discrete cosine transform."""
+    """Return the matrix (size, size) of the orthonormal discrete cosine transform."""
     k = torch.arange(size, dtype=torch.get_default_dtype())
     matrix = math.sqrt(2 / size) * torch.cos(math.pi * torch.outer(k, k + 0.5) / size)
     matrix[0] /= math.sqrt(2)

@@ -1,4 +1,4 @@
-"""Reconstruction as an equilibrium, or as the same cell unrolled."""
+"""Reconstruction of images as an equilibrium, or by the same cell unrolled."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from equilibria.stop import Stop
 
 
 class Restoration(nn.Module):
-    """Images from measurements: the equilibrium of a cell (Gilton, Ongie and Willett 2021).
+    """Reconstructs images from measurements as the equilibrium of a cell (Gilton, Ongie and Willett 2021).
 
         operator = eq.models.Blur(eq.models.gaussian_kernel(5, 1.2), (32, 32))
         cell = eq.models.ProximalGradient(operator, eq.models.ContractiveDenoiser((32, 32)))
         model = eq.models.Restoration(cell)
         x = model(y)  # (batch, channels, height, width)
 
-    depth  None for the equilibrium; otherwise the cell is unrolled so many times and back-propagated through
-    solver, stop, gradient, eval_stop  as of `DEQ`
+    depth  None: the equilibrium; a number: the cell is unrolled that many times
+    solver, stop, gradient, eval_stop  as for `DEQ`
     """
 
     def __init__(
@@ -52,6 +52,6 @@ class Restoration(nn.Module):
         return self.layer.cell
 
     def forward(self, y: Tensor) -> Tensor:
-        """Images (batch, channels, height, width) from measurements."""
+        """Return images (batch, channels, height, width) reconstructed from measurements."""
         found: Tensor = self.cell.image(self.layer(y))
         return found

@@ -43,9 +43,9 @@ def test_planted_problems_are_named_and_no_others(example: str, cause: str) -> N
     assert found == {cause}
 
 
-def test_a_healthy_model_is_called_healthy() -> None:
-    diagnosis = eq.diagnose(*example_models.healthy())
-    assert diagnosis.healthy
+def test_a_contractive_model_has_no_finding_worse_than_a_hint() -> None:
+    diagnosis = eq.diagnose(*example_models.contractive())
+    assert diagnosis.ok
     assert not diagnosis.findings or all(f.severity is eq.analysis.Severity.HINT for f in diagnosis.findings)
 
 
@@ -61,7 +61,7 @@ def test_noise_other_than_dropout_is_found() -> None:
             return super().forward(z, x) + 0.01 * torch.randn_like(z)
 
     model = eq.DEQ(Noisy(0.5))
-    assert causes(model, inputs(8, example_models.WIDTH, dtype=torch.float32)).get("random cell") is eq.analysis.Severity.ILL
+    assert causes(model, inputs(8, example_models.WIDTH, dtype=torch.float32)).get("random cell") is Severity.ERROR
 
 
 def test_data_hidden_in_the_cell_couples_samples() -> None:
@@ -77,7 +77,7 @@ def test_data_hidden_in_the_cell_couples_samples() -> None:
 def test_too_few_steps_are_distinguished_from_divergence() -> None:
     gradient = eq.Implicit(stop=eq.Stop(rtol=1e-6))
     model = eq.DEQ(TanhCell(6, norm=0.9), solver=eq.Picard(), stop=eq.Stop(rtol=1e-6, max_steps=5), gradient=gradient)
-    (finding,) = [f for f in eq.diagnose(model, inputs(4, 6)).findings if f.severity is eq.analysis.Severity.ILL]
+    (finding,) = [f for f in eq.diagnose(model, inputs(4, 6)).findings if f.severity is eq.analysis.Severity.ERROR]
     assert finding.cause == "too few steps"
     assert "Stop(max_steps=" in finding.advice
 
@@ -107,7 +107,7 @@ def test_nonfinite_samples_are_found() -> None:
     x = inputs(6, 6)
     x[2, 1] = float("nan")
     diagnosis = eq.diagnose(eq.DEQ(TanhCell(6)), x)
-    (finding,) = [f for f in diagnosis.findings if f.severity is eq.analysis.Severity.ILL]
+    (finding,) = [f for f in diagnosis.findings if f.severity is eq.analysis.Severity.ERROR]
     assert finding.cause == "samples that are not finite"
     assert "1 of 6" in finding.seen
     assert math.isnan(diagnosis.layers[0].examination.radius.radius[2])
@@ -122,7 +122,7 @@ def test_a_poor_gradient_and_an_unsolved_adjoint_are_found() -> None:
     assert found.get("gradient far from the exact one") is eq.analysis.Severity.RISK
     short = eq.Implicit(solver=eq.Picard(), stop=eq.Stop(rtol=1e-6, max_steps=2))
     found = causes(eq.DEQ(cell, stop=stop, gradient=short), x)
-    assert found.get("backward solve not converged") is eq.analysis.Severity.ILL
+    assert found.get("backward solve not converged") is eq.analysis.Severity.ERROR
 
 
 class ResidualConvolution(nn.Module):
@@ -154,7 +154,7 @@ def test_findings_on_a_residual_convolution_match_the_measurements() -> None:
 
 def test_a_measured_gradient_is_reported_where_samples_fail() -> None:
     """The backward solve ends at a residual of 0.03 and the gradient has a cosine of 0.34."""
-    (layer,) = eq.diagnose(*example_models.healthy()).layers
+    (layer,) = eq.diagnose(*example_models.contractive()).layers
     e = layer.examination
     failed = {"converged": 24, "max_steps": 8}
     adjoint = dataclasses.replace(e.forward, status=failed, residual=[0.03] * 32, steps=[40] * 32)
@@ -165,7 +165,7 @@ def test_a_measured_gradient_is_reported_where_samples_fail() -> None:
     far, unsolved = found["gradient far from the exact one"], found["backward solve not converged"]
     assert "0.340" in far.seen and "8 of 32 samples did not converge" in far.seen and "Not exact." in far.seen
     assert "3.0e-02. The gradient as measured has a cosine of 0.340" in unsolved.seen
-    assert "max_steps=200)" in unsolved.advice and unsolved.severity is Severity.ILL
+    assert "max_steps=200)" in unsolved.advice and unsolved.severity is Severity.ERROR
     good = dataclasses.replace(e.agreements[0], cosine=0.99999, relative_error=2e-3)
     found = {finding.cause: finding for finding in findings(dataclasses.replace(e, agreements=[good]))}
     assert found["backward solve not converged"].severity is Severity.HINT
@@ -299,7 +299,7 @@ def test_the_text_has_the_numbers_and_the_advice() -> None:
         assert part in text
     assert len(repr(found)) < 200 and repr(found).startswith("Diagnosis(LayerDiagnosis(layer 1: cell not contractive")
     html = found._repr_html_()
-    assert "ILL: cell not contractive" in html and "<td>Picard() (present)</td>" in html and "<img" not in html
+    assert "Error: cell not contractive" in html and "<td>Picard() (present)</td>" in html and "<img" not in html
 
 
 def test_models_without_an_equilibrium_raise() -> None:
@@ -320,7 +320,7 @@ def test_models_without_an_equilibrium_raise() -> None:
 
 def test_all_files_are_saved_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    diagnosis = eq.diagnose(*example_models.healthy())
+    diagnosis = eq.diagnose(*example_models.contractive())
     page = diagnosis.save(tmp_path / "new" / "folder")
     names = sorted(path.name for path in page.parent.iterdir())
     plots = [f"1-{what}.png" for what in ("convergence", "gradients", "radius", "solvers", "steps")]

@@ -1,6 +1,6 @@
 """Diagnose a model whose solves fail, correct it, and diagnose it again.
 
-python examples/sick_model.py
+python examples/diagnose_model.py
 """
 
 import copy
@@ -25,13 +25,13 @@ def main() -> None:
     encoder, cell, head = nn.Linear(8, 24), Cell(24), nn.Linear(24, 2)
     with torch.no_grad():
         cell.inner.weight.mul_(6)  # like a weight that grew in training with too high a learning rate
-    sick = nn.Sequential(encoder, eq.DEQ(cell, solver=eq.Picard()), head)
+    model = nn.Sequential(encoder, eq.DEQ(cell, solver=eq.Picard()), head)
     x = torch.randn(16, 8)
-    print(eq.diagnose(sick, x))
+    print(eq.diagnose(model, x))
     bounded = copy.deepcopy(cell)
     eq.constraints.spectral_norm(bounded.inner, bound=0.9)  # in place
-    well = nn.Sequential(encoder, eq.DEQ(bounded), head)
-    print(eq.diagnose(well, x))
+    corrected = nn.Sequential(encoder, eq.DEQ(bounded), head)
+    print(eq.diagnose(corrected, x))
 
 
 if __name__ == "__main__":

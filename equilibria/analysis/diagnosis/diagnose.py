@@ -20,7 +20,7 @@ from equilibria.analysis.diagnosis.attractors import measure_attractors, wrong_a
 from equilibria.analysis.diagnosis.examine import SEED, Examination, examine
 from equilibria.analysis.diagnosis.findings import Finding, Severity, findings
 from equilibria.analysis.diagnosis.layers import LayerDiagnosis, text
-from equilibria.analysis.measuring import Call, captured, muted, untouched
+from equilibria.analysis.measuring import LayerCall, captured, muted, untouched
 from equilibria.deq import DEQ
 from equilibria.gradients.base import Gradient
 
@@ -42,9 +42,9 @@ class Diagnosis:
         return tuple(finding for layer in self.layers for finding in layer.findings)
 
     @property
-    def healthy(self) -> bool:
+    def ok(self) -> bool:
         """True if no layer has a finding worse than a hint."""
-        return all(layer.healthy for layer in self.layers)
+        return all(layer.ok for layer in self.layers)
 
     def to_json(self) -> str:
         """Return all numbers and findings as JSON; numbers that are not finite are strings."""
@@ -56,7 +56,7 @@ class Diagnosis:
         Needs matplotlib, which comes with the extra `train`. Every file is written atomically. The page shows the date, the
         versions and, if given, the `command` that wrote it.
         """
-        from equilibria.analysis.diagnosis.page import page, pictures
+        from equilibria.analysis.diagnosis.page import page, pictures  # here, since it needs matplotlib
 
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -107,13 +107,14 @@ def diagnose(model: nn.Module, batch: Any, *, restarts: int = 0, labels: Tensor 
     wrong = None
     if labels is not None:
         layers = [part for part in model.modules() if isinstance(part, DEQ)]
+        # the answers are compared with the labels in a run that leaves buffers, random state and warnings as they were
         with untouched(model, batch), torch.no_grad(), muted(layers):
             wrong = wrong_answers(model(*batch) if isinstance(batch, (tuple, list)) else model(batch), labels)
     examinations = [_examined(name, call, restarts, wrong) for name, call in calls.items()]
     return Diagnosis(tuple(LayerDiagnosis(e, (*findings(e), *attractor_findings(e.attractors))) for e in examinations))
 
 
-def _examined(name: str, call: Call, restarts: int, wrong: Tensor | None) -> Examination:
+def _examined(name: str, call: LayerCall, restarts: int, wrong: Tensor | None) -> Examination:
     """Examine one layer, with restarts if there are any."""
     examination = examine(name, call)
     if restarts == 0:
