@@ -65,7 +65,8 @@ def solve(
     # a map may have been solved before
     f.counter, f.known = Counter(), None if known is None else (z0, known)
     f.any_rank = None if stop.process_group is None else stop.any_rank()
-    precision, ordinary = precision or torch.finfo(z0.dtype).eps, autodiff_modes.is_ordinary()
+    f.precision = precision = precision or torch.finfo(z0.dtype).eps
+    ordinary = autodiff_modes.is_ordinary()
     # a linear system stands alone if the forward solve found that rows do not depend on each other and can be taken. That
     # rows do not mix is not enough: a weight with as many rows as the batch must not be restricted
     rows, cell = None, f.equation
