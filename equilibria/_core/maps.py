@@ -79,7 +79,10 @@ class Map:
     def any(self, mask: Tensor) -> bool:
         """True if `mask` holds for any sample on any rank. Inner loops of solvers use it, so that all ranks take as many
         steps. Waits for the device."""
-        here = bool(mask.any())
+        return self.anywhere(bool(mask.any()))
+
+    def anywhere(self, here: bool) -> bool:
+        """True if `here` is on any rank. With sharded weights an evaluation waits for all ranks: they decide together."""
         return self.any_rank(here) if self.any_rank else here
 
     def take(self, index: Tensor) -> Map | None:

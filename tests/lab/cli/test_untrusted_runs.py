@@ -153,7 +153,7 @@ def test_functions_import_what_their_caller_names(hostile: Path, tmp_path: Path)
     found = Run.open(hostile)
     for function in (experiment_of, evaluate, model_and_batch, lambda run: publish(run, tmp_path / "published")):
         with pytest.raises(UnnamedCodeError, match="named=") as caught:
-            function(found)  # type: ignore[operator]
+            function(found)
         assert caught.value.name == f"{tmp_path}/evil.py:experiment"
     assert not (tmp_path / "imported").exists()
     assert experiment_of(found, MINE).name == "my-digits" and evaluate(found, named=MINE)
