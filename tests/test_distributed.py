@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import equilibria as eq
 import tests.conftest  # noqa: F401  # shifts the seeds in every process
-from tests.problems import TanhCell, inputs
+from tests.problems import TanhCell, inputs, matrix
 
 WORLD = 2
 Work = Callable[[int, Path], None]  # what one process does, given its rank and a folder to write to
@@ -148,7 +148,55 @@ def _fsdp_one_row(rank: int, folder: Path) -> None:
     torch.save({"converged": stats.converged, "evaluations": torch.tensor(stats.evaluations)}, folder / f"{rank}.pt")
 
 
-WORKS: tuple[Work, ...] = (_ddp, _fsdp_anderson, _fsdp_newton, _fsdp_without_group, _fsdp_one_row)
+class Shrinking(nn.Module):
+    """tanh(z W + x): beside a small x, states of any size become as small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(matrix("orthogonal", 6, 0.5).contiguous())
+
+    def forward(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(z @ self.w + x)
+
+
+# (scale of the inputs, start, scale of the loss) on one rank; 1, 0 and 1 on the other; largest number of steps; solver.
+# Squares of numbers below 1e-154 and above 1e154 leave float64.
+FAR: dict[str, tuple[tuple[float, float, float], int, eq.Solver[Any] | eq.Fallback]] = {
+    "small inputs": ((1e-170, 0.0, 1.0), 200, eq.Anderson()),
+    "small inputs, steady state": ((1e-170, 0.0, 1.0), 200, eq.SteadyState(first_step=None)),
+    "small inputs, failed": ((1e-170, 0.0, 1.0), 2, eq.Picard()),
+    "shrinking": ((1e-170, 1e-140, 1.0), 400, eq.Picard()),
+    "shrinking, chain": ((1e-170, 1e-140, 1.0), 400, eq.Fallback(eq.Picard(), eq.Anderson())),
+    "shrinking, failed": ((1e-170, 1e-140, 1.0), 60, eq.Picard()),
+    "small loss": ((1.0, 0.0, 1e-200), 200, eq.Anderson()),
+    "large loss": ((1.0, 0.0, 1e200), 200, eq.Anderson()),
+    "infinite loss": ((1.0, 0.0, float("inf")), 200, eq.Anderson()),
+}
+
+
+def _far(case: str, rank: int, shard: bool) -> dict[str, Tensor]:
+    (scale, start, loss), steps, solver = FAR[case]
+    x = inputs(4, 6)[2 * rank :][:2]
+    scale, start, loss = (scale, start, loss) if rank == 0 else (1.0, 0.0, 1.0)
+    stop = eq.Stop(rtol=1e-8, atol=0.0, max_steps=steps, on_failure="ignore", process_group="world" if shard else None)
+    cell = Shrinking()
+    if shard:
+        fully_shard(cell, mesh=init_device_mesh("cpu", (WORLD,)))
+    init = lambda x: torch.full_like(x, start)  # noqa: E731
+    x = (scale * x).requires_grad_()
+    gradient = eq.Implicit(stop=stop, on_failure="ignore")
+    s = eq.DEQ(cell, init=init, solver=solver, stop=stop, gradient=gradient).solve(x)
+    (loss * s.z.sum()).backward()
+    assert x.grad is not None
+    found = {"z": s.z.detach() / scale, "grad": x.grad / loss, "status": s.stats.status, "residual": s.stats.residual}
+    return found | {"evaluations": torch.tensor(s.stats.evaluations)}
+
+
+def _fsdp_scales(rank: int, folder: Path) -> None:
+    torch.save({case: _far(case, rank, shard=True) for case in FAR}, folder / f"{rank}.pt")
+
+
+WORKS: tuple[Work, ...] = (_ddp, _fsdp_anderson, _fsdp_newton, _fsdp_without_group, _fsdp_one_row, _fsdp_scales)
 
 
 def _assert_grads(seen: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e-8, atol: float = 1e-10) -> None:
@@ -188,3 +236,15 @@ def test_ranks_measure_an_answer_together_if_the_rows_of_one_stop_apart(found: F
     one, other = found(_fsdp_one_row)
     assert bool(one["converged"].all()) and bool(other["converged"].all())
     assert int(one["evaluations"]) == int(other["evaluations"])
+
+
+@pytest.mark.parametrize("case", FAR)
+def test_ranks_evaluate_together_if_the_numbers_of_one_leave_the_range_of_squares(found: Found, case: str) -> None:
+    """A rank that evaluated its cell alone would wait for the other one for ever."""
+    ranks = [result[case] for result in found(_fsdp_scales)]
+    assert int(ranks[0]["evaluations"]) == int(ranks[1]["evaluations"])
+    for rank, seen in enumerate(ranks):
+        alone = _far(case, rank, shard=False)
+        assert torch.equal(seen["status"], alone["status"])
+        for name in ("z", "grad", "residual"):
+            torch.testing.assert_close(seen[name], alone[name], rtol=1e-6, atol=1e-7, equal_nan=True)

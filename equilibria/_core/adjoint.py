@@ -168,22 +168,22 @@ def verified(
         file_residual(adjoint, residual, rhs)
         return u
     short, stats = _file_measured(adjoint, residual, rhs)
-    if not _any(adjoint, stats.status != Status.CONVERGED):
+    if not any_rank(adjoint, stats.status != Status.CONVERGED):
         return u
-    if _any(adjoint, short):
+    if any_rank(adjoint, short):
         if couples is not None and couples():
             return None
         # more steps do not help samples at the rounding of their dtype
         rtol, precision = adjoint.stop.rtol, adjoint.equation.precision
         helped = short if rtol >= precision else short & (stats.residual > rtol + FLOOR * precision)
-        if _any(adjoint, helped) and steps_left(adjoint):
+        if any_rank(adjoint, helped) and steps_left(adjoint):
             release()
             u = u + rest(adjoint, system, residual, u)
             _, stats = _file_measured(adjoint, measure(u), rhs)
     falls_back = adjoint.on_failure == "fall_back"
     action = "warn" if falls_back else adjoint.on_failure
     adjoint.report_failures(stats, action)
-    if falls_back and _any(adjoint, stats.failed):
+    if falls_back and any_rank(adjoint, stats.failed):
         u = torch.where(stats.failed.unsqueeze(1), rhs, u)
         release()
         measure(u)
@@ -236,7 +236,7 @@ def _file_measured(adjoint: Problem, residual: Tensor, rhs: Tensor) -> tuple[Ten
     return short, stats
 
 
-def _any(adjoint: Problem, rows: Tensor) -> bool:
+def any_rank(adjoint: Problem, rows: Tensor) -> bool:
     """True if any sample of any rank is in `rows`."""
     here = bool(rows.any())
     return here if adjoint.stop.process_group is None else bool(adjoint.stop.largest(int(here)))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import Function
 
 from equilibria._core import autodiff_modes
-from equilibria._core.adjoint import cotangent, cotangent_scale, file_lost, verified
+from equilibria._core.adjoint import any_rank, cotangent, cotangent_scale, file_lost, verified
 from equilibria._core.equation import OUT_OF_REACH
 from equilibria._core.maps import AdjointEquation, LinearMap
 from equilibria._core.problem import Problem
@@ -75,24 +75,26 @@ class _Attach(Function):
         assert sure is not None and stats is not None
         lost = lost | (ctx.good & (stats.status == Status.NONFINITE))
         u = torch.where((ctx.good & ~lost).unsqueeze(1), sure * size, torch.zeros_like(v))
-        overflowing = _overflowing(system, u, equation.precision)
+        overflowing = _overflowing(adjoint, system, u)
         if overflowing is not None:
             lost, u = lost | overflowing, torch.where(overflowing.unsqueeze(1), torch.zeros_like(u), u)
-        if bool(lost.any()):
+        if any_rank(adjoint, lost):
             # a derivative that is not finite makes nan of the zero that its sample gets, and of every sum over samples
             spoils = not bool(torch.isfinite(system.product(u)).all())
-            file_lost(adjoint, ctx.good if spoils else lost)
+            if bool(lost.any()):
+                file_lost(adjoint, ctx.good if spoils else lost)
         return (u,)
 
 
-def _overflowing(system: LinearMap, u: Tensor, precision: float) -> Tensor | None:
+def _overflowing(adjoint: Problem, system: LinearMap, u: Tensor) -> Tensor | None:
     """Return (batch,), True for samples whose cotangent overflows in the pull-back through the cell; None if there are none.
 
     The adjoint system is solved for cotangents of size 1. Autograd propagates them at their own size, which may leave the
     range of half precision, or that of any dtype if they are huge.
     """
-    most = torch.finfo(u.dtype).max ** 0.5
-    if not u.numel() or (precision <= torch.finfo(torch.float32).eps and bool(u.abs().amax() < most)):
+    most, narrow = torch.finfo(u.dtype).max ** 0.5, adjoint.equation.precision > torch.finfo(torch.float32).eps
+    asked = torch.ones_like(u, dtype=torch.bool) if narrow else ~(u.abs() < most)  # also for nan
+    if not any_rank(adjoint, asked):
         return None
     finite = torch.isfinite(system.product(u)).all(dim=1)
     return None if bool(finite.all()) else ~finite

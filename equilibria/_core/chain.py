@@ -28,7 +28,8 @@ def solve_chain(run: LoopRun, z0: Tensor, chain: Fallback, solve: Solve) -> Solv
     result = solve(impatient, z0, first[0])
     untried = [_gave_up(run, result)]  # per solver the samples for which its own run from the start is still to be seen
     for before, solver in zip(chain.solvers, (*first[1:], last), strict=False):
-        if result.coupled or result.faint is not None or not run.f.any(result.stats.failed):
+        ended = bool(result.coupled) or result.faint is not None
+        if run.f.anywhere(ended) or not run.f.any(result.stats.failed):
             # the caller solves rows that depend on each other as one run, with the whole chain; answers that are too
             # small for the numbers they were found with are followed first
             return result
@@ -37,6 +38,8 @@ def solve_chain(run: LoopRun, z0: Tensor, chain: Fallback, solve: Solve) -> Solv
             if result.sound is None
             else torch.where((result.sound | result.stats.converged).unsqueeze(1), result.z, z0)
         )
+        if run.f.any_rank is not None:  # a value known to one rank must not spare it an evaluation that the others wait for
+            start = start.clone()
         result, more = _hand_over(run if solver is last else impatient, solve, result, before, solver, start)
         moved = (start != z0).any(dim=1)
         untried.append(moved | _gave_up(run, more))

@@ -65,7 +65,8 @@ def solve(
     # a map may have been solved before
     f.counter, f.known = Counter(), None if known is None else (z0, known)
     f.any_rank = None if stop.process_group is None else stop.any_rank()
-    precision, ordinary = precision or torch.finfo(z0.dtype).eps, autodiff_modes.is_ordinary()
+    f.precision = precision = precision or torch.finfo(z0.dtype).eps
+    ordinary = autodiff_modes.is_ordinary()
     # a linear system stands alone if the forward solve found that rows do not depend on each other and can be taken. That
     # rows do not mix is not enough: a weight with as many rows as the batch must not be restricted
     rows, cell = None, f.equation
@@ -80,7 +81,8 @@ def solve(
         except Unusual as start:
             result = solve_divided(run, z0, start.fz, solver, _verified)
         for _ in range(VERIFICATIONS):
-            if result.faint is None:
+            here = result.faint is not None
+            if not (here if f.any_rank is None else f.any_rank(here)):
                 break
             if keep_state:  # states of two solves cannot be joined: measure how far the first one came
                 result = dataclasses.replace(confirm(run, result, ROUNDING * precision), faint=None)
@@ -88,7 +90,7 @@ def solve(
             # continue the solve of samples whose results have become too small to be squared
             left = run.with_stop(max_steps=max(stop.max_steps - result.taken, 0))
             result = merge(result, solve_divided(left, result.z, f(result.z), solver, _verified))
-            if scale is None and result.coupled is None:  # rows of two solves, which may depend on each other
+            if f.anywhere(scale is None and result.coupled is None):  # rows of two solves, which may depend on each other
                 result = confirm(run, result, ROUNDING * precision)
         return result
 
@@ -115,9 +117,7 @@ def _verified(run: LoopRun, z0: Tensor, solver: AnySolver) -> SolveResult:
         # a backward pass that has samples to set aside does not evaluate the answer as it is
         later = run.measured_later and result.coupled is False
         due = not later or (result.failed and result.stats.count(Status.NONFINITE) > 0)
-    if run.scale is None and run.f.any_rank is not None:  # with sharded weights an evaluation waits for all ranks
-        due = run.f.any_rank(due)
-    if not due:
+    if not (run.f.anywhere(due) if run.scale is None else due):
         return result
     carried = min(FLOOR * run.precision, RECURRENCE * run.stop.rtol)
     rounding = ROUNDING * run.precision if solver.evaluates_residual else carried
@@ -144,14 +144,14 @@ def _run(run: LoopRun, z0: Tensor, solver: Solver[Any]) -> SolveResult:
     record = SolveRecord(stop, z0, run.scale, run.precision, run.unit)
     often = stop.check_every == 1
     record.record(state, step=0, look=often)
-    if z0 is run.origin and record.unusual() and is_unusual(z0, state.fz):
+    if z0 is run.origin and f.anywhere(record.unusual() and is_unusual(z0, state.fz)):
         raise Unusual(state.fz)
     compact = stop.compact and stop.process_group is None
     kept, taken, rows = None, 0, run.rows
     for step in range(1, stop.max_steps + 1):
         if often or step % stop.check_every == 0 or step == 1:
             running = record.running()  # the read-back
-            if not (f.any_rank(running > 0) if f.any_rank else running):
+            if not f.anywhere(running > 0):
                 break
             stopped = record.rows - running
             if rows is None and is_to_compare(run, solver, step, stopped, state.z.shape):

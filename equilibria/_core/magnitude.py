@@ -35,7 +35,8 @@ def solve_divided(run: LoopRun, z0: Tensor, fz: Tensor, solver: AnySolver, solve
     stats = dataclasses.replace(result.stats, iterates=tuple(y * unit for y in result.stats.iterates))
     state = None if result.state is None else result.state.rescaled(unit)
     result = within_dtype(dataclasses.replace(result, z=result.z * unit, stats=stats, state=state), z0)
-    return result if run.scale is not None or not result.failed else _with_scaled_residuals(run, result)
+    measured = run.scale is None and run.f.anywhere(result.failed)
+    return _with_scaled_residuals(run, result) if measured else result
 
 
 def _with_scaled_residuals(run: LoopRun, result: SolveResult) -> SolveResult:

@@ -47,6 +47,7 @@ class Map:
     fell            (batch,) rows for which that ratio is below 1, if growth is not
     latest          the value of the last evaluation
     any_rank        True if its argument is True on any rank; None for a single rank
+    precision       machine epsilon of the numbers that the function computes with; 0 until a solve sets it
     """
 
     drop_at = 8  # rows are dropped when an eighth has stopped
@@ -55,6 +56,7 @@ class Map:
         self.raw, self.equation, self.args = raw, equation, args
         self.counter = Counter()
         self.any_rank: Callable[[bool], bool] | None = None
+        self.precision = 0.0
         self.growth, self.fell = float("inf"), None  # type: float, Tensor | None
         self.latest: Tensor | None = None
         self.known: tuple[Tensor, Tensor] | None = None  # z and f(z), for `remember`
@@ -77,7 +79,10 @@ class Map:
     def any(self, mask: Tensor) -> bool:
         """True if `mask` holds for any sample on any rank. Inner loops of solvers use it, so that all ranks take as many
         steps. Waits for the device."""
-        here = bool(mask.any())
+        return self.anywhere(bool(mask.any()))
+
+    def anywhere(self, here: bool) -> bool:
+        """True if `here` is on any rank. With sharded weights an evaluation waits for all ranks: they decide together."""
         return self.any_rank(here) if self.any_rank else here
 
     def take(self, index: Tensor) -> Map | None:
@@ -90,9 +95,7 @@ class Map:
             restrict = getattr(self.raw, "take", None)  # a plain function may have this method
             raw = None if restrict is None else restrict(index)
             smaller = None if raw is None else Map(raw)
-        if smaller is not None:
-            smaller.counter, smaller.any_rank = self.counter, self.any_rank
-        return smaller
+        return None if smaller is None else self._share(smaller)
 
     def is_worth_restricting(self, stopped: int, shape: Sequence[int]) -> bool:
         """True if so many rows of a state have stopped that dropping them saves more time than `take` costs."""
@@ -112,8 +115,8 @@ class Map:
         return self._derivative[1]
 
     def _share(self, other: Map) -> Map:
-        """Give `other` the counter and the ranks of this map."""
-        other.counter, other.any_rank = self.counter, self.any_rank
+        """Give `other` the counter, the ranks and the precision of this map."""
+        other.counter, other.any_rank, other.precision = self.counter, self.any_rank, self.precision
         return other
 
 

@@ -92,7 +92,7 @@ class Program:
             """One step of the loop on the tensors it carries."""
             step, now, record = read(tensors)
             f = _Traced(parts, tensors[len(moving) :][: len(saved)])
-            f.fell = record.fell
+            f.fell, f.precision = record.fell, self.precision
             now = self.solver.step(f, now)  # type: ignore[arg-type]
             record.record_rows(now, step + 1)
             out = (step + 1, *collect(now, Tensor), *record.tensors())
@@ -110,7 +110,7 @@ class Program:
 
     def _begin(self, f: _Traced, z0: Tensor, scale: Tensor | None) -> tuple[Any, SolveRecord]:
         """Return state and tensors after the first step; it runs before the loop, because shapes still change in it."""
-        record = SolveRecord(self.stop, z0, scale, self.precision)
+        f.precision, record = self.precision, SolveRecord(self.stop, z0, scale, self.precision)
         state = self.solver.init(f, z0)  # type: ignore[arg-type]
         record.record_rows(state, 0)
         f.growth = 0.0  # as in the plain loop: before the first step nothing can have grown
@@ -212,6 +212,7 @@ class _Traced:
 
     growth = float("inf")
     fell: Tensor | None = None
+    precision = 0.0
 
     def __init__(self, parts: Parts, saved: Sequence[Tensor], known: tuple[Tensor, Tensor | None] | None = None) -> None:
         self.parts, self.saved, self.known = parts, saved, known

@@ -156,7 +156,9 @@ class _ReplayedStep:
 
 def _bind(problem: Problem, args: Sequence[Tensor]) -> Map:
     """The map with the graph of its evaluations, whose rows are not dropped."""
-    return Map(lambda z: guarded(problem, problem.equation(z, *args)))
+    f = Map(lambda z: guarded(problem, problem.equation(z, *args)))
+    f.precision = problem.equation.precision  # steps are replayed outside of the loop, which would set it
+    return f
 
 
 @dataclass(frozen=True)

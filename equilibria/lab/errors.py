@@ -19,5 +19,13 @@ class SettingError(ValueError):
     """A setting that does not exist, or a value of the wrong type; the message lists the choices."""
 
 
+class UnnamedCodeError(ValueError):
+    """A run folder names code outside of the library, and the user has not named it; `name` is FILE.py:NAME."""
+
+    def __init__(self, message: str, name: str) -> None:
+        super().__init__(message)
+        self.name = name
+
+
 class UnknownName(ValueError):  # noqa: N818
     """No experiment or table of that name; the message lists the nearest ones."""

@@ -29,11 +29,13 @@ RESULTS = ".eval_results"
 TASKS = {"accuracy": "image-classification", "perplexity": "text-generation", "micro_f1": "graph-ml"}
 
 
-def publish(run: Run, folder: Path, *, which: str = "best", root: Path | None = None) -> dict[str, Any]:
+def publish(
+    run: Run, folder: Path, *, which: str = "best", root: Path | None = None, named: str | None = None
+) -> dict[str, Any]:
     """Write a finished run to `folder`, and return its provenance. `root` is the folder of the datasets, for checksums."""
     if run.summary is None:
         raise ValueError(f"The run in {run.folder} is not finished. Train it to its end before you publish it.")
-    experiment = experiment_of(run)
+    experiment = experiment_of(run, named)
     folder.mkdir(parents=True, exist_ok=True)
     weights = save(run.model(experiment.task(), which), folder / WEIGHTS)
     found = provenance(run, experiment, weights, which, root)

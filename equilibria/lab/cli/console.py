@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,14 @@ from rich.console import Console
 from rich.table import Table
 
 from equilibria.lab.choices import Scale
-from equilibria.lab.errors import CorruptCheckpointError, DataError, SettingError, TrainingError, UnknownName
+from equilibria.lab.errors import (
+    CorruptCheckpointError,
+    DataError,
+    SettingError,
+    TrainingError,
+    UnknownName,
+    UnnamedCodeError,
+)
 
 INTERRUPTED = 130  # 128 plus the number of SIGINT, as shells report it
 
@@ -53,6 +61,11 @@ def explained() -> Iterator[None]:
         yield
     except (SettingError, UnknownName) as error:
         raise typer.BadParameter(str(error)) from error  # typer exits with 2
+    except UnnamedCodeError as error:
+        # a name with control characters could show something else than it is
+        words = shlex.join(["equilibria", *sys.argv[1:], "--experiment", error.name]) if error.name.isprintable() else ""
+        typer.echo(f"Error: {error}{words and f' The command is then:{chr(10)}{words}'}", err=True)
+        raise typer.Exit(2) from error
     except (DataError, TrainingError, CorruptCheckpointError, ImportError, OSError, ValueError) as error:
         typer.echo(f"Error: {_message(error)}", err=True)
         raise typer.Exit(1) from error

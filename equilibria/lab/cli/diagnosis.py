@@ -15,7 +15,7 @@ from equilibria._core.names import nearest
 from equilibria.analysis.diagnosis.diagnose import diagnose as run_diagnosis
 from equilibria.analysis.diagnosis.example_models import EXAMPLES
 from equilibria.lab.cli.console import check_folder, explained
-from equilibria.lab.cli.options import AsJson, DataRoot
+from equilibria.lab.cli.options import AsJson, DataRoot, OwnExperiment
 
 
 @explained()
@@ -33,10 +33,13 @@ def diagnose(
     ] = None,
     evaluating: Annotated[bool, typer.Option("--eval", help="Examine in eval mode instead of training mode.")] = False,
     data: DataRoot = None,
+    experiment: OwnExperiment = None,
     as_json: AsJson = False,
 ) -> None:
     """Examine every equilibrium layer of a model, and report problems with advice."""
     is_run = example is None and target is not None and Path(target).is_dir()
+    if experiment is not None and not is_run:
+        raise typer.BadParameter("--experiment goes with the folder of a run.", param_hint="--experiment")
     if example is not None:
         if example not in EXAMPLES:
             raise typer.BadParameter(
@@ -47,7 +50,7 @@ def diagnose(
         from equilibria.lab.experiments.evaluation import model_and_batch
         from equilibria.lab.training.folder import Run
 
-        model, batch = model_and_batch(Run.open(Path(str(target))), root=data)
+        model, batch = model_and_batch(Run.open(Path(str(target))), root=data, named=experiment)
     else:
         model, batch = _built(target)
     model.train(not evaluating)

@@ -23,6 +23,14 @@ Assignments = Annotated[
 ExperimentName = Annotated[
     str, typer.Argument(help="A name from `equilibria list`, or FILE.py:NAME for an experiment of your own.")
 ]
+OwnExperiment = Annotated[
+    str | None,
+    typer.Option(
+        "--experiment",
+        metavar="FILE.py:NAME",
+        help="The experiment of the run, if it is your own: the file runs as code. What a folder names is not imported.",
+    ),
+]
 SettingsFile = Annotated[
     Path | None,
     typer.Option("--config", metavar="FILE", help="Read settings from a YAML, TOML or JSON file; --set overrides them."),

@@ -9,7 +9,7 @@ import typer
 
 from equilibria.lab.choices import Which
 from equilibria.lab.cli.console import explained, show_json
-from equilibria.lab.cli.options import AsJson, DataRoot
+from equilibria.lab.cli.options import AsJson, DataRoot, OwnExperiment
 
 
 @explained()
@@ -18,6 +18,7 @@ def publish(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write.")],
     which: Annotated[Which, typer.Option(help="Weights: last, best, or raw (last, not averaged).")] = "best",
     data: DataRoot = None,
+    experiment: OwnExperiment = None,
     as_json: AsJson = False,
 ) -> None:
     """Write the weights of a run, a model card, results and provenance in the layout of the Hugging Face hub.
@@ -27,7 +28,7 @@ def publish(
     from equilibria.lab.publishing import publish as write
     from equilibria.lab.training.folder import Run
 
-    found = write(Run.open(run), folder, which=which, root=data)
+    found = write(Run.open(run), folder, which=which, root=data, named=experiment)
     if as_json:
         return show_json(found)
     typer.echo(

@@ -11,7 +11,17 @@ import typer
 
 from equilibria.lab.choices import Scale, Strategy, Which
 from equilibria.lab.cli.console import counted, explained, is_first_process, say, say_if_toy, show_json, show_table
-from equilibria.lab.cli.options import AsJson, Assignments, DataRoot, Devices, ExperimentName, Out, ScaleOption, SettingsFile
+from equilibria.lab.cli.options import (
+    AsJson,
+    Assignments,
+    DataRoot,
+    Devices,
+    ExperimentName,
+    Out,
+    OwnExperiment,
+    ScaleOption,
+    SettingsFile,
+)
 
 if TYPE_CHECKING:
     from equilibria.lab.experiments.runner import Job
@@ -55,6 +65,7 @@ def extend(
     epochs: Annotated[int, typer.Option(min=1, help="Total number of epochs, including those already done.")],
     data: DataRoot = None,
     devices: Devices = 1,
+    experiment: OwnExperiment = None,
     as_json: AsJson = False,
 ) -> None:
     """Train a finished run for more epochs, from its last checkpoint."""
@@ -63,7 +74,7 @@ def extend(
     from equilibria.lab.experiments.runner import Job, Resources
     from equilibria.lab.training.folder import Run, extend_run
 
-    found = experiment_of(Run.open(run))
+    found = experiment_of(Run.open(run), experiment)
     before = found.training
     longer = dataclasses.replace(found, training=dataclasses.replace(before, epochs=epochs))
     extend_run(run, epochs)
@@ -97,13 +108,14 @@ def evaluate(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run.")],
     which: Annotated[Which, typer.Option(help="Weights: last, best, or raw (last, not averaged).")] = "last",
     data: DataRoot = None,
+    experiment: OwnExperiment = None,
     as_json: AsJson = False,
 ) -> None:
     """Evaluate the model of a run on the test data."""
     from equilibria.lab.experiments.evaluation import evaluate as evaluate_run
     from equilibria.lab.training.folder import Run
 
-    metrics = evaluate_run(Run.open(run), which=which, root=data)
+    metrics = evaluate_run(Run.open(run), which=which, root=data, named=experiment)
     if as_json:
         return show_json({"run": str(run), "which": which, "metrics": metrics})
     show_table(f"{run}, {which} weights", ("metric", "value"), [(name, f"{value:.6g}") for name, value in metrics.items()])

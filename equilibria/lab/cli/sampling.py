@@ -25,10 +25,11 @@ def sample(
     top_k: int | None = None,
     seed: int = 0,
     which: str = "best",
+    named: str | None = None,
 ) -> str:
     """Return the prompt continued by `length` tokens from the model of a run."""
     found = Run.open(run)
-    task = experiment_of(found).task()
+    task = experiment_of(found, named).task()
     if not isinstance(task, Language):
         raise ValueError(
             f"{run} is a run of {found.config.get('experiment')}, which is not a language model. Pass a run of one."

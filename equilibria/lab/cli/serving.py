@@ -13,6 +13,7 @@ import typer
 from equilibria._core.files import optional
 from equilibria.lab.choices import Which
 from equilibria.lab.cli.console import explained
+from equilibria.lab.cli.options import OwnExperiment
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,7 @@ def serve(
         str | None, typer.Option(envvar="EQUILIBRIA_API_KEY", help="Key that clients must send; prefer the variable.")
     ] = None,
     which: Annotated[Which, typer.Option(help="Weights of a run: last, best, or raw (last, not averaged).")] = "last",
+    experiment: OwnExperiment = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print a line per request.")] = False,
 ) -> None:
     """Serve a model over HTTP; requests join a running solve, and answers leave it as they converge."""
@@ -52,7 +54,7 @@ def serve(
     if verbose:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     try:
-        model = served_model(target, which)
+        model = served_model(target, which, experiment)
         engine, dtype = make_engine(model, rows=rows, queue=queue, padding=padding)
     except (ModelFileError, UnservableModelError) as error:
         raise ValueError(str(error)) from error  # `explained` does not know these types
@@ -64,14 +66,16 @@ def serve(
     http.serve(front, host, port, ready=lambda address: typer.echo(f"Serving {target} at {address}"))
 
 
-def served_model(target: Path, which: str = "last") -> nn.Module:
-    """Return the model of a run or of a model file, in eval mode."""
+def served_model(target: Path, which: str = "last", named: str | None = None) -> nn.Module:
+    """Return the model of a run or of a model file, in eval mode; `named` is the experiment of a run if it is the user's."""
     if target.is_dir():
         from equilibria.lab.experiments.evaluation import experiment_of
         from equilibria.lab.training.folder import Run
 
         run = Run.open(target)
-        return run.model(experiment_of(run).task(), which)
+        return run.model(experiment_of(run, named).task(), which)
+    if named is not None:
+        raise ValueError(f"--experiment goes with the folder of a run; {target} is none.")
     from equilibria.models import load
 
     return load(target).eval()

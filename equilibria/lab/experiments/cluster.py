@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,18 +18,20 @@ POLL = 2.0  # seconds between two polls of the jobs
 
 
 @dataclass(frozen=True)
-class Command:
-    """A command line as a submitit job. A preempted job is submitted again and its run resumes from its checkpoint."""
+class RunCommand:
+    """The function of a submitit job: it runs a command line.
 
-    words: tuple[str, ...]
+    submitit looks for `checkpoint` at the function that it was given, not at its arguments. Without it, a job that reached
+    its time limit would end. With it, the job is submitted again, and its run resumes from its checkpoint.
+    """
 
-    def __call__(self) -> int:
-        subprocess.run(self.words, check=True)
+    def __call__(self, words: Sequence[str]) -> int:
+        subprocess.run(words, check=True)  # killed if submitit's signal handler ends this process
         return 0
 
-    def checkpoint(self) -> Any:
-        """Return the job to submit after a preemption; submitit calls this."""
-        return optional("submitit.helpers", "cluster").DelayedSubmission(self)
+    def checkpoint(self, words: Sequence[str]) -> Any:
+        """Return the job to submit after a preemption or a timeout; submitit calls this."""
+        return optional("submitit.helpers", "cluster").DelayedSubmission(self, words)
 
 
 def run_on_cluster(
@@ -44,10 +47,12 @@ def run_on_cluster(
     options  parameters of `submitit.AutoExecutor.update_parameters`, such as {"timeout_min": 60, "slurm_partition": "gpu"}
     logs     folder of submitit's files; all nodes must have access to it and to the folders of the runs
     """
-    executor = _executor(cluster, options, logs)
+    logs.mkdir(parents=True, exist_ok=True)
+    # submitit reads results as pickles: in a new folder that only this user can write, nobody else has left one before
+    executor = _executor(cluster, options, Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=logs)))
     # absolute paths: a node may start in another folder
     absolute = [Job(job.row, job.experiment, job.folder.resolve(), job.assignments) for job in jobs]
-    submitted = executor.map_array(_run, [Command(tuple(command(job, place))) for job in absolute])
+    submitted = executor.map_array(RunCommand(), [command(job, place) for job in absolute])
     waiting = dict(zip(jobs, submitted, strict=True))
     for job, handle in waiting.items():
         watch(job, f"submitted as {handle.job_id}")
@@ -66,10 +71,6 @@ def run_on_cluster(
         if waiting:
             time.sleep(POLL)
     return failures
-
-
-def _run(words: Command) -> int:
-    return words()
 
 
 def _executor(cluster: Cluster, options: Mapping[str, Any], logs: Path) -> Any:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import sys
+import threading
+import time
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -12,7 +17,8 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("lightning_fabric")
 from equilibria.lab.errors import SettingError
-from equilibria.lab.experiments import own
+from equilibria.lab.experiments import cluster, own
+from equilibria.lab.experiments.runner import THIS_PROCESS, Job
 from equilibria.lab.experiments.settings_files import read_settings
 from equilibria.lab.experiments.sweep import parse_grid
 from equilibria.lab.training.folder import Run, extend_run
@@ -28,12 +34,12 @@ def test_an_experiment_of_a_file_is_trained_evaluated_and_extended(tmp_path: Pat
     folder = tmp_path / "runs" / "my-digits" / "full" / "seed-0"
     assert f"report: {Path('runs/my-digits/full/seed-0/report.html')}" in text and (folder / "report.html").is_file()
     assert Run.open(folder).config["experiment"] == MINE and Run.open(folder).config["settings"]["width"] == 8
-    metrics = parsed("evaluate", str(folder))["metrics"]
+    metrics = parsed("evaluate", str(folder), "--experiment", MINE)["metrics"]
     assert metrics["accuracy"] == pytest.approx(Run.open(folder).metrics[-1]["split"]["test"]["accuracy"])
-    run("extend", str(folder), "--epochs", "2")
+    run("extend", str(folder), "--epochs", "2", "--experiment", MINE)
     longer = Run.open(folder)
     assert longer.summary is not None and longer.summary["epochs"] == 2 and longer.config["extended"] == [1]
-    assert "must exceed the 2 epochs" in run("extend", str(folder), "--epochs", "2", code=1)
+    assert "must exceed the 2 epochs" in run("extend", str(folder), "--epochs", "2", "--experiment", MINE, code=1)
     # a constant learning rate: the same bits as two epochs from the start
     run("train", MINE, *SMALL, "--set", "training.epochs=2", "--out", "whole")
     whole = Run.open(tmp_path / "whole" / "my-digits" / "full" / "seed-0")
@@ -169,6 +175,43 @@ def test_a_sweep_runs_with_submitit(tmp_path: Path) -> None:
     options = ["--cluster", "local", "--cluster-set", "timeout_min=10"]
     shown = run("sweep", MINE, "--grid", "width=4,8", *SMALL[:4], *options)
     assert "best first" in shown and Run.open(tmp_path / "runs/my-digits/full/sweep/width=4/seed-0").summary is not None
+
+
+ONCE_STOPPED = """
+import os, pathlib, sys, time
+started = pathlib.Path(sys.argv[1])
+if started.exists():
+    sys.exit(0)
+started.with_suffix(".part").write_text(str(os.getppid()))
+started.with_suffix(".part").rename(started)
+time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of submitit
+def test_a_job_that_reaches_its_time_limit_is_submitted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit below ten minutes counts as reached at every signal, so the signal of a limit need not be waited for."""
+    pytest.importorskip("submitit", reason="needs the extra `cluster`")
+    started, experiment = tmp_path / "started", own.load_experiment(MINE, "full")
+    monkeypatch.setattr(cluster, "command", lambda job, place: [sys.executable, "-c", ONCE_STOPPED, str(started)])
+
+    def stop() -> None:
+        while not started.exists():
+            time.sleep(0.05)
+        os.kill(int(started.read_text()), signal.SIGUSR2)
+
+    def watch(job: Job, event: str) -> None:
+        if event.startswith("submitted"):
+            threading.Thread(target=stop, daemon=True).start()
+
+    jobs = [Job("mine", experiment, tmp_path / "run")]
+    logs = tmp_path / "logs"
+    failures = cluster.run_on_cluster(jobs, "local", {"timeout_min": 9}, logs, THIS_PROCESS, watch)
+    text = "".join(path.read_text() for path in logs.rglob("*") if path.suffix in (".out", ".err"))
+    assert "timed-out" in text and "Requeued job" in text
+    assert not failures
+    assert [path.stat().st_mode & 0o077 for path in logs.iterdir()] == [0]  # pickles that others cannot have written
 
 
 def test_diagnose_names_what_it_expects(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import re
 from typing import Literal
 
 import torch
@@ -118,6 +119,9 @@ def pretrained(known: Dataset[Split], steps: int, seed: int) -> Backbone:
 
 def timm_backbone(name: str, channels: int, *, weights: bool) -> nn.Module:
     """Return a model of timm without its classifier, with or without its published weights."""
+    # the name may come from a run folder: with a prefix such as "hf-hub:" timm would read files, and pickles, from there
+    if not re.fullmatch(r"[\w.]+", name):
+        raise ValueError(f"backbone must be 'cnn' or the name of a model of timm, such as 'resnet18'; got {name!r}.")
     try:
         timm = importlib.import_module("timm")
     except ImportError as error:
