@@ -279,7 +279,9 @@ def test_a_budget_of_bytes_bounds_the_history_of_a_batch(kind: Any) -> None:
         assert solver.init(Map(lambda z: z @ w.T + x), torch.zeros_like(x)).limit == kept
         stop = eq.Stop(rtol=1e-8, atol=0, max_steps=400)  # rows are dropped on the way: the ring must not grow
         s = eq.fixed_point(lambda z, x: z @ w.T + x, torch.zeros_like(x), x, solver=solver, stop=stop)
-        torch.testing.assert_close(s.z, torch.linalg.solve(torch.eye(80).double() - w, x.T).T, rtol=1e-5, atol=1e-7)
+        exact = torch.linalg.solve(torch.eye(80).double() - w, x.T).T
+        # w is 0.9 times an orthogonal matrix: errors are at most 1 / (1 - 0.9) times residuals
+        assert bool(((s.z - exact).norm(dim=1) <= 1.01 * 1e-8 / 0.1 * exact.norm(dim=1)).all())
 
 
 @pytest.mark.parametrize(
