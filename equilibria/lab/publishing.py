@@ -30,7 +30,14 @@ from equilibria.models.states import check_fit
 
 WEIGHTS, CARD, CONFIG, PROVENANCE = "model.safetensors", "README.md", "config.json", "provenance.json"
 RESULTS = ".eval_results"
-TASKS = {"accuracy": "image-classification", "perplexity": "text-generation", "micro_f1": "graph-ml"}  # by metric
+METRICS = {"accuracy", "perplexity", "micro_f1"}  # results beside the metric that chose the epoch
+TASKS = {  # tasks of the hub by the kind of the data; the kind itself for others
+    "images": "image-classification",
+    "segmentation": "image-segmentation",
+    "text": "text-generation",
+    "graphs": "graph-ml",
+    "nodes": "graph-ml",
+}
 
 
 def publish(
@@ -166,12 +173,14 @@ def evaluation_results(experiment: Experiment[Any], found: Mapping[str, Any]) ->
     leaderboard of the hub, replace it by the name of the benchmark there.
     """
     lines = []
-    own = experiment.task().better[0]
+    shown = METRICS | {experiment.task().better[0]}
+    data = next(iter(found["data"]), None)
+    kind = "generated" if data is None else data_info(data).kind
     setting = f"{experiment.name}, {experiment.scale} scale, seed {found['seed']}"
     for split, name, number in _numbers(found["metrics"]):
-        if name not in {*TASKS, own}:
+        if name not in shown:
             continue
-        dataset = {"id": next(iter(found["data"]), "generated"), "task_id": TASKS.get(name, name)}
+        dataset = {"id": data or kind, "task_id": TASKS.get(kind, kind)}
         lines += [
             f"- dataset: {json.dumps(dataset)}",
             f"  value: {number!r}",

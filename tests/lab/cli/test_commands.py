@@ -243,6 +243,7 @@ def test_publish_writes_weights_card_results_and_provenance(tmp_path: Path, monk
     assert card.startswith("---\nlibrary_name: equilibria\n") and "| test | accuracy |" in card
     results = (tmp_path / "model" / ".eval_results" / "digits-v2.yaml").read_text()
     assert f"value: {found['metrics']['test']['accuracy']!r}" in results
+    assert '- dataset: {"id": "digits", "task_id": "image-classification"}' in results
     # no keys beside those of the hub's format
     assert {line.lstrip("- ").split(":")[0] for line in results.splitlines()} == {"dataset", "value", "notes"}
     assert f'notes: "accuracy on the test split; digits-v2, debug scale, seed {found["seed"]}"' in results
@@ -265,6 +266,8 @@ def test_publish_writes_weights_card_results_and_provenance(tmp_path: Path, monk
 def test_weights_published_under_a_name_make_their_model(tmp_path: Path) -> None:
     run("train", "skipdeq-polynomial-v2", "--scale", "debug", "--folder", str(tmp_path / "mine"), *ONE)
     found = parsed("publish", str(tmp_path / "mine"), "model", "--name", "skip-polynomial-v2")
+    results = (tmp_path / "model" / ".eval_results" / "skipdeq-polynomial-v2.yaml").read_text()
+    assert '{"id": "generated", "task_id": "generated"}' in results and "loss on the test split" in results
     model = eq.models.load(tmp_path / "model" / "model.safetensors")
     assert found["model"] == "skip-polynomial-v2" == eq.models.read_info(tmp_path / "model" / "model.safetensors").name
     card = (tmp_path / "model" / "README.md").read_text()
