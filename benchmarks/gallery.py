@@ -2,7 +2,8 @@
 
 Cosines of phantom gradients while a model is trained implicitly; accuracies over the steps and the damping of phantom
 gradients; the spectral radius over training with many and few steps of the solver, with and without Jacobian regularization;
-the memory of inference with Broyden's method. Results go to benchmarks/results/gallery.json.
+the memory of inference with Broyden's method, of training steps with Jacobian regularization, and of unrolled Newton steps.
+Results go to benchmarks/results/gallery.json; `--only PART` measures one part again and keeps the others.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 
 import equilibria as eq
 from equilibria.lab import data
+from equilibria.lab.experiments.jacobian_regularization.table import regularized
 from equilibria.lab.experiments.source import source_commit
 
 WIDTH, BATCH, RATE = 64, 64, 3e-3
@@ -143,15 +145,60 @@ def inference_memory() -> list[dict[str, Any]]:
     return found
 
 
+def training_memory() -> list[dict[str, Any]]:
+    """Peak of a training step of every row of the table `jr-cifar10`, on a batch of random images, after pre-training."""
+    batch = torch.randn(64, 3, 16, 16), torch.randint(10, (64,))
+    found = []
+    for row in ("resnet", "mdeq", "mdeq-short", "mdeq-jr"):
+        task = regularized(row, "reduced").task()
+        model = task.model().train()
+        penalty = getattr(task, "jacobian", lambda step: 0.0)
+        step = next((step for step in range(100) if penalty(step)), 0)  # the largest step is one with the penalty
+
+        def train(task: Any = task, model: nn.Module = model, step: int = step) -> None:
+            model.zero_grad()
+            task.loss(model, batch, step).loss.backward()
+
+        train()
+        found.append({"name": row, "bytes": eq.analysis.peak_memory(train)})
+    return found
+
+
+def newton_memory() -> list[dict[str, Any]]:
+    """Peak of a training step of a layer on digits over the steps of the solver, unrolled and implicit."""
+    kinds: dict[str, tuple[eq.Solver[Any], eq.Gradient]] = {
+        "Newton, unrolled": (eq.Newton(linear="dense", line_search=False), eq.Unrolled()),
+        "Picard, unrolled": (eq.Picard(), eq.Unrolled()),
+        "Newton, implicit": (eq.Newton(linear="dense", line_search=False), eq.Implicit()),
+    }
+    x, found = torch.randn(BATCH, 64), []
+    for (name, (solver, gradient)), steps in product(kinds.items(), (1, 2, 4, 8)):
+        stop = eq.Stop(rtol=0.0, atol=0.0, max_steps=steps, on_failure="ignore")
+        model = build(0, gradient, stop, solver)
+
+        def train(model: nn.Module = model) -> None:
+            model.zero_grad()
+            model(x).square().mean().backward()
+
+        train()
+        found.append({"name": name, "steps": steps, "bytes": eq.analysis.peak_memory(train)})
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gallery.json")
-    out: Path = parser.parse_args().out
+    once = {"inference_memory": inference_memory, "training_memory": training_memory, "newton_memory": newton_memory}
+    seeded = {"cosines": cosines, "radii": radii, "grid": grid}
+    parser.add_argument("--only", choices=[*once, *seeded], help="measure this part alone")
+    options = parser.parse_args()
+    out: Path = options.out
     torch.set_num_threads(1)
-    found: dict[str, Any] = {"commit": source_commit(), "torch": torch.__version__, "seeds": list(SEEDS)}
-    found["inference_memory"] = inference_memory()
-    for name, measure in (("cosines", cosines), ("radii", radii), ("grid", grid)):
-        found[name] = [measure(seed) for seed in SEEDS]
+    found: dict[str, Any] = json.loads(out.read_text()) if options.only else {"seeds": list(SEEDS), "commits": {}}
+    found["torch"] = torch.__version__
+    for name in [options.only] if options.only else [*once, *seeded]:
+        found[name] = once[name]() if name in once else [seeded[name](seed) for seed in SEEDS]
+        found["commits"][name] = source_commit()
         print(f"{name}: done", flush=True)
     out.write_text(json.dumps(found, indent=1) + "\n")
 

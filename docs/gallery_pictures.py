@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,14 @@ def figure_of(found: dict[str, Any], row: str, column: str) -> float | None:
 def regularization() -> Any:
     """Error, memory and time of a step, the largest of each 1."""
     found = table("jr-cifar10")
+    peaks = {entry["name"]: entry["bytes"] for entry in measured("training_memory")}
     rows = {row: entry["title"] for row, entry in found["rows"].items()}
     measures = {
         "test error": [None if (a := figure_of(found, row, "accuracy")) is None else 100 - a for row in rows],
         "time of a step": [figure_of(found, row, "step") for row in rows],
-        "peak memory": [figure_of(found, row, "peak") for row in rows],
+        "memory of a step": [peaks[row] for row in rows],
     }
-    scaled = {name: _shares(values) for name, values in measures.items() if any(value is not None for value in values)}
+    scaled = {name: _shares(values) for name, values in measures.items()}
     return bars(new_axes(7, 3.4), list(rows.values()), scaled, "share of the largest")
 
 
@@ -87,17 +89,28 @@ def skip_speed_ups() -> Any:
     return bars(new_axes(7, 4.2), labels, groups, "times faster than the plain DEQ")
 
 
-def thought_experiment() -> Any:
-    """u' = f(u) - u for f(u) = 0.9 u: plain iteration, and the same equation by the explicit midpoint rule."""
+def thought_experiment(evaluations: bool) -> Any:
+    """u' = f(u) - u for f(u) = 0.9 u, by plain iteration and by the midpoint rule, over evaluations of f or over steps."""
     axes = new_axes()
-    plain = [0.9**n for n in range(41)]
-    axes.plot(range(41), plain, color=COLOURS[0], label="u <- f(u), one evaluation a step")
+    last = 40 if evaluations else 20
+    axes.plot(range(last + 1), [0.9**n for n in range(last + 1)], color=COLOURS[0], label="u <- f(u), one evaluation a step")
     for i, step in enumerate((2.0, 5.0), start=1):
         factor = 1 + step * -0.1 + (step * -0.1) ** 2 / 2  # one step of the midpoint rule, two evaluations
-        points = [(2 * n, factor**n) for n in range(21)]
+        points = [((2 if evaluations else 1) * n, factor**n) for n in range(21)]
         label = f"midpoint rule, step {step:g}, two evaluations"
         axes.plot(*zip(*points, strict=True), color=COLOURS[i], ls="--", label=label)
-    finish(axes, "evaluations of f", "u", log=True)
+    finish(axes, "evaluations of f" if evaluations else "steps", "u", log=True)
+    axes.legend(frameon=False, fontsize=7)
+    return axes
+
+
+def newton_memory() -> Any:
+    axes = new_axes()
+    names = dict.fromkeys(entry["name"] for entry in measured("newton_memory"))
+    for i, name in enumerate(names):
+        points = [(entry["steps"], entry["bytes"] / 1e6) for entry in measured("newton_memory") if entry["name"] == name]
+        axes.plot(*zip(*points, strict=True), color=COLOURS[i], marker=".", label=name)
+    finish(axes, "steps of the solver", "MB", log=True)
     axes.legend(frameon=False, fontsize=7)
     return axes
 
@@ -159,11 +172,13 @@ PICTURES: dict[str, Callable[[], Any]] = {
     "regularization": regularization,
     "radius": radii,
     "speed-ups": skip_speed_ups,
-    "thought-experiment": thought_experiment,
+    "thought-steps": partial(thought_experiment, evaluations=False),
+    "thought-experiment": partial(thought_experiment, evaluations=True),
     "cosines": cosines,
     "phantom-grid": phantom_grid,
     "inference-memory": inference_memory,
     "runtimes": runtimes,
+    "newton-memory": newton_memory,
 }
 
 

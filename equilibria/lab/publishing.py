@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 import equilibria
 from equilibria._core.files import replace_file
 from equilibria._core.plain import to_plain
@@ -23,28 +25,63 @@ from equilibria.lab.experiments.evaluation import experiment_of
 from equilibria.lab.reports.measured import machine_of, read_machine
 from equilibria.lab.training.folder import Run
 from equilibria.models.files import save
+from equilibria.models.registry import create
+from equilibria.models.states import check_fit
 
 WEIGHTS, CARD, CONFIG, PROVENANCE = "model.safetensors", "README.md", "config.json", "provenance.json"
 RESULTS = ".eval_results"
-TASKS = {"accuracy": "image-classification", "perplexity": "text-generation", "micro_f1": "graph-ml"}
+METRICS = {"accuracy", "perplexity", "micro_f1"}  # results beside the metric that chose the epoch
+TASKS = {  # tasks of the hub by the kind of the data; the kind itself for others
+    "images": "image-classification",
+    "segmentation": "image-segmentation",
+    "text": "text-generation",
+    "graphs": "graph-ml",
+    "nodes": "graph-ml",
+}
 
 
 def publish(
-    run: Run, folder: Path, *, which: str = "best", root: Path | None = None, named: str | None = None
+    run: Run,
+    folder: Path,
+    *,
+    which: str = "best",
+    root: Path | None = None,
+    name: str | None = None,
+    named: str | None = None,
 ) -> dict[str, Any]:
-    """Write a finished run to `folder`, and return its provenance. `root` is the folder of the datasets, for checksums."""
+    """Write a finished run to `folder`, and return its provenance.
+
+    root   folder of the datasets, for checksums
+    name   name of the model in `eq.models.names()`: `eq.models.load` then creates the model from the file alone
+    named  FILE.py:NAME of the run's experiment, if it is the user's own
+    """
     if run.summary is None:
         raise ValueError(f"The run in {run.folder} is not finished. Train it to its end before you publish it.")
     experiment = experiment_of(run, named)
+    model = run.model(experiment.task(), which)
+    if name is not None:
+        model = named_model(name, model)
     folder.mkdir(parents=True, exist_ok=True)
-    weights = save(run.model(experiment.task(), which), folder / WEIGHTS)
-    found = provenance(run, experiment, weights, which, root)
+    weights = save(model, folder / WEIGHTS)
+    found = provenance(run, experiment, weights, which, root) | {"model": name}
     replace_file(folder / CONFIG, _json(run.config))
     replace_file(folder / PROVENANCE, _json(found))
     replace_file(folder / CARD, model_card(experiment, found).encode())
     (folder / RESULTS).mkdir(exist_ok=True)
     replace_file(folder / RESULTS / f"{experiment.name}.yaml", evaluation_results(experiment, found).encode())
     return found
+
+
+def named_model(name: str, trained: nn.Module) -> nn.Module:
+    """Return the model that `create(name)` makes, with the weights of `trained`; raises ValueError if they do not fit."""
+    model, state = create(name), trained.state_dict()
+    if problem := check_fit(model, state):
+        raise ValueError(
+            f"The weights of this run do not fit the model {name!r}: {problem} Pass the name of the model that the "
+            "experiment trains, or none."
+        )
+    model.load_state_dict(state)
+    return model
 
 
 def provenance(run: Run, experiment: Experiment[Any], weights: Path, which: str, root: Path | None) -> dict[str, Any]:
@@ -105,13 +142,14 @@ def model_card(experiment: Experiment[Any], found: Mapping[str, Any]) -> str:
     ]
     metrics = [f"| {split} | {name} | {number:.6g} |" for split, name, number in _numbers(found["metrics"])]
     commit = found["commit"] or "not recorded"
+    summary = found["summary"][:1].upper() + found["summary"][1:]
     chosen = f", the epoch chosen by the {found['chosen_by']} split" if found["chosen_by"] else ""
     parts = [
         "\n".join(head),
         f"# {experiment.name}",
-        f"{experiment.summary}. {found['parameters']:,} parameters, {found['epochs']} epochs at the {found['scale']} scale, "
+        f"{summary}. {found['parameters']:,} parameters, {found['epochs']} epochs at the {found['scale']} scale, "
         f"seed {found['seed']}{chosen}.",
-        f'```python\nimport equilibria as eq\n\nmodel = eq.models.load("{WEIGHTS}", model)\n```',
+        f"```python\n{loading(found)}\n```",
         f"The architecture is that of `equilibria train {experiment.name} --scale {experiment.scale}`; its settings are in "
         f"`{CONFIG}`.",
         "## Measured",
@@ -123,19 +161,38 @@ def model_card(experiment: Experiment[Any], found: Mapping[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def loading(found: Mapping[str, Any]) -> str:
+    """Return the Python code that loads the weights in the published folder."""
+    if found["model"] is not None:
+        return f'import equilibria as eq\n\nmodel = eq.models.load("{WEIGHTS}")  # {found["model"]}'
+    return (
+        "import json\nfrom pathlib import Path\n\nimport equilibria as eq\n"
+        "from equilibria.lab.experiments.catalogue import experiment\n\n"
+        f'settings = json.loads(Path("{CONFIG}").read_text())\n'
+        f'task = experiment("{found["experiment"]}", "{found["scale"]}").restored(settings).task()\n'
+        f'model = eq.models.load("{WEIGHTS}", task.model())'
+    )
+
+
 def evaluation_results(experiment: Experiment[Any], found: Mapping[str, Any]) -> str:
-    """Return the results in the hub's YAML format; strings are written as JSON, which is valid YAML."""
+    """Return the results in the hub's YAML format; strings are written as JSON, which is valid YAML.
+
+    The hub knows neither metrics nor splits, which stand in the notes. The dataset has its name in this library: for a
+    leaderboard of the hub, replace it by the name of the benchmark there.
+    """
     lines = []
-    notes = f"{experiment.name}, {experiment.scale} scale, seed {found['seed']}"
+    shown = METRICS | {experiment.task().better[0]}
+    data = next(iter(found["data"]), None)
+    kind = "generated" if data is None else data_info(data).kind
+    setting = f"{experiment.name}, {experiment.scale} scale, seed {found['seed']}"
     for split, name, number in _numbers(found["metrics"]):
-        if name not in TASKS:
-            continue  # the format needs the task of a metric, and the others have none
+        if name not in shown:
+            continue
+        dataset = {"id": data or kind, "task_id": TASKS.get(kind, kind)}
         lines += [
-            f"- dataset: {{id: {json.dumps(next(iter(found['data']), 'bundled'))}, task_id: {json.dumps(TASKS[name])}}}",
-            f"  split: {json.dumps(split)}",
-            f"  metric: {json.dumps(name)}",
+            f"- dataset: {json.dumps(dataset)}",
             f"  value: {number!r}",
-            f"  notes: {json.dumps(notes)}",
+            f"  notes: {json.dumps(f'{name} on the {split} split; {setting}')}",
         ]
     return "\n".join(lines) + "\n" if lines else "[]\n"
 

@@ -278,8 +278,8 @@ def test_reversible_is_the_exact_gradient_of_its_own_steps(steps: int, damping: 
 
 
 def test_reversible_reaches_the_implicit_gradient_in_single_precision() -> None:
-    # at norm 0.25 a step with damping 0.5 reduces errors to 0.625 of their size, so that a solve ends before the 26th step, after
-    # which too few digits are left to invert all steps
+    # at norm 0.25 a step with damping 0.5 reduces errors to 0.625 of their size: a solve ends within 26 steps;
+    # after more of them too few digits are left to invert them all
     cell, x = TanhCell(8, norm=0.25, dtype=torch.float32), inputs(4, 8, dtype=torch.float32).requires_grad_()
     stop = eq.Stop(rtol=1e-5, max_steps=100)
     seen = gradients(eq.Reversible(), cell, x, stop, solver=eq.Picard())

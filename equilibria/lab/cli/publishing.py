@@ -17,6 +17,9 @@ def publish(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished run.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write.")],
     which: Annotated[Which, typer.Option(help="Weights: last, best, or raw (last, not averaged).")] = "best",
+    name: Annotated[
+        str | None, typer.Option(help="Name of the model in `equilibria list`, by which the file alone creates it.")
+    ] = None,
     data: DataRoot = None,
     experiment: OwnExperiment = None,
     as_json: AsJson = False,
@@ -28,7 +31,7 @@ def publish(
     from equilibria.lab.publishing import publish as write
     from equilibria.lab.training.folder import Run
 
-    found = write(Run.open(run), folder, which=which, root=data, named=experiment)
+    found = write(Run.open(run), folder, which=which, root=data, name=name, named=experiment)
     if as_json:
         return show_json(found)
     typer.echo(

@@ -48,9 +48,14 @@ def experiment_of(run: Run, named: str | None = None) -> Experiment[Any]:
 def evaluate(run: Run, *, which: str = "last", root: Path | None = None, named: str | None = None) -> dict[str, float]:
     """Return the metrics on the test split; without one on the validation split, or else on the training split."""
     e = experiment_of(run, named)
+    return measure(e, run.model(e.task(), which), root)
+
+
+def measure(e: Experiment[Any], model: nn.Module, root: Path | None = None) -> dict[str, float]:
+    """Return the metrics of a model on the test split of an experiment; without one on validation, or else on training."""
     task, training = e.task(), e.training
     fabric = make_fabric(1, "auto", "auto", training.precision)
-    model = fabric.setup_module(run.model(task, which)).eval()
+    model = fabric.setup_module(model).eval()
     # the random numbers with which the run evaluated its last epoch
     with deterministic(), other_rng(training.seed, training.epochs, 0):
         meter = evaluate_split(task, model, _held_out(e, root), fabric)

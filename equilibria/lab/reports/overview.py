@@ -8,6 +8,7 @@ from typing import Any
 
 from equilibria._core.files import replace_file
 from equilibria.lab.experiments.definitions import Table
+from equilibria.lab.reports.changes import WORDS, Earlier, section
 from equilibria.lab.reports.headlines import lines as headlines
 from equilibria.lab.reports.markdown import MARKS
 from equilibria.lab.reports.measured import AGAIN
@@ -16,6 +17,7 @@ from equilibria.lab.training.durable import read_object
 
 PAGE = "README.md"
 NOTES = "NOTES.md"  # hand-written notes, shown at the end
+EARLIER = "earlier.json"  # verdicts of an earlier state, {"claims": {table: {text: held}}}
 NUMBERED = {
     "C1": "Skip DEQ and V2 need fewer evaluations at equal accuracy",
     "C2": "a continuous Skip DEQ converges where the plain one meets its limit of evaluations",
@@ -40,7 +42,6 @@ REASONS = {  # part of a verdict's reason: category under which the overview cou
     "is not known": "with a deviation that is not known",
     "different machines": "of times on different machines",
 }
-WORDS = {True: "held", False: "did not hold", None: "undecided"}
 
 
 def write_overview(folder: Path, tables: Mapping[str, Table]) -> Path:
@@ -48,15 +49,19 @@ def write_overview(folder: Path, tables: Mapping[str, Table]) -> Path:
     found = {place.name: _read_table(place / NUMBERS) for name in tables for place in stored_folders(folder, name)}
     others = [table for name, table in tables.items() if not stored_folders(folder, name)]
     notes = (folder / NOTES).read_text() if (folder / NOTES).is_file() else ""
-    replace_file(folder / PAGE, page(found, others, notes).encode())
+    earlier = read_object(folder / EARLIER, AGAIN)["claims"] if (folder / EARLIER).is_file() else {}
+    replace_file(folder / PAGE, page(found, others, notes, earlier).encode())
     return folder / PAGE
 
 
-def page(tables: Mapping[str, Mapping[str, Any]], others: Sequence[Table], notes: str = "") -> str:
+def page(
+    tables: Mapping[str, Mapping[str, Any]], others: Sequence[Table], notes: str = "", earlier: Earlier | None = None
+) -> str:
     """Return the overview as Markdown.
 
-    tables  results of `reports.table.plain` by the name of their folder
-    others  tables that have not been run
+    tables   results of `reports.table.plain` by the name of their folder
+    others   tables that have not been run
+    earlier  whether claims held in an earlier state, by table and text
     """
     lines = ["| table | source | scale | runs | claims |", "|---|---|---|---:|---|"]
     for name, table in tables.items():
@@ -81,6 +86,7 @@ def page(tables: Mapping[str, Mapping[str, Any]], others: Sequence[Table], notes
         "after `equilibria`, with a link to the report. Claims that several papers make are numbered:",
         "\n".join(f"- {number}: {text}." for number, text in NUMBERED.items()),
         "\n".join(_claims(tables)),
+        *section(tables, earlier or {}, _kind),
     ]
     return "\n\n".join([*parts, notes.strip()] if notes.strip() else parts) + "\n"
 

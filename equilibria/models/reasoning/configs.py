@@ -85,10 +85,15 @@ _NANO = ReasonerConfig(
     h_cycles=2,
     l_cycles=2,
 )
+# those of the tables of results; wide noise in training, and none in evaluation, lets their states settle
+_BOARD = dataclasses.replace(_NANO, width=32, h_cycles=3, l_cycles=1).attractor()
+_BOARD = dataclasses.replace(_BOARD, relaxation=0.5, noise=0.1, eval_noise=False)
 REASONER_CONFIGS: dict[str, ReasonerConfig] = {
     "nano": _NANO.attractor(),
     "trm-nano": _NANO,
     "trm-sudoku": _SUDOKU,
     "eqr-sudoku": _SUDOKU.attractor(),
     "eqr-maze": _MAZE.attractor(),
+    "eqr-sudoku-4x4": _BOARD,
+    "eqr-sudoku-6x6": dataclasses.replace(_BOARD, summary="Sudoku 6x6, for a CPU", tokens=7, positions=36, width=64),
 }

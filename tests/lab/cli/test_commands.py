@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -233,7 +234,7 @@ def test_report_checks_the_claims_of_stored_reports_again(tmp_path: Path) -> Non
     assert "has no report of a table" in run("report", "nothing", code=2)
 
 
-def test_publish_writes_weights_card_results_and_provenance(tmp_path: Path) -> None:
+def test_publish_writes_weights_card_results_and_provenance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = str(tmp_path / "mine")
     run("train", "digits-v2", "--scale", "debug", "--folder", folder, *ONE)
     found = parsed("publish", folder, "model")
@@ -241,13 +242,39 @@ def test_publish_writes_weights_card_results_and_provenance(tmp_path: Path) -> N
     card = (tmp_path / "model" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: equilibria\n") and "| test | accuracy |" in card
     results = (tmp_path / "model" / ".eval_results" / "digits-v2.yaml").read_text()
-    assert 'metric: "accuracy"' in results and f"value: {found['metrics']['test']['accuracy']!r}" in results
+    assert f"value: {found['metrics']['test']['accuracy']!r}" in results
+    assert '- dataset: {"id": "digits", "task_id": "image-classification"}' in results
+    # no keys beside those of the hub's format
+    assert {line.lstrip("- ").split(":")[0] for line in results.splitlines()} == {"dataset", "value", "notes"}
+    assert f'notes: "accuracy on the test split; digits-v2, debug scale, seed {found["seed"]}"' in results
+    assert found["commit"] is None or re.fullmatch(r"[0-9a-f]{12}\+?", found["commit"])
     task = experiment_of(Run.open(Path(folder))).task()
     model = eq.models.load(tmp_path / "model" / "model.safetensors", task.model())
     expected = Run.open(Path(folder)).model(task, "best").state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+    code = card.partition("```python\n")[2].partition("```")[0]
+    monkeypatch.chdir(tmp_path / "model")
+    names: dict[str, Any] = {}
+    exec(code, names)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in names["model"].state_dict().items())
+    monkeypatch.chdir(tmp_path)
+    assert "do not fit the model 'mdeq-nano'" in run("publish", folder, "other", "--name", "mdeq-nano", code=1)
     (tmp_path / "mine" / "summary.json").unlink()
     assert "is not finished" in run("publish", folder, "other", code=1)
+
+
+def test_weights_published_under_a_name_make_their_model(tmp_path: Path) -> None:
+    run("train", "skipdeq-polynomial-v2", "--scale", "debug", "--folder", str(tmp_path / "mine"), *ONE)
+    found = parsed("publish", str(tmp_path / "mine"), "model", "--name", "skip-polynomial-v2")
+    results = (tmp_path / "model" / ".eval_results" / "skipdeq-polynomial-v2.yaml").read_text()
+    assert '{"id": "generated", "task_id": "generated"}' in results and "loss on the test split" in results
+    model = eq.models.load(tmp_path / "model" / "model.safetensors")
+    assert found["model"] == "skip-polynomial-v2" == eq.models.read_info(tmp_path / "model" / "model.safetensors").name
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert 'eq.models.load("model.safetensors")  # skip-polynomial-v2' in card
+    trained = Run.open(tmp_path / "mine")
+    expected = trained.model(experiment_of(trained).task(), "best").state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
 
 
 def test_data_list_and_check_show_the_state_of_files(tmp_path: Path) -> None:

@@ -136,6 +136,15 @@ def test_accuracy_of_a_stopped_solver_is_not_recorded_as_a_solve() -> None:
     assert "accuracy_at_1" in outcome.metrics
 
 
+def test_the_memory_of_a_prediction_by_broydens_method_grows_with_the_steps_it_takes() -> None:
+    peaks = []
+    for steps in (4, 16):
+        task = Multiscale(MDEQSettings(data=DIGITS, model=MDEQOptions(forward_steps=steps, tolerance=1e-12), at=(1,)))
+        outcome = task.evaluate(task.model().eval(), batch(task))
+        peaks.append(float(outcome.metrics["broyden_bytes"]))
+    assert 1.5 * peaks[0] < peaks[1]
+
+
 def test_comparing_gradients_leaves_training_as_it_was() -> None:
     results = []
     for cosines in ((), (1, 9)):

@@ -22,6 +22,7 @@ from equilibria.lab.experiments.reasoning.table import PUZZLES, TITLES, experime
 from equilibria.lab.experiments.reasoning.task import PuzzleData, Reasoning, ReasoningSettings
 from equilibria.lab.training import Optimizer, Run, Trainer, Training
 from equilibria.models import Reasoner, ReasonerConfig
+from equilibria.models.reasoning.configs import REASONER_CONFIGS
 from tests.lab.training.tasks import Noted, timeless
 
 SMALL = ReasonerConfig(tokens=5, positions=16, width=16, layers=1, multiple=8, h_cycles=2, l_cycles=1).attractor()
@@ -188,6 +189,13 @@ def test_carried_rows_train_deeper_states() -> None:
         with eq.record(model) as solutions:
             task.loss(model, batches[4], 4)
         assert len(solutions) == solves
+
+
+@pytest.mark.parametrize("size", ["4x4", "6x6"])
+def test_reasoners_of_the_tables_have_names(size: str) -> None:
+    config = experiment(f"sudoku-{size}", "eqr", "reduced").settings.config
+    named = REASONER_CONFIGS[f"eqr-sudoku-{size}"]
+    assert dataclasses.replace(named, summary="") == config
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("lightning_fabric")
 from equilibria.lab.cli.tables import report_folder
 from equilibria.lab.experiments.catalogue import table, tables
-from equilibria.lab.reports.overview import NOTES, NUMBERED, write_overview
+from equilibria.lab.reports.overview import NOTES, NUMBERED, page, write_overview
 from equilibria.lab.reports.write import reported_scale, write_report
 from tests.lab.reports.runs import write_run
 
@@ -52,3 +52,21 @@ def test_all_tables_do_not_replace_a_report_of_a_larger_scale(tmp_path: Path) ->
     assert report_folder(mon, "full", tmp_path / "out", tmp_path, everything=True) == tmp_path / "mon"
     assert report_folder(mon, "reduced", tmp_path / "out", tmp_path, everything=False) == tmp_path
     assert report_folder(mon, "reduced", tmp_path / "out", None, everything=True) == tmp_path / "out" / "mon" / "reduced"
+
+
+def test_the_overview_counts_changes_of_verdicts_with_their_reasons() -> None:
+    def claim(text: str, held: bool | None, reason: str | None = None) -> dict[str, object]:
+        return {"claim": text, "held": held, "reason": reason, "seen": "", "id": ""}
+
+    few = "runs: 1 of a, 1 of b; a verdict needs 3 of each row"
+    claims = [claim("a", None, few), claim("b", True), claim("c", False), claim("d", True), claim("new", True)]
+    tables = {"some": {"table": "some", "source": "", "scale": "full", "rows": {}, "claims": claims}}
+    text = page(tables, [], earlier={"some": {"a": True, "b": None, "c": True, "d": True}})
+    assert "4 claims were evaluated then and still are; 1 were added since" in text
+    assert (
+        "| held | 1 | 1 | 1 | 3 |" in text and "| undecided | 1 | 0 | 0 | 1 |" in text and "| all | 2 | 1 | 1 | 4 |" in text
+    )
+    assert "- 1 decided then, undecided now: with fewer than three runs of a row" in text
+    assert "- 1 undecided then, decided now: three or more runs" in text
+    assert "- some: c: held, now did not hold" in text
+    assert "Changes of verdicts" not in page(tables, [])

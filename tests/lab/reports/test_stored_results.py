@@ -43,7 +43,8 @@ def test_the_overview_is_written_from_the_stored_reports(tmp_path: Path) -> None
     for name in STORED:
         (tmp_path / name).mkdir()
         (tmp_path / name / "table.json").write_bytes((RESULTS / name / "table.json").read_bytes())
-    (tmp_path / "NOTES.md").write_bytes((RESULTS / "NOTES.md").read_bytes())
+    for name in ("NOTES.md", "earlier.json"):
+        (tmp_path / name).write_bytes((RESULTS / name).read_bytes())
     assert write_overview(tmp_path, tables()).read_text() == (RESULTS / "README.md").read_text()
 
 

@@ -136,7 +136,11 @@ def tables() -> tuple[Table, ...]:
             TableRow(name, title, partial(regularized, name), _PUBLISHED.get(name, {}), _run_as(name))
             for name, title in _ROWS.items()
         ),
-        columns=(*COLUMNS, *columns),
+        columns=(
+            *COLUMNS,
+            Column("broyden", "memory of a prediction by Broyden's method, MB", "test.broyden_bytes", digits=1, factor=1e-6),
+            *columns,
+        ),
         claims=_claims(),
         guess={"accuracy": GUESS["cifar10"]},
         profiles=(

@@ -6,6 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from equilibria._core.checks import require
 from equilibria.analysis.agreement import gradient_agreement
 from equilibria.analysis.measuring import untouched
+from equilibria.analysis.memory import peak_memory
 from equilibria.deq import DEQ
 from equilibria.gradients.base import Gradient
 from equilibria.gradients.phantom import NeumannPhantom, UnrolledPhantom
@@ -26,8 +28,9 @@ from equilibria.models.solve_options import SolveOptions, relative_stop
 from equilibria.penalties import PenaltySchedule, jacobian_penalty, random_max_steps, skip_penalty
 from equilibria.solution import ConvergenceWarning, Solution, record
 from equilibria.solvers.anderson import Anderson
+from equilibria.solvers.broyden import Broyden
 
-PROBED = 16  # number of images of a batch on which gradients are compared
+PROBED = 16  # number of images of a batch on which gradients are compared and memory is measured
 
 MDEQSolverName = Literal["broyden", "anderson", "picard", "tsit5"]
 MDEQGradientName = Literal["implicit", "upg", "npg", "jfb", "bptt"]
@@ -109,7 +112,8 @@ class MDEQSettings(ImageSettings):
     skip_weight         weight of the mean |f(z) - start|, for variants whose start is trained
     jacobian_weight     weight of the Jacobian penalty, applied in a share `jacobian_frequency` of the steps until step
                         `jacobian_until`; in these steps `jitter` varies the step limit of the solver
-    at                  numbers of steps: accuracy is also measured with the solver stopped after each of them
+    at                  numbers of steps: accuracy is also measured with the solver stopped after each of them, and the peak
+                        memory of a prediction of 16 images by Broyden's method, which stores every step
     cosines             numbers of steps: UPG and NPG with each of them are compared with the exact gradient every
                         `cosines_every` steps on 16 images of a batch, with the damping of `model`
     """
@@ -175,7 +179,12 @@ class Multiscale(ImageTask):
         with torch.no_grad():
             injected = mdeq.stem(x)
             stopped = {f"accuracy_at_{k}": self._stopped(mdeq.layer, injected, k) for k in self.settings.at}
-            return {name: judged(mdeq.head(z), y)[1]["accuracy"] for name, z in stopped.items()}
+            found = {name: judged(mdeq.head(z), y)[1]["accuracy"] for name, z in stopped.items()}
+            # with a pair for every step up to the limit of evaluation, as in the released code
+            layer, stop = mdeq.layer, mdeq.layer.eval_stop or mdeq.layer.stop
+            by_broyden = DEQ(layer.cell, layer.init, Broyden(history=stop.max_steps), stop, batched=layer.batched).eval()
+            work = partial(by_broyden, mdeq.stem(x[:PROBED]))
+            return found | {"broyden_bytes": float(peak_memory(work, x.device))}
 
     def _stopped(self, layer: DEQ, injected: Tensor, steps: int) -> Any:
         """Return the state after `steps` steps, solved by a separate layer so that `record` does not see it."""
