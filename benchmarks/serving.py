@@ -11,8 +11,8 @@ Two baselines, each with rows that drop out of the solve when they are done:
 Time is that of the processor, so that a machine that does other things as well changes it little. Saturation: all requests
 wait from the beginning; the servers take turns, and ratios are medians over the rounds of ratios within a round. Load:
 Poisson arrivals on a clock that runs with the processor time of the server and jumps over its idle time; latencies are from
-arrival to answer. The servers take turns within a trace too, so that all of them meet the slow phases of the machine. A batch
-is whatever waits when the server becomes free, up to its rows. Percentiles are medians over several traces, ratios of
+arrival to answer. The servers take turns within a trace too, so that all of them meet the slow phases of the machine. A
+batch is whatever waits when the server becomes free, up to its rows. Percentiles are medians over several traces, ratios of
 percentiles are medians of ratios on the same trace. `docs/serving_tables.py` makes the tables and the picture of
 docs/serving.md from the JSON file.
 """
