@@ -132,7 +132,7 @@ def cases(names: Sequence[str], count: int) -> list[Case]:
     found = [
         Case("digits", "trained digits classifier, Anderson: steps hardly vary", model, digits),
         Case("monotone", "mon-mlp-mnist, Picard: four or five steps", monotone, pictures),
-        Case("residual", "jfb-resnet-mnist, Picard: convolutions, a dear cell", residual, pictures[: count // 8]),
+        Case("residual", "jfb-resnet-mnist, Picard: convolutions, an expensive cell", residual, pictures[: count // 8]),
         Case("tolerances", "the digits classifier, requests with rtol 1e-1 to 1e-6", model, tolerances),
         Case(
             "difficulty",
@@ -301,7 +301,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--traces", type=int, default=5, help="of arrivals, for every load")
-    parser.add_argument("--requests", type=int, default=4096, help="of the cheapest case; dearer ones have fewer")
+    parser.add_argument("--requests", type=int, default=4096, help="of the cheapest case; the others have fewer")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/serving.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)

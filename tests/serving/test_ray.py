@@ -61,7 +61,7 @@ def handle(model: Path) -> Iterator[Any]:
     try:
         try:
             serve.start(http_options={"host": "127.0.0.1", "port": 18765})
-        except TimeoutError:  # Ray waits 60 seconds for the front's process, which goes on starting; `serve.run` waits for it
+        except TimeoutError:  # Ray waits 60 seconds for the process that listens; it goes on starting
             serve.start(http_options={"host": "127.0.0.1", "port": 18765})
         yield serve.run(application(model, rows=8, replicas=2), name="equilibria")
     finally:
