@@ -11,9 +11,10 @@ Two baselines, each with rows that drop out of the solve when they are done:
 Time is that of the processor, so that a machine that does other things as well changes it little. Saturation: all requests
 wait from the beginning; the servers take turns, and ratios are medians over the rounds of ratios within a round. Load:
 Poisson arrivals on a clock that runs with the processor time of the server and jumps over its idle time; latencies are from
-arrival to answer. A batch is then whatever waits when the server becomes free, up to its rows. Percentiles are medians over
-several traces, ratios of percentiles are medians of ratios on the same trace. `docs/serving_tables.py` makes the table and
-the picture of docs/serving.md from the JSON file.
+arrival to answer. The servers take turns within a trace too, so that all of them meet the slow phases of the machine. A
+batch is whatever waits when the server becomes free, up to its rows. Percentiles are medians over several traces, ratios of
+percentiles are medians of ratios on the same trace. `docs/serving_tables.py` makes the tables and the picture of
+docs/serving.md from the JSON file.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import random
 import statistics
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ SPREAD = (256, 512, 1024)  # widths of the cells
 LOADS = (0.3, 0.5, 0.7, 0.8, 0.9)
 ARRIVALS = 4096  # the largest number of arrivals in a trace
 SECONDS = 2.0  # of static at saturation, the longest trace otherwise
+TURN = 0.05  # seconds of processor time after which the next server goes on with the same trace
+END = object()
 REPEATS = 5  # of the time to an easy answer behind hard requests
 KINDS = ("static", "grouped", "engine", "full")
 
@@ -129,7 +132,7 @@ def cases(names: Sequence[str], count: int) -> list[Case]:
     found = [
         Case("digits", "trained digits classifier, Anderson: steps hardly vary", model, digits),
         Case("monotone", "mon-mlp-mnist, Picard: four or five steps", monotone, pictures),
-        Case("residual", "jfb-resnet-mnist, Picard: convolutions, a dear cell", residual, pictures[: count // 8]),
+        Case("residual", "jfb-resnet-mnist, Picard: convolutions, an expensive cell", residual, pictures[: count // 8]),
         Case("tolerances", "the digits classifier, requests with rtol 1e-1 to 1e-6", model, tolerances),
         Case(
             "difficulty",
@@ -168,12 +171,11 @@ def clock_cost() -> float:
     return (readings[-1] - readings[0]) / (len(readings) - 1)
 
 
-def arrive(serve: Any, requests: Sequence[Request], arrivals: Sequence[float]) -> list[float]:
-    """Latencies of requests that arrive at these times."""
-    now, sent, reading = 0.0, 0, clock_cost()
+def arrive(serve: Any, requests: Sequence[Request], arrivals: Sequence[float], latencies: list[float]) -> Iterator[None]:
+    """Append the latencies of requests that arrive at these times; yields after every TURN of processor time."""
+    now, used, sent, reading = 0.0, 0.0, 0, clock_cost()
     due: dict[int, float] = {}  # arrivals of the requests that are not answered, by ticket
     done: list[Any] = []
-    latencies: list[float] = []
     while sent < len(arrivals) or due:
         begin = time.process_time()
         if not due and arrivals[sent] > now:
@@ -185,10 +187,13 @@ def arrive(serve: Any, requests: Sequence[Request], arrivals: Sequence[float]) -
             due[id(ticket)] = arrivals[sent]
             sent += 1
         serve.step()
-        now += max(time.process_time() - begin - reading, 0.0)
+        taken = max(time.process_time() - begin - reading, 0.0)
+        now, used = now + taken, used + taken
         latencies += [now - due.pop(id(ticket)) for ticket in done]
         done.clear()
-    return latencies
+        if used >= TURN:
+            used = 0.0
+            yield
 
 
 def behind_hard(serve: Any, requests: Sequence[Request], tickets: Sequence[Any]) -> float:
@@ -260,8 +265,12 @@ def at_load(
     traces = [[moment / rate for moment in trace] for trace in traces]
     latencies: dict[str, list[list[float]]] = {kind: [] for kind in kinds}
     for trace in traces:
+        own: dict[str, list[float]] = {kind: [] for kind in kinds}
+        turns = {kind: arrive(servers[kind], case.requests, trace, own[kind]) for kind in kinds}
+        while turns:
+            turns = {kind: run for kind, run in turns.items() if next(run, END) is not END}
         for kind in kinds:
-            latencies[kind].append(sorted(arrive(servers[kind], case.requests, trace)))
+            latencies[kind].append(sorted(own[kind]))
     found: dict[str, Any] = {"per_second": rate, "arrivals": len(traces[0]), "traces": len(traces)}
     shares = {f"p{share}": share / 100 for share in (50, 90, 99)}
     points = {
@@ -292,7 +301,7 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--traces", type=int, default=5, help="of arrivals, for every load")
-    parser.add_argument("--requests", type=int, default=4096, help="of the cheapest case; dearer ones have fewer")
+    parser.add_argument("--requests", type=int, default=4096, help="of the cheapest case; the others have fewer")
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/serving.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -66,6 +66,7 @@ def main() -> None:
 
 
 def soak(pid: int, url: str, samples: list[Any], expected: list[Any], minutes: float, share: float) -> dict[str, Any]:
+    origin = commit()  # files may change while this runs
     bodies = [json.dumps({"inputs": x.tolist()}).encode() for x in samples]
     run_load(url, bodies, [0.0] * 200, clients=32)  # warm up
     burst = run_load(url, bodies, [0.0] * 2000, clients=32)
@@ -96,7 +97,7 @@ def soak(pid: int, url: str, samples: list[Any], expected: list[Any], minutes: f
     latencies.sort()
     return {
         "command": f"python benchmarks/serving_soak.py --minutes {minutes:g}",
-        "commit": commit(),
+        "commit": origin,
         "machine_load": {"least": min(loads), "median": statistics.median(loads), "most": max(loads)},
         "minutes": (time.monotonic() - begin) / 60,
         "saturation_per_second": burst.throughput,

@@ -69,11 +69,9 @@ EQ_INLINE void mix(const Pairs<T>& pairs, const Added<T>& added, Scratch<T>& s, 
         const int64_t m = least(CHUNK, row.c.n - j);
         difference(x, fz + j, f0 + j, m);
         copy(y, fz + j, m);
-        for (int64_t i = 0; i < pairs.k; ++i) {
-            const T* v = pairs.second(i) + j;
-            subtract(x, s.w[i], v, m);
-            if (i >= pairs.replaced) subtract(y, s.u[i], v, m);
-        }
+        const auto value = [&](int64_t i) { return pairs.second(i) + j; };
+        subtract_all(x, s.w.data(), 0, pairs.k, value, m);
+        subtract_all(y, s.u.data(), pairs.replaced, pairs.k, value, m);
         for (int64_t i = 0; i < m; ++i) {
             x[i] *= added.scale;
             y[i] -= added.share * x[i];
@@ -95,7 +93,7 @@ EQ_INLINE void damp(const Pairs<T>& pairs, const Added<T>& added, Scratch<T>& s,
     for (int64_t j = 0; j < row.c.n; j += CHUNK) {
         const int64_t m = least(CHUNK, row.c.n - j);
         copy(x, row.vector(row.c.residual) + j, m);
-        for (int64_t i = pairs.replaced; i < pairs.k; ++i) subtract(x, s.u[i], pairs.first(i) + j, m);
+        subtract_all(x, s.u.data(), pairs.replaced, pairs.k, [&](int64_t i) { return pairs.first(i) + j; }, m);
         subtract(x, added.share, added.first + j, m);
         subtract(out + j, rest, x, m);
     }

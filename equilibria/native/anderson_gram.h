@@ -100,10 +100,11 @@ EQ_INLINE void anderson_gram(const Context& c, const Call<T>& call, int64_t r, i
         copy(added + j, x, m);
         copy(y, fz + j, m);
         copy(f0 + j, fz + j, m);
-        for (int64_t i = 0; i < k; ++i) subtract(y, s.u[i], i == k - 1 ? x : row.vector(c.second[order[i]]) + j, m);
+        const auto value = [&](int64_t i) { return i == k - 1 ? x : row.vector(c.second[order[i]]) + j; };
+        subtract_all(y, s.u.data(), 0, k, value, m);
         if (damping != 1) {
             copy(x, g + j, m);
-            for (int64_t i = 0; i < k; ++i) subtract(x, s.u[i], row.vector(c.first[order[i]]) + j, m);
+            subtract_all(x, s.u.data(), 0, k, [&](int64_t i) { return row.vector(c.first[order[i]]) + j; }, m);
             subtract(y, rest, x, m);
         }
         copy(out + j, y, m);

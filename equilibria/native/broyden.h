@@ -86,7 +86,7 @@ EQ_INLINE void broyden(const Context& c, const Call<T>& call, int64_t r, int64_t
     square.clear();
     for (int64_t j = 0; j < n; j += CHUNK) {
         int64_t m = least(CHUNK, n - j);
-        for (int64_t i = 0; i < k; ++i) subtract(step + j, s.w[i], row.vector(c.second[i]) + j, m);
+        subtract_all(step + j, s.w.data(), 0, k, [&](int64_t i) { return row.vector(c.second[i]) + j; }, m);
         square.add(step + j, step + j, m);
         for (int64_t i = 0; i < m; ++i) out[j + i] = z[j + i] + step[j + i];
     }

@@ -59,7 +59,7 @@ EQ_INLINE T move_along(const Pairs<T>& pairs, const Added<T>& added, Scratch<T>&
     for (int64_t j = 0; j < row.c.n; j += CHUNK) {
         const int64_t m = least(CHUNK, row.c.n - j);
         copy(x, p + j, m);
-        for (int64_t i = 0; i < pairs.k; ++i) subtract(x, s.w[i], pairs.second(i) + j, m);
+        subtract_all(x, s.w.data(), 0, pairs.k, [&](int64_t i) { return pairs.second(i) + j; }, m);
         for (int64_t i = 0; i < m; ++i) {
             x[i] *= added.scale;
             next[j + i] = z[j + i] + added.share * x[i];

@@ -142,7 +142,7 @@ EQ_INLINE Added<T> add_pair(Pairs<T>& pairs, Scratch<T>& s, const Make& make) {
     for (int64_t j = 0; j < row.c.n; j += CHUNK) {
         const int64_t m = least(CHUNK, row.c.n - j);
         make(x, y, j, m);
-        for (int64_t i = 0; i < pairs.k; ++i) subtract(x, s.w[i], pairs.first(i) + j, m);
+        subtract_all(x, s.w.data(), 0, pairs.k, [&](int64_t i) { return pairs.first(i) + j; }, m);
         left.add(x, x, m);
         along.add(x, y, m);
         copy(added.first + j, x, m);

@@ -76,13 +76,16 @@ struct Lanes {  // partial sums, added up pairwise in the end
     EQ_INLINE void store(const T* s) { std::memcpy(part, s, sizeof part); }
 #endif
     EQ_INLINE void add(const T* a, const T* b, int64_t count) {
+        Lanes sums = *this;  // in registers: the compiler cannot exclude that `a` or `b` overlap with these sums
         int64_t i = 0;
-        for (; i + WIDTH <= count; i += WIDTH) add(a + i, b + i);
-        if (i == count) return;
-        T s[WIDTH];
-        load(s);
-        for (int64_t j = 0; i < count; ++i, ++j) s[j] += a[i] * b[i];
-        store(s);
+        for (; i + WIDTH <= count; i += WIDTH) sums.add(a + i, b + i);
+        if (i < count) {
+            T s[WIDTH];
+            sums.load(s);
+            for (int64_t j = 0; i < count; ++i, ++j) s[j] += a[i] * b[i];
+            sums.store(s);
+        }
+        *this = sums;
     }
     EQ_INLINE T sum() const {
 #if defined(__GNUC__) || defined(__clang__)
@@ -113,6 +116,19 @@ struct Same {  // keeps a parameter out of the deduction of T
 template <class T>
 EQ_INLINE void subtract(T* EQ_RESTRICT x, T weight, const typename Same<T>::type* EQ_RESTRICT v, int64_t count) {
     for (int64_t i = 0; i < count; ++i) x[i] -= weight * v[i];
+}
+
+// x <- x - sum of weights[i] vector(i) for i from `from` to `to`, in this order. Four vectors are subtracted in one pass, so
+// that x is read and written less often; the roundings are those of one vector at a time.
+template <class T, class Vector>
+EQ_INLINE void subtract_all(T* EQ_RESTRICT x, const T* weights, int64_t from, int64_t to, const Vector& vector, int64_t count) {
+    int64_t i = from;
+    for (; i + 4 <= to; i += 4) {
+        const T p = weights[i], q = weights[i + 1], r = weights[i + 2], s = weights[i + 3];
+        const T *a = vector(i), *b = vector(i + 1), *c = vector(i + 2), *d = vector(i + 3);
+        for (int64_t j = 0; j < count; ++j) x[j] = (((x[j] - p * a[j]) - q * b[j]) - r * c[j]) - s * d[j];
+    }
+    for (; i < to; ++i) subtract(x, weights[i], vector(i), count);
 }
 
 template <class T>

@@ -103,7 +103,7 @@ class Pacing:
 
     - Where steps hardly vary and an exchange costs many steps, the rows of a batch leave together before it is due: the
       pool then works in groups, like static batching.
-    - Where steps vary, or are dear beside an exchange, rows enter whenever some are free.
+    - Where steps vary, or take long compared with an exchange, rows enter whenever some are free.
     - A queue longer than the pool is not served faster by early answers, so that answers become rare.
 
     Empty rows that no request waits for are dropped by the same rule: when evaluating them has cost as much as moving the

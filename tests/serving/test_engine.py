@@ -189,9 +189,9 @@ class Picky(nn.Module):
         return out
 
 
-def harmful(kind: str) -> tuple[Net, Tensor]:
+def harmful(kind: str, solver: Any) -> tuple[Net, Tensor]:
     """Return a model and a request that fails in the given way."""
-    model = Net(eq.Anderson())
+    model = Net(solver)
     if kind == "raises before":
         model.encoder = Picky(model.encoder, 50.0)  # type: ignore[assignment]
     if kind == "raises in the cell":
@@ -215,9 +215,10 @@ class Twice(nn.Module):
         return out
 
 
+@pytest.mark.parametrize("solver", [eq.Picard(), eq.Anderson(), eq.Broyden()], ids=name)
 @pytest.mark.parametrize("kind", ["nan", "cancelled", "raises before", "raises in the cell", "raises after"])
-def test_a_bad_request_does_not_change_the_other_answers(kind: str) -> None:
-    model, bad = harmful(kind)
+def test_a_bad_request_changes_no_bit_of_the_other_answers_of_a_full_engine(kind: str, solver: Any) -> None:
+    model, bad = harmful(kind, solver)
     inputs = [0.3 * x for x in requests(9)]
 
     def answers(with_bad: bool) -> list[Answer]:

@@ -59,7 +59,7 @@ def test_rows_enter_in_groups_where_steps_hardly_vary(steps: list[int], apart: b
     assert entered == apart
 
 
-def test_a_dear_step_lets_a_request_enter_after_one_step() -> None:
+def test_a_long_step_lets_a_request_enter_after_one_step() -> None:
     pacing = Pacing(8)
     for i in range(KEPT):
         pacing.step.add(8, 100.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 import urllib.error
@@ -43,6 +44,8 @@ def expected(model: Path, samples: list[torch.Tensor]) -> list[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def handle(model: Path) -> Iterator[Any]:
+    for name in ("PROXY_READY_CHECK_TIMEOUT_S", "PROXY_HEALTH_CHECK_TIMEOUT_S"):  # for the processes of Serve
+        os.environ.setdefault(f"RAY_SERVE_{name}", "120")  # 5 and 10 seconds otherwise, which a busy machine may exceed
     from ray import serve
 
     from equilibria.serving.ray import application
@@ -56,7 +59,10 @@ def handle(model: Path) -> Iterator[Any]:
             if attempt == 2:
                 raise
     try:
-        serve.start(http_options={"host": "127.0.0.1", "port": 18765})
+        try:
+            serve.start(http_options={"host": "127.0.0.1", "port": 18765})
+        except TimeoutError:  # Ray waits 60 seconds for the process that listens; it goes on starting
+            serve.start(http_options={"host": "127.0.0.1", "port": 18765})
         yield serve.run(application(model, rows=8, replicas=2), name="equilibria")
     finally:
         serve.shutdown()
