@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ class Remember:
     capacity  largest number of samples per shape of state; the least recently used are removed first
     max_age   ignore equilibria stored more than `max_age` solves ago, as weights have changed since; None keeps all
     device    device of the stored equilibria, for example "cpu" to save GPU memory; None uses that of the state
+    adjoint   store the solution of each sample's adjoint system too, from which the next backward pass of the sample
+              starts; for gradients that solve this system exactly, such as `Implicit`. Takes twice the memory
     """
 
     def __init__(
@@ -42,13 +45,15 @@ class Remember:
         capacity: int = 65_536,
         max_age: int | None = None,
         device: torch.device | str | None = None,
+        adjoint: bool = False,
     ) -> None:
         require(capacity >= 1, f"Remember's capacity must be at least one sample, got {capacity}.")
         require(max_age is None or max_age >= 1, f"Remember's max_age must be at least one solve, got {max_age}.")
-        self.start, self.capacity, self.max_age, self.device = start, capacity, max_age, device
+        self.start, self.capacity, self.max_age, self.device, self.adjoint = start, capacity, max_age, device, adjoint
         self.hits = 0  # number of samples that started from a stored equilibrium
         self.misses = 0  # number of samples with keys that had no stored equilibrium
         self._banks: dict[Hashable, _Bank] = {}
+        self._adjoint_banks: dict[Hashable, _Bank] = {}
         self._keys: list[Hashable] | None = None
         self._solves = 0
 
@@ -56,7 +61,8 @@ class Remember:
         return sum(len(bank.slots) for bank in self._banks.values())
 
     def __repr__(self) -> str:
-        return f"Remember(start={self.start!r}, capacity={self.capacity}, max_age={self.max_age}, device={self.device!r})"
+        settings = {name: getattr(self, name) for name in ("start", "capacity", "max_age", "device", "adjoint")}
+        return f"Remember({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
 
     @contextmanager
     def keyed(self, keys: Keys) -> Iterator[None]:
@@ -74,9 +80,10 @@ class Remember:
         """
         if keys is None:
             self._banks.clear()
+            self._adjoint_banks.clear()
             return
         for key in _as_list(keys):
-            for bank in self._banks.values():
+            for bank in (*self._banks.values(), *self._adjoint_banks.values()):
                 bank.drop(key)
 
     def recall(self, start: State, batched: bool) -> State:
@@ -87,16 +94,12 @@ class Remember:
         keys = self._checked_keys(layout.batch)
         bank = self._banks.get(_signature(layout))
         oldest = 0 if self.max_age is None else self._solves - self.max_age
-        rows, slots = bank.find(keys, oldest) if bank is not None else ([], [])
-        self.hits, self.misses = self.hits + len(rows), self.misses + len(keys) - len(rows)
-        if bank is None or not rows:
-            return start
-        found = bank.values[slots].to(layout.device, layout.dtype)
-        index = torch.tensor(rows, device=layout.device)
-        return layout.unpack(layout.pack(start).index_copy(0, index, found))
+        packed, hits = (None, 0) if bank is None else bank.fill(layout.pack(start), keys, oldest)
+        self.hits, self.misses = self.hits + hits, self.misses + len(keys) - hits
+        return start if packed is None or not hits else layout.unpack(packed)
 
     def store(self, s: Solution) -> None:
-        """Store the equilibria of the samples whose keys are set."""
+        """Store the equilibria of the samples whose keys are set. The solution gets the keys for its backward pass."""
         if not self._visited(s.layout.batched):
             return
         self._solves += 1
@@ -105,6 +108,8 @@ class Remember:
         z = z if self.device is None else z.to(self.device)
         bank = self._banks.setdefault(signature, _Bank(self.capacity, z))
         bank.put(keys, s.stats.converged.tolist(), z, self._solves)
+        if self.adjoint:
+            s.result.adjoint_starts = AdjointStarts(self, keys, signature, self._solves)
 
     def _visited(self, batched: bool) -> bool:
         if self._keys is not None and not batched:
@@ -123,6 +128,32 @@ class Remember:
         return self._keys
 
 
+@dataclass(frozen=True)
+class AdjointStarts:
+    """The stored adjoint solutions of the samples of one solve, which its backward pass recalls and stores.
+
+    solve  the number of the solve, by which the age of a solution is measured
+    """
+
+    memory: Remember
+    keys: Sequence[Hashable]
+    signature: Hashable
+    solve: int
+
+    def recall(self, like: Tensor) -> Tensor | None:
+        """(batch, n), stored solutions, and zeros for samples without one; None if no sample has one."""
+        bank, age = self.memory._adjoint_banks.get(self.signature), self.memory.max_age
+        oldest = 0 if age is None else self.solve - 1 - age
+        found, hits = (None, 0) if bank is None else bank.fill(torch.zeros_like(like), self.keys, oldest)
+        return found if hits else None
+
+    def store(self, u: Tensor, good: Tensor) -> None:
+        """Store the solutions u, (batch, n), of the samples in `good`, (batch,)."""
+        u = u.detach() if self.memory.device is None else u.detach().to(self.memory.device)
+        bank = self.memory._adjoint_banks.setdefault(self.signature, _Bank(self.memory.capacity, u))
+        bank.put(self.keys, good.tolist(), u, self.solve)
+
+
 class _Bank:
     """Stored states of one shape, one row per key; the least recently used key is first in `slots`."""
 
@@ -134,12 +165,15 @@ class _Bank:
         self.stored: dict[Hashable, int] = {}  # number of the solve that stored each key
         self.free: list[int] = list(range(len(self.values)))
 
-    def find(self, keys: Sequence[Hashable], oldest: int) -> tuple[list[int], list[int]]:
-        """Return the rows of the batch that are stored, and their slots."""
+    def fill(self, start: Tensor, keys: Sequence[Hashable], oldest: int) -> tuple[Tensor, int]:
+        """Return `start`, (batch, n), with stored states in the rows of stored samples, and the number of these rows."""
         rows = [row for row, key in enumerate(keys) if key in self.slots and self.stored[key] >= oldest]
+        if not rows:
+            return start, 0
         for row in rows:
             self.slots.move_to_end(keys[row])
-        return rows, [self.slots[keys[row]] for row in rows]
+        found = self.values[[self.slots[keys[row]] for row in rows]].to(start.device, start.dtype)
+        return start.index_copy(0, torch.tensor(rows, device=start.device), found), len(rows)
 
     def put(self, keys: Sequence[Hashable], good: Sequence[bool], z: Tensor, now: int) -> None:
         latest = {key: row for row, key in enumerate(keys)}  # the last row of a key that occurs twice

@@ -155,6 +155,7 @@ class SolveResult:
     nonfinite: bool = False  # True if a sample needs quarantine; on the host, so that backward need not wait for the device
     version: int = 0  # of the args of an unmeasured solve: an optimizer step changes it
     adjoint: Stats | None = None  # of the backward solve
+    adjoint_starts: Any = None  # the AdjointStarts of `Remember(adjoint=True)`, which backward recalls and stores
 
     def add_evaluations(self, evaluations: int, rows: int) -> None:
         """Count evaluations of the cell outside of the solver loop, each on `rows` rows."""

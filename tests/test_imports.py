@@ -98,6 +98,7 @@ def test_nothing_but_the_command_line_starts_in_the_laboratory() -> None:
 
 def test_the_core_needs_torch_alone() -> None:
     extras = {
+        "native.anderson_triton": {"triton"},
         "lab.training.checkpoints": {"safetensors"},
         "lab.training.evaluating": {"lightning_fabric"},
         "lab.training.processes": {"lightning_fabric"},

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import email
+import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -25,15 +28,15 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the results of `python -m build`, outside the repository, in which it would leave files."""
     pytest.importorskip("build")
     source, folder = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
-    for name in sources(*BUILT):
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        (source / name).write_bytes((ROOT / name).read_bytes())
+    copy(source)
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder), str(source), where=source)
     return folder
 
 
 def run(*command: str, where: Path) -> str:
-    done = subprocess.run(command, cwd=where, capture_output=True, text=True)
+    # the package of the working tree must not come before the installed one
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=where, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     return done.stdout
 
@@ -42,6 +45,13 @@ def sources(*names: str) -> list[str]:
     """Return the files of the repository, including uncommitted ones."""
     found = run("git", "ls-files", "--cached", "--others", "--exclude-standard", *names, where=ROOT).splitlines()
     return [name for name in found if (ROOT / name).is_file()]
+
+
+def copy(to: Path) -> None:
+    """Copy what the build reads."""
+    for name in sources(*BUILT):
+        (to / name).parent.mkdir(parents=True, exist_ok=True)
+        (to / name).write_bytes((ROOT / name).read_bytes())
 
 
 def wheel(dist: Path) -> Path:
@@ -73,34 +83,53 @@ def test_version_and_requirements_are_declared(dist: Path) -> None:
     assert [re.split(r"[<>=~! ]", need)[0] for need in plain] == ["torch"]
 
 
-def test_the_wheel_works_in_an_environment_of_its_own(dist: Path, tmp_path: Path) -> None:
-    """The packages it needs are those of this environment; the package itself is the wheel's, not the working tree's."""
-    home = tmp_path / "env"
+def installed(what: Path, where: Path, *options: str) -> tuple[Path, str]:
+    """Install into a new environment with the other packages of this one; return its folder, and what pip printed."""
+    home = where / "env"
     venv.create(home, with_pip=False, symlinks=True)
-    python = home / "bin" / "python"
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        str(python),
-        "install",
-        "-q",
-        "--no-deps",
-        "--no-index",
-        str(wheel(dist)),
-        where=tmp_path,
-    )
     (site,) = home.glob("lib/python*/site-packages")
     (site / "others.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
-    program = (
-        "import torch, equilibria as eq\n"
-        "z = eq.DEQ(lambda z, x: torch.cos(z) + x)(torch.zeros(2, 3))\n"
-        "assert torch.allclose(z, torch.tensor(0.7391), atol=1e-3)\n"
-        "print(eq.__file__)"
-    )
-    assert Path(run(str(python), "-c", program, where=tmp_path).strip()).is_relative_to(site)
+    pip = (sys.executable, "-m", "pip", "--python", str(home / "bin" / "python"), "install", "-q")
+    return home, run(*pip, "--disable-pip-version-check", "--no-deps", "--no-index", *options, str(what), where=where)
+
+
+SOLVE = (
+    "import torch, equilibria as eq\n"
+    "z = eq.DEQ(lambda z, x: torch.cos(z) + x)(torch.zeros(2, 3))\n"
+    "assert torch.allclose(z, torch.tensor(0.7391), atol=1e-3)\n"
+    "print(eq.__file__)"
+)
+
+
+def test_the_wheel_works_in_an_environment_of_its_own(dist: Path, tmp_path: Path) -> None:
+    """The packages it needs are those of this environment; the package itself is the wheel's, not the working tree's."""
+    home, _ = installed(wheel(dist), tmp_path)
+    found = Path(run(str(home / "bin" / "python"), "-c", SOLVE, where=tmp_path).strip())
+    assert found.is_relative_to(home)
     assert "reproduce" in run(str(home / "bin" / "equilibria"), "--help", where=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", [True, False])
+def test_an_installation_from_source_tells_whether_there_are_kernels(
+    compiler: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a compiler it says nothing and goes on without kernels."""
+    false, real = shutil.which("false"), shutil.which("c++")
+    if (false if not compiler else real) is None:
+        pytest.skip("needs `false`, or a compiler named c++")
+    if not compiler:
+        monkeypatch.setenv("CC", str(false))
+        monkeypatch.setenv("CXX", str(false))
+    monkeypatch.setenv("EQUILIBRIA_NATIVE", "1")
+    source = tmp_path / "source"
+    copy(source)
+    home, told = installed(source, tmp_path, "--no-build-isolation")
+    assert told == ""
+    info = json.loads(run(str(home / "bin" / "equilibria"), "info", "--json", where=tmp_path))
+    assert info["native"] is compiler
+    assert info["reason"].startswith("" if compiler else "The compiled kernels are not built")
+    assert Path(run(str(home / "bin" / "python"), "-c", SOLVE, where=tmp_path).strip()).is_relative_to(home)
 
 
 def test_the_changelog_has_an_entry_for_this_version() -> None:

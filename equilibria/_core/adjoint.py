@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ from equilibria._core.quarantine import quarantine
 from equilibria._core.search import all_finite
 from equilibria.solution import Stats, Status, empty_stats
 from equilibria.stop import FLOOR, RECURRENCE, USUAL, rms_norm
+
+if TYPE_CHECKING:
+    from equilibria.remember import AdjointStarts
 
 SEARCHES = 4  # runs of the cell per halving of the batch, at most, to find samples whose gradient is not finite
 
@@ -100,7 +104,8 @@ def cotangent(adjoint: Problem, system: LinearMap) -> Tensor:
     if adjoint.linear.approximation is None:
         # J'0 + rhs = rhs; the residual of rows that do not depend on each other is measured by the caller
         exact = adjoint.changed(on_failure="ignore", known=rhs, verify=bool(adjoint.equation.identity.coupled))
-        return exact.run(torch.zeros_like(rhs), f=system).z
+        starts = adjoint.result.adjoint_starts
+        return exact.run(torch.zeros_like(rhs), f=system).z if starts is None else warm_started(exact, system, starts)
     u = adjoint.linear.approximation(system.product, rhs)
     if adjoint.linear.when is None:
         return u
@@ -111,6 +116,42 @@ def cotangent(adjoint: Problem, system: LinearMap) -> Tensor:
     enough = norm(residual) <= adjoint.linear.when * norm(system.rhs)
     correction = rest(adjoint, system, torch.where(enough.unsqueeze(1), torch.zeros_like(residual), residual), u)
     return u + correction
+
+
+def warm_started(adjoint: Problem, system: LinearMap, starts: AdjointStarts) -> Tensor:
+    """Solve u = J'u + v from the stored solutions of the same samples, and store the new ones.
+
+    Solutions are stored for v of size 1 per row, because scales are shared or not. A stored u is multiplied by the factor
+    that minimizes the residual v - A u with A = I - J', because the loss may have changed the size or the sign of v. The
+    start is then never worse than zero. This takes one product, which gives the solver the value of the map at its start
+    as well.
+    """
+    rhs, u, recalled = system.rhs, torch.zeros_like(system.rhs), None
+    size = system.size(adjoint.stop.norm).unsqueeze(1)
+    size = torch.where(size > 0, size, 1.0)
+    # ranks recall different samples, and must take the same number of products
+    if adjoint.stop.process_group is None and (recalled := starts.recall(rhs)) is not None:
+        recalled = recalled * size
+        product = system.product(recalled)
+        image = recalled - product
+        along, square = (image * rhs).sum(1, keepdim=True), image.square().sum(1, keepdim=True)
+        if adjoint.equation.identity.coupled is not False:  # one system: a factor for each row would change it
+            along, square = along.sum().expand_as(along), square.sum().expand_as(square)
+        factor = along / square
+        helps = along * factor > 0  # the decrease of the squared residual; nan, of rows without a solution, compares false
+        u = torch.where(helps, factor * recalled, u)
+        adjoint = adjoint.changed(known=torch.where(helps, torch.addcmul(rhs, factor, product), rhs))
+    result = adjoint.run(u, f=system)
+    starts.store(result.z / size, result.stats.converged)
+    if recalled is not None:
+        stats = result.stats
+        adjoint.result.adjoint = dataclasses.replace(
+            stats,
+            evaluations=stats.evaluations + 1,
+            sample_evaluations=stats.sample_evaluations + len(u),
+            products=stats.products + 1,
+        )
+    return result.z
 
 
 def rest(adjoint: Problem, system: LinearMap, residual: Tensor, u: Tensor) -> Tensor:

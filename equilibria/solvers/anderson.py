@@ -18,6 +18,7 @@ grows only if a sample needs it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, NamedTuple
@@ -155,16 +156,23 @@ class Anderson(Solver[AndersonState]):
 
     def step(self, f: Map, state: AndersonState) -> AndersonState:
         """Store the last difference, and combine the history to the next iterate."""
-        judged, window = self._judge(f, state), state.window
+        judged, window, n = self._judge(f, state), state.window, state.z.shape[1]
         ring, held, partial = (
             Ring(state.pairs, state.gram, state.limit, state.filled, state.slot),
             judged.held,
             judged.partial,
         )
-        if not (isinstance(state.count, int) and state.count == 0):  # before a second iterate there is no difference
-            ring = self._insert(state, ring, _mask(ring, held) if partial else None)
-            held = torch.minimum(held + 1, window)
-        z = self._next(state, ring, _mask(ring, held) if partial else None)
+        if isinstance(state.count, int) and state.count == 0:  # before a second iterate there is no difference
+            z = state.fz if self.damping == 1 else torch.lerp(state.z, state.fz, self.damping)
+        else:
+            before, held = held, torch.minimum(held + 1, window)
+            damping, threshold = self.damping, self.threshold(n, state.z.dtype)
+            if fused is not None and state.z.device.type in fused.devices and not differentiated(state.z, state.fz):
+                z, ring = fused.step(ring, state.pair, state.last, before, window, damping, threshold)
+            else:
+                ring = insert(ring, state.pair, state.last, mask_of(ring, before) if partial else None, threshold)
+                mask = mask_of(ring, held) if partial else None
+                z = combine(ring, state.fz, state.residual, mask, damping, threshold)
         if judged.slow is not None:
             window = window + (judged.slow & (held == window) & (window < state.most))
             if ring.limit < state.most and _is_needed(window, ring):
@@ -217,35 +225,6 @@ class Anderson(Solver[AndersonState]):
             usual, waited, shortest = usual | fell, waited * ~fell, torch.where(fell, length, shortest)
         return Judged(shortest, waited * usual, state.held * usual, True, slow)
 
-    def _insert(self, state: AndersonState, ring: Ring, mask: Tensor | None) -> Ring:
-        """Return the ring with the difference from the previous iterate in its slot; `mask` marks the earlier pairs."""
-        n, followed = state.z.shape[1], differentiated(state.pair, state.last, ring.pairs)
-        pair = torch.sub(state.pair, state.last, out=None if followed else state.last)
-        if n > MEDIUM_STATE:
-            return ring.with_pair(pair, n, followed)
-        size = torch.linalg.vector_norm(pair[:, :n], dim=1, keepdim=True)
-        if ring.filled:
-            kept = ring.pairs[:, : ring.filled]
-            weights = _masked(products(kept[:, :, :n], pair[:, :n]), mask)
-            pair = subtract_combination(pair, weights, kept, over=not followed)
-        left = torch.linalg.vector_norm(pair[:, :n], dim=1, keepdim=True)
-        # if a difference lies in the space of the others, the rest is rounding and is dropped
-        empty = left <= self.threshold(n, left.dtype) * size
-        scale = left.masked_fill(empty, 1.0).reciprocal().masked_fill(empty, 0.0)  # avoids 1 / 0, also in derivatives
-        return ring.with_pair(pair, n, followed, scale)
-
-    def _next(self, state: AndersonState, ring: Ring, mask: Tensor | None) -> Tensor:
-        """Return the next iterate: the damped evaluation less the combination of the history."""
-        k, n = ring.filled, state.z.shape[1]
-        if k == 0:
-            return state.fz if self.damping == 1 else torch.lerp(state.z, state.fz, self.damping)
-        residuals, values = ring.pairs[:, :k, :n], ring.pairs[:, :k, n:]
-        weights = _masked(products(residuals, state.residual), mask)
-        if n > MEDIUM_STATE:
-            weights = least_squares(ring.gram[:, :k, :k], weights, mask, self.threshold(n, weights.dtype))
-        z = subtract_combination(state.fz, weights, values)
-        return z if self.damping == 1 else z - (1 - self.damping) * subtract_combination(state.residual, weights, residuals)
-
 
 class Ring(NamedTuple):
     """The pairs of all samples; fields as in AndersonState."""
@@ -289,6 +268,48 @@ class Ring(NamedTuple):
         return Ring(pairs, gram, limit, self.filled, self.limit)
 
 
+class Fused(NamedTuple):
+    """Something that does `insert` and `combine` in one call, on devices of these types."""
+
+    step: Callable[[Ring, Tensor, Tensor, Tensor, Tensor, float, float], tuple[Tensor, Ring]]
+    devices: tuple[str, ...]
+
+
+fused: Fused | None = None  # set inside `native.gpu.fused()`
+
+
+def insert(ring: Ring, pair: Tensor, last: Tensor, mask: Tensor | None, threshold: float) -> Ring:
+    """The ring with the difference of two iterates, (batch, 2 n), in its slot; `mask` is of the pairs before.
+
+    Overwrites `last`, unless it is differentiated.
+    """
+    n, followed = pair.shape[1] // 2, differentiated(pair, last, ring.pairs)
+    pair = torch.sub(pair, last, out=None if followed else last)
+    if n > MEDIUM_STATE:
+        return ring.with_pair(pair, n, followed)
+    size = torch.linalg.vector_norm(pair[:, :n], dim=1, keepdim=True)
+    if ring.filled:
+        kept = ring.pairs[:, : ring.filled]
+        weights = _masked(products(kept[:, :, :n], pair[:, :n]), mask)
+        pair = subtract_combination(pair, weights, kept, over=not followed)
+    left = torch.linalg.vector_norm(pair[:, :n], dim=1, keepdim=True)
+    # if a difference lies in the space of the others, the rest is rounding and is dropped
+    empty = left <= threshold * size
+    scale = left.masked_fill(empty, 1.0).reciprocal().masked_fill(empty, 0.0)  # avoids 1 / 0, also in derivatives
+    return ring.with_pair(pair, n, followed, scale)
+
+
+def combine(ring: Ring, fz: Tensor, residual: Tensor, mask: Tensor | None, damping: float, threshold: float) -> Tensor:
+    """The next iterate: the damped evaluation less the combination of the history."""
+    k, n = ring.filled, fz.shape[1]
+    residuals, values = ring.pairs[:, :k, :n], ring.pairs[:, :k, n:]
+    weights = _masked(products(residuals, residual), mask)
+    if n > MEDIUM_STATE:
+        weights = least_squares(ring.gram[:, :k, :k], weights, mask, threshold)
+    z = subtract_combination(fz, weights, values)
+    return z if damping == 1 else z - (1 - damping) * subtract_combination(residual, weights, residuals)
+
+
 def least_squares(gram: Tensor, right: Tensor, mask: Tensor | None, threshold: float) -> Tensor:
     """(batch, k), the minimizer of |g - sum of weights dg| from the inner products of the dg, (batch, k, k), and with g.
 
@@ -304,7 +325,7 @@ def least_squares(gram: Tensor, right: Tensor, mask: Tensor | None, threshold: f
     return (solve_small(matrix, b * scale) * scale).to(right.dtype)
 
 
-def _mask(ring: Ring, held: Tensor) -> Tensor:
+def mask_of(ring: Ring, held: Tensor) -> Tensor:
     """(batch, filled), 1 for the last `held` pairs of each sample, else 0."""
     place = torch.arange(ring.filled, device=held.device)
     return ((ring.slot - 1 - place) % ring.limit < held).to(held.dtype)

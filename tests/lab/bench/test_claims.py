@@ -96,5 +96,29 @@ def test_a_warm_start_halves_the_steps(name: str, by: float, share: float) -> No
     assert _distance(a, b) < 200 * case.rtol
 
 
+# Products of a backward solve from the stored adjoint solutions, after the weights moved by a share: with the product of the
+# start, 2 to 12 where a cold solve takes 13 to 34 (0.1 %).
+@pytest.mark.parametrize(("by", "share"), [(0.001, 0.75), (0.01, 0.95)])
+@pytest.mark.parametrize("name", CASES)
+def test_a_warm_started_adjoint_takes_fewer_products(name: str, by: float, share: float) -> None:
+    case = case_of(name)
+    other = moved(case, by).cell
+    assert isinstance(other, nn.Module)
+
+    def products(deq: eq.DEQ) -> int:
+        s = deq.solve(*case.inputs)
+        torch.autograd.grad(case.loss(s.z), list(deq.parameters()))
+        assert s.adjoint is not None and bool(s.adjoint.converged.all())
+        return s.adjoint.products
+
+    deq = layer(case)
+    deq.init = eq.Remember(start=deq.init, adjoint=True)
+    with eq.sample_keys(deq, range(case.batch)):
+        products(deq)
+        deq.cell = other
+        warm = products(deq)
+    assert warm <= share * products(deq)
+
+
 def _distance(a: Tensor, b: Tensor) -> float:
     return float(((a - b).norm(dim=1) / b.norm(dim=1)).max())
