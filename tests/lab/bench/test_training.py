@@ -78,6 +78,13 @@ def test_the_tolerance_is_the_loosest_that_meets_the_stop() -> None:
 
 
 @peers
+def test_with_equal_limits_the_tolerance_is_ours() -> None:
+    model, _ = training.peer(task(), PICARD, factors=(1.0,))
+    layer: Any = model.layer
+    assert layer.deq.f_tol == STOP.rtol
+
+
+@peers
 def test_a_solver_that_runs_out_of_steps_gets_our_tolerance() -> None:
     given = task()
     ours: Any = given.model.layer
