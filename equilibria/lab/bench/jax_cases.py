@@ -159,7 +159,7 @@ def _below(w: Weights, name: str) -> Weights:
 
 
 def _conv(w: Weights, name: str, z: Array, stride: int = 1) -> Array:
-    """A convolution whose product with the transposed Jacobian is one with the kernel turned round.
+    """A convolution whose product with the transposed Jacobian is one with the flipped kernel.
 
     JAX says the same by exchanging the kernel's channels in the description of its axes; within a loop XLA then takes
     70 times as long as for the convolution itself, which would be all that is seen of the solvers.
@@ -181,7 +181,7 @@ def _linear(kernel: Array, z: Array, stride: int) -> Array:
 
 
 def _transposed(kernel: Array, z: Array, stride: int) -> Array:
-    """z with zeros between its numbers, convolved with the kernel turned round."""
+    """z with zeros between its numbers, convolved with the flipped kernel."""
 
     def forward(kernel: Array, z: Array) -> Array:
         between = (0, stride - 1, stride - 1)  # before, after and between

@@ -87,7 +87,7 @@ def details(results: BenchResults) -> str:
 
 
 def text(results: BenchResults) -> str:
-    """Everything."""
+    """Markdown: the table of ratios, the summary, and the details of every case."""
     setting = ", ".join(f"{name} {value}" for name, value in results.setting.items() if value not in ("", None))
     parts = ["## Our default : fastest TorchDEQ", ratios(results), "## Training step", summary(results)]
     return "\n\n".join([*parts, EXPLANATION, details(results), setting])

@@ -1,11 +1,11 @@
 """The rules that make a comparison fair.
 
 1. Libraries stop on different quantities (the worst sample or the whole batch, absolute or relative, the last or the best
-   iterate), so a method's tolerance is tightened until its answer is accurate enough in the judge's eyes: the worst
-   sample's |f(z) - z| / |f(z)| in float64.
+   iterate), so a method's tolerance is tightened until its answer meets that of the case: |f(z) - z| / |f(z)| of the worst
+   sample in float64.
 2. Work is counted by hooks on the cell itself, in runs of their own.
 3. Timed runs take turns, in another order each round, and every sample is divided by the time of a bare call of the cell
-   right before it. Time is that of the processor on one thread: what others took of the machine meanwhile is not in it.
+   right before it. Time is that of the processor on one thread, which does not include what other processes take.
 4. Gradients are compared with an implicit gradient in float64.
 """
 
