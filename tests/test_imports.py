@@ -133,6 +133,7 @@ def test_the_core_needs_torch_alone() -> None:
         "analysis.diagnosis.page": {"matplotlib"},
         "lab.cli.main": {"typer"},
         "lab.bench.methods": {"torchdeq"},
+        "lab.bench.training": {"torchdeq"},
         "lab.bench.report": {"matplotlib"},
     }
     for name, path in modules().items():

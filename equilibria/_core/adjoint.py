@@ -25,6 +25,7 @@ from equilibria._core.maps import AdjointEquation, Equation, Linearisation, Line
 from equilibria._core.problem import Problem
 from equilibria._core.quarantine import quarantine
 from equilibria._core.search import all_finite
+from equilibria.native import measures
 from equilibria.solution import Stats, Status, empty_stats
 from equilibria.stop import FLOOR, RECURRENCE, USUAL, rms_norm
 
@@ -51,16 +52,20 @@ def backward_first_order(
         at = Linearisation(equation, z, args, needs)
         if problem.result.unmeasured and z is whole_z:
             problem.measure(z, at.run()[1].detach(), args)
-        scale = cotangent_scale(equation, v, measured=True)
-        rhs = v / scale
+        if equation.identity.coupled or (scaled := measures.normalized(v)) is None:
+            scale, known_size = cotangent_scale(equation, v, measured=True), None
+            rhs = v / scale
+        else:
+            scale, rhs, known_size = scaled[0], scaled[1], (rms_norm, scaled[2])
         system = LinearMap(at.transposed, at.product, rhs, adjoint.equation, (at.z, rhs, *at.args))
+        system.known_size = known_size
         u = cotangent(adjoint, system)
         if some_bad:  # a formula may give a sample with a zero cotangent another value
             u = torch.where(good.unsqueeze(1), u, torch.zeros_like(u))
         # one pull-back gives the gradients and, as a by-product, the residual of the adjoint system
         pull = _Pull(equation, at, scale, rhs)
         residual = pull(u)
-        seem_finite = pull.seems_finite()
+        seem_finite = measures.seem_finite(pull.grads, rhs)
         if not some_bad and _is_solved(adjoint, system, residual, seem_finite):
             return pull.grads
         # nan compares false; the residual of a sample in quarantine is not that of its own system
@@ -231,7 +236,7 @@ def verified(
     return u
 
 
-def _is_solved(adjoint: Problem, system: LinearMap, residual: Tensor, finite: Tensor) -> bool:
+def _is_solved(adjoint: Problem, system: LinearMap, residual: Tensor, finite: Tensor | bool) -> bool:
     """True if every sample has converged within its tolerance and the gradients seem `finite`; stores the residuals then.
 
     This is the usual end of a backward pass. It waits for the device once. Other cases are left to `verified`, as are
@@ -242,21 +247,26 @@ def _is_solved(adjoint: Problem, system: LinearMap, residual: Tensor, finite: Te
     if special or stop.process_group is not None:
         return False
     assert stats is not None
-    relative, wanted = _measured(adjoint, residual, system.size(stop.norm))
-    if not bool((relative <= wanted).all() & finite & ~stats.status.any()):  # CONVERGED is 0; nan compares false
-        return False
-    adjoint.result.adjoint = dataclasses.replace(stats, residual=relative)
-    return True
+    wanted = _tolerance(adjoint, residual.dtype)
+    found = measures.ratios(residual, None, system.rhs, status=stats.status) if stop.norm is rms_norm else None
+    if found is None:
+        relative = stop.norm(residual) / system.size(stop.norm).clamp_min(torch.finfo(residual.dtype).tiny)
+        solved = bool((relative <= wanted).all() & finite & ~stats.status.any())  # CONVERGED is 0; nan compares false
+    else:
+        relative, worst = found
+        solved = worst <= wanted and bool(finite)
+    if solved:
+        adjoint.result.adjoint = dataclasses.replace(stats, residual=relative)
+    return solved
 
 
-def _measured(adjoint: Problem, residual: Tensor, size: Tensor) -> tuple[Tensor, float]:
-    """(batch,) measured relative residuals of systems with right-hand sides of this size, and their tolerance without atol.
+def _tolerance(adjoint: Problem, dtype: torch.dtype) -> float:
+    """The largest measured relative residual of a solved system in this dtype, without atol.
 
     The solver updates its residual by a recurrence, from other products, so that the measured one rounds differently.
     """
-    stop, info = adjoint.stop, torch.finfo(residual.dtype)
-    carried = min(FLOOR * adjoint.equation.precision, RECURRENCE * stop.rtol)
-    return stop.norm(residual) / size.clamp_min(info.tiny), stop.rtol + max(carried, FLOOR * info.eps)
+    rtol, precision = adjoint.stop.rtol, adjoint.equation.precision
+    return rtol + max(min(FLOOR * precision, RECURRENCE * rtol), FLOOR * torch.finfo(dtype).eps)
 
 
 def _file_measured(adjoint: Problem, residual: Tensor, rhs: Tensor) -> tuple[Tensor, Stats]:
@@ -268,9 +278,9 @@ def _file_measured(adjoint: Problem, residual: Tensor, rhs: Tensor) -> tuple[Ten
     assert stats is not None
     if adjoint.equation.identity.coupled:  # one system
         residual, rhs = residual.reshape(1, -1), rhs.reshape(1, -1)
-    size = stop.norm(rhs)
-    relative, rtol = _measured(adjoint, residual, size)
-    wanted = rtol + stop.atol / size.clamp_min(torch.finfo(size.dtype).tiny) if stop.atol else rtol
+    size = stop.norm(rhs).clamp_min(torch.finfo(rhs.dtype).tiny)
+    relative, rtol = stop.norm(residual) / size, _tolerance(adjoint, rhs.dtype)
+    wanted = rtol + stop.atol / size if stop.atol else rtol
     short = (stats.status == Status.CONVERGED) & ~(relative <= wanted).expand(batch)
     status = stats.status.masked_fill(short, Status.STALLED)
     adjoint.result.adjoint = stats = dataclasses.replace(stats, residual=relative.expand(batch), status=status)
@@ -333,14 +343,6 @@ class _Pull:
             self.grads = [None if grad is None else grad * common for grad in grads]
             product = product * common
         return torch.addcdiv(self.rhs - u, product, self.scale)
-
-    def seems_finite(self) -> Tensor:
-        """Return a scalar, False if any gradient is not finite, or rarely if a sum of finite numbers overflows."""
-        real = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in self.grads if grad is not None]
-        # a sum in half precision overflows early
-        sums = [grad.sum(dtype=torch.float32 if grad.element_size() < 4 else None).to(self.rhs.dtype) for grad in real]
-        sound = torch.isfinite(torch.stack(sums).sum()) if sums else torch.ones((), dtype=torch.bool)
-        return sound.to(self.rhs.device)
 
     def release(self) -> None:
         """Free the gradients before another run of the cell."""

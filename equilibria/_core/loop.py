@@ -27,6 +27,7 @@ from equilibria._core.compaction import ROUNDING, TRUSTED, RowCheck, compare_ans
 from equilibria._core.magnitude import Unusual, is_unusual, solve_divided
 from equilibria._core.maps import Counter, FlatMap, Map
 from equilibria._core.results import VERIFICATIONS, LoopRun, merge
+from equilibria.native import measures
 from equilibria.native import solve as native_solve
 from equilibria.native.solve import Iteration, Krylov
 from equilibria.solution import SolveResult, Stats, Status
@@ -34,7 +35,7 @@ from equilibria.solvers.base import Iterate, Solver
 from equilibria.solvers.fallback import AnySolver, Fallback, check_solver
 from equilibria.solvers.krylov import GMRES
 from equilibria.solvers.rowwise import compact_rows, gather, map_tensors, rejected
-from equilibria.stop import FLOOR, RECURRENCE, USUAL, Stop, binary_size
+from equilibria.stop import FLOOR, RECURRENCE, USUAL, Stop, binary_size, euclidean_norm, rms_norm
 
 
 def solve(
@@ -125,6 +126,8 @@ def _verified(run: LoopRun, z0: Tensor, solver: AnySolver) -> SolveResult:
         claimed = result.stats.converged
         result = confirm(run, result, 0.0 if result.coupled else rounding)
         left = run.stop.max_steps - result.taken
+        if not result.failed and run.f.any_rank is None:
+            break
         if result.coupled or left <= 0 or not run.f.any(claimed & result.stats.failed):
             break
         if solver.evaluates_residual and result.coupled is None:  # nothing else can have moved these rows away
@@ -298,8 +301,14 @@ def confirm(run: LoopRun, claimed: SolveResult, rounding: float) -> SolveResult:
     is by how much the relative residual of such a sample may exceed the tolerance: 0 for rows that depend on each other,
     whose change is no rounding.
     """
-    fz = run.f(claimed.z)
+    fz, before = run.f(claimed.z), claimed.stats
     run.f.remember(claimed.z, fz)
+    if run.scale is None and run.unit is None and run.ordinary and run.stop.norm in (rms_norm, euclidean_norm):
+        found = measures.ratios(fz, claimed.z, fz, status=before.status)
+        if found is not None and found[1] <= run.stop.rtol + rounding:  # all samples converged, and have
+            calls, rows = run.f.counter.evaluations, run.f.counter.rows
+            stats = dataclasses.replace(before, residual=found[0], evaluations=calls, sample_evaluations=rows)
+            return dataclasses.replace(claimed, stats=stats, failed=False, unmeasured=False)
     # statistics of one iterate; rows are divided by their magnitude before entries are squared
     z = claimed.z
     unit = None if run.scale is not None else binary_size(z, fz)
@@ -314,7 +323,6 @@ def confirm(run: LoopRun, claimed: SolveResult, rounding: float) -> SolveResult:
     within = seen.converged & (claimed.stats.status != Status.DIVERGED)
     holds = within | (claimed.stats.converged & (seen.residual <= run.stop.rtol + rounding))
     status = torch.where(holds, Status.CONVERGED, unless).to(torch.int8)
-    before = claimed.stats
     # a cell that fails from some call on has failed here too: its best iterate keeps the residual that was measured before
     kept = (before.status == Status.NONFINITE) & ~torch.isfinite(seen.residual)
     stats = dataclasses.replace(seen, status=status, residual=torch.where(kept, before.residual, seen.residual))

@@ -135,7 +135,7 @@ class LinearMap(Map):
     ) -> None:
         super().__init__(lambda z: product(z) + rhs, equation, args)
         self.rhs, self._products = rhs, (product, transposed)
-        self._size: tuple[FlatMap, Tensor] | None = None  # a norm and that of `rhs`
+        self.known_size: tuple[FlatMap, Tensor] | None = None  # a norm and that of `rhs`
 
     def product(self, t: Tensor) -> Tensor:
         """M t, which counts as an evaluation."""
@@ -153,9 +153,9 @@ class LinearMap(Map):
 
     def size(self, norm: FlatMap) -> Tensor:
         """(batch,), the norm of the right-hand side, computed once."""
-        if self._size is None or self._size[0] is not norm:
-            self._size = norm, norm(self.rhs)
-        return self._size[1]
+        if self.known_size is None or self.known_size[0] is not norm:
+            self.known_size = norm, norm(self.rhs)
+        return self.known_size[1]
 
     def with_rhs(self, rhs: Tensor) -> LinearMap:
         """The map z -> M z + rhs of the same M, as a plain one: its rows cannot be taken."""

@@ -23,6 +23,7 @@ from equilibria._core.failures import report_failures
 from equilibria._core.loop import measure, solve
 from equilibria._core.maps import Equation, FlatMap, LinearEquation, LinearMap, Map
 from equilibria._core.results import VERIFICATIONS
+from equilibria.native import measures
 from equilibria.solution import SolveResult, Stats, Status
 from equilibria.solvers.fallback import AnySolver
 from equilibria.solvers.krylov import GMRES
@@ -177,10 +178,14 @@ class Problem:
         self.result.unmeasured = False
         # ratios of root mean squares are those of lengths. This runs in every training step: few operations, one read-back
         norm = partial(torch.linalg.vector_norm, dim=1) if stop.norm is rms_norm else stop.norm
-        residual, rounding = norm(fz - z) / norm(fz), ROUNDING * precision
-        agreed = float(torch.dist(residual, stats.residual, float("inf"))) <= rounding
-        # nan is a row of zeros, or in quarantine
-        agreed = agreed or not bool(((residual - stats.residual).abs() > rounding).any())
+        rounding = ROUNDING * precision
+        found = measures.ratios(fz, z, fz, told=stats.residual) if stop.norm is rms_norm else None
+        agreed = found is not None and found[1] <= rounding
+        if not agreed:
+            residual = norm(fz - z) / norm(fz)
+            agreed = float(torch.dist(residual, stats.residual, float("inf"))) <= rounding
+            # nan is a row of zeros, or in quarantine
+            agreed = agreed or not bool(((residual - stats.residual).abs() > rounding).any())
         cell = self.equation.identity
         if trust and self.equation.separable and not cell.coupled and cell.trusted is not agreed:
             remember_measured(cell, agreed)

@@ -1,8 +1,9 @@
 """Compiled solver steps for the CPU. Optional: without them, or with EQUILIBRIA_NATIVE=0, the same steps run in torch.
 
 One call does all the work between two evaluations of a map: the record of every row and the algebra of the solver. The
-kernels are plain C++ on the memory of tensors (`methods.h`, `record.h`) in an extension module built for Python's stable
-ABI. A call takes less than a microsecond, a third of a ctypes call, and one build serves every version of Python.
+kernels are plain C++ on the memory of tensors in an extension module built for Python's stable ABI: `record.h` and one
+header per method, and `measures.h` for what is computed once per solve. A call takes less than a microsecond, a third of a
+ctypes call, and one build serves every version of Python.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ namespace equilibria {
 
 // As in context.py. Raise both when a field or an argument changes its meaning: an extension built from other sources is
 // then refused when the package is imported, instead of reading memory wrongly.
-constexpr long INTERFACE = 2;
+constexpr long INTERFACE = 3;
 
 enum Status : int8_t { RUNNING = -1, CONVERGED = 0, MAX_STEPS = 1, NONFINITE = 2, STALLED = 3, DIVERGED = 4 };  // as in solution.py
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from ctypes import c_double, c_int64, c_void_p
 
-INTERFACE = 2  # as in context.h
+INTERFACE = 3  # as in context.h
 NUMBERS = (
     "excess",
     "length",

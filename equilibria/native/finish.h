@@ -1,4 +1,4 @@
-// The end of a solve: the relative residual of every row, and whether a row needs a closer look (`finished` in loop.py).
+// The end of a solve: the relative residual of every row, and how many rows `finished` in loop.py must settle.
 #pragma once
 #include <cmath>
 #include <limits>

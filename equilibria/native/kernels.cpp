@@ -8,6 +8,7 @@
 #include "broyden.h"
 #include "finish.h"
 #include "gmres.h"
+#include "measures.h"
 
 // Compiled for several instruction sets; the loader picks the best one the processor supports.
 #if defined(__linux__) && defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(EQUILIBRIA_ONE_TARGET)
@@ -40,6 +41,18 @@ EQ_KERNEL(gmres_f32, float, gmres)
 EQ_KERNEL(gmres_f64, double, gmres)
 EQ_KERNEL(broyden_f32, float, broyden)
 EQ_KERNEL(broyden_f64, double, broyden)
+
+#define EQ_MEASURES(T)                                                                                                   \
+    EQ_TARGETS void normalize_rows(int64_t rows, int64_t n, const T* v, T* rhs, T* scale, T* size) {                     \
+        normalize<T>(rows, n, v, rhs, scale, size);                                                                      \
+    }                                                                                                                    \
+    EQ_TARGETS double row_ratios(                                                                                        \
+        int64_t rows, int64_t n, const T* a, const T* b, const T* c, const T* told, const int8_t* status, T* out) {      \
+        return ratios<T>(rows, n, a, b, c, told, status, out);                                                           \
+    }                                                                                                                    \
+    EQ_TARGETS bool finite_numbers(const T* x, int64_t count) { return all_finite<T>(x, count); }
+EQ_MEASURES(float)
+EQ_MEASURES(double)
 
 template <class T>
 using Kernel = void (*)(const Context&, const Call<T>&, int64_t, int64_t);
@@ -116,12 +129,14 @@ static int64_t called(Context& c, Method method, PyObject* const* a, int64_t ste
     return run<T>(c, method, Call<T>{pointer<T>(a[3]), pointer<T>(a[4]), pointer<T>(a[5]), pointer<T>(a[6]), step});
 }
 
+static bool counted(const char* name, Py_ssize_t count, Py_ssize_t wanted) {
+    if (count != wanted) PyErr_Format(PyExc_TypeError, "%s takes %zd numbers, got %zd", name, wanted, count);
+    return count == wanted;
+}
+
 // advance(context, method, double, a, b, before, out, step) -> rows still running; addresses are integers
 static PyObject* advance(PyObject*, PyObject* const* a, Py_ssize_t count) {
-    if (count != 8) {
-        PyErr_Format(PyExc_TypeError, "advance takes 8 numbers, got %zd", count);
-        return nullptr;
-    }
+    if (!counted("advance", count, 8)) return nullptr;
     Context& c = *pointer<Context>(a[0]);
     const Method method = Method(integer(a[1]));
     const bool wide = integer(a[2]) != 0;
@@ -136,21 +151,59 @@ static PyObject* advance(PyObject*, PyObject* const* a, Py_ssize_t count) {
 
 // finish(context, double) -> rows that are not simply converged; writes the relative residuals over `excess`
 static PyObject* finish_rows(PyObject*, PyObject* const* a, Py_ssize_t count) {
-    if (count != 2) {
-        PyErr_Format(PyExc_TypeError, "finish takes 2 numbers, got %zd", count);
-        return nullptr;
-    }
+    if (!counted("finish", count, 2)) return nullptr;
     const Context& c = *pointer<const Context>(a[0]);
     const bool wide = integer(a[1]) != 0;
     if (PyErr_Occurred()) return nullptr;
     return PyLong_FromLongLong(wide ? finish<double>(c) : finish<float>(c));
 }
 
+template <class T>
+static void normalize_at(PyObject* const* a) {
+    normalize_rows(integer(a[1]), integer(a[2]), pointer<const T>(a[3]), pointer<T>(a[4]), pointer<T>(a[5]), pointer<T>(a[6]));
+}
+
+// normalize(double, rows, n, v, rhs, scale, size)
+static PyObject* normalize_all(PyObject*, PyObject* const* a, Py_ssize_t count) {
+    if (!counted("normalize", count, 7)) return nullptr;
+    if (integer(a[0]) != 0) normalize_at<double>(a);
+    else normalize_at<float>(a);
+    if (PyErr_Occurred()) return nullptr;
+    Py_RETURN_NONE;
+}
+
+template <class T>
+static double ratios_at(PyObject* const* a) {
+    return row_ratios(
+        integer(a[1]), integer(a[2]), pointer<const T>(a[3]), pointer<const T>(a[4]), pointer<const T>(a[5]),
+        pointer<const T>(a[6]), pointer<const int8_t>(a[7]), pointer<T>(a[8]));
+}
+
+// ratios(double, rows, n, a, b, c, told, status, out) -> the largest; b, told and status may be 0
+static PyObject* ratios_all(PyObject*, PyObject* const* a, Py_ssize_t count) {
+    if (!counted("ratios", count, 9)) return nullptr;
+    const double worst = integer(a[0]) != 0 ? ratios_at<double>(a) : ratios_at<float>(a);
+    return PyErr_Occurred() ? nullptr : PyFloat_FromDouble(worst);
+}
+
+// finite(double, numbers, count) -> True if all are finite
+static PyObject* finite_all(PyObject*, PyObject* const* a, Py_ssize_t count) {
+    if (!counted("finite", count, 3)) return nullptr;
+    const bool wide = integer(a[0]) != 0;
+    const int64_t numbers = integer(a[2]);
+    const bool found = wide ? finite_numbers(pointer<const double>(a[1]), numbers) : finite_numbers(pointer<const float>(a[1]), numbers);
+    return PyErr_Occurred() ? nullptr : PyBool_FromLong(found);
+}
+
+#define EQ_METHOD(NAME, FUNCTION, DOC) \
+    {NAME, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(FUNCTION)), METH_FASTCALL, DOC}
+
 static PyMethodDef methods[] = {
-    {"finish", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(finish_rows)), METH_FASTCALL,
-     "finish(context, double) -> rows that are not simply converged"},
-    {"advance", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(advance)), METH_FASTCALL,
-     "advance(context, method, double, a, b, before, out, step) -> rows still running"},
+    EQ_METHOD("normalize", normalize_all, "normalize(double, rows, n, v, rhs, scale, size)"),
+    EQ_METHOD("ratios", ratios_all, "ratios(double, rows, n, a, b, c, told, status, out) -> the largest"),
+    EQ_METHOD("finite", finite_all, "finite(double, numbers, count) -> True if all are finite"),
+    EQ_METHOD("finish", finish_rows, "finish(context, double) -> rows that are not simply converged"),
+    EQ_METHOD("advance", advance, "advance(context, method, double, a, b, before, out, step) -> rows still running"),
     {nullptr, nullptr, 0, nullptr}};
 
 static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_kernels", nullptr, 0, methods, nullptr, nullptr, nullptr, nullptr};
