@@ -95,7 +95,9 @@ class Map:
             restrict = getattr(self.raw, "take", None)  # a plain function may have this method
             raw = None if restrict is None else restrict(index)
             smaller = None if raw is None else Map(raw)
-        return None if smaller is None else self._share(smaller)
+        if smaller is not None:
+            smaller.counter, smaller.any_rank, smaller.precision = self.counter, self.any_rank, self.precision
+        return smaller
 
     def is_worth_restricting(self, stopped: int, shape: Sequence[int]) -> bool:
         """True if so many rows of a state have stopped that dropping them saves more time than `take` costs."""

@@ -295,6 +295,8 @@ def insert(ring: Ring, pair: Tensor, last: Tensor, mask: Tensor | None, threshol
     left = torch.linalg.vector_norm(pair[:, :n], dim=1, keepdim=True)
     # if a difference lies in the space of the others, the rest is rounding and is dropped
     empty = left <= threshold * size
+    if followed:  # the second derivative of a norm is nan at zero
+        left = torch.linalg.vector_norm(pair[:, :n].masked_fill(empty, 1.0), dim=1, keepdim=True)
     scale = left.masked_fill(empty, 1.0).reciprocal().masked_fill(empty, 0.0)  # avoids 1 / 0, also in derivatives
     return ring.with_pair(pair, n, followed, scale)
 

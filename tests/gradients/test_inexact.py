@@ -178,6 +178,17 @@ def test_unrolling_any_solver_differentiates_the_iterate_it_computed(solver: Any
     assert torch.autograd.gradgradcheck(f, args)
 
 
+def test_unrolled_anderson_has_second_derivatives_where_the_history_spans_the_space() -> None:
+    """With one number per state, what remains of the second difference is exactly zero; the norm has no second derivative."""
+    cut = eq.Stop(rtol=0, atol=0, max_steps=3, on_failure="ignore")
+
+    def f(x: Tensor) -> Tensor:
+        start = torch.zeros_like(x)
+        return eq.fixed_point(lambda z, x: torch.tanh(0.9 * z + x), start, x, stop=cut, gradient=eq.Unrolled()).z
+
+    assert torch.autograd.gradgradcheck(f, inputs(2, 1).requires_grad_())
+
+
 @pytest.mark.parametrize("solver", [eq.Picard(), eq.Anderson(), eq.Broyden(), eq.Restart(eq.Anderson(), every=4)], ids=name)
 @pytest.mark.parametrize("checkpoint", ["sqrt", "recursive"])
 @pytest.mark.parametrize("steps", [1, 7, 30])
