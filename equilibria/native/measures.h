@@ -44,6 +44,14 @@ EQ_INLINE void normalize(int64_t rows, int64_t n, const T* v, T* rhs, T* scale, 
     }
 }
 
+// True if every number is zero.
+template <class T>
+EQ_INLINE bool all_zero(const T* x, int64_t count) {
+    for (int64_t i = 0; i < count; ++i)
+        if (x[i] != 0) return false;
+    return true;
+}
+
 // Write |a - b| / |c| of every row, or |a| / |c| without b. Returns the largest difference from `told`, without rows where it
 // is nan; or without `told` the largest ratio, which is nan if one is nan. The result is nan if the squares of a row of c may
 // leave the dtype, and if the status of a row is not 0.
@@ -67,7 +75,9 @@ EQ_INLINE double ratios(int64_t rows, int64_t n, const T* a, const T* b, const T
         const T length = std::sqrt(above.sum()), size = std::sqrt(below.sum());
         out[r] = length / (size < tiny ? tiny : size);
         const double value = told ? std::fabs(double(out[r]) - double(told[r])) : double(out[r]);
-        const bool unusual = !(size < 1 / least) || (size < least && (size > 0 || length > 0));
+        // squares may be zero where numbers are not
+        const bool vanished = size == 0 && length == 0 && !(all_zero(c + r * n, n) && all_zero(a + r * n, n));
+        const bool unusual = !(size < 1 / least) || (size < least && (size > 0 || length > 0)) || vanished;
         if (unusual || (status && status[r])) worst = nan;
         else if (worst == worst && (told ? value > worst : !(value <= worst))) worst = value;
     }

@@ -84,7 +84,7 @@ def test_reproduce_runs_a_table_at_debug_scale(table: str, tmp_path: Path) -> No
     numbers = json.loads((base / "table.json").read_text())
     assert all(numbers["rows"][row]["ours"]["nfe"]["mean"] >= 3 for row in rows)
     assert numbers["claims"] == []  # toys prove nothing
-    assert result.stderr.count("data and model are toys") == 2
+    assert result.stderr.count("toy data and a toy model") == 2
     report = (base / "report.md").read_text()
     assert "Debug scale" in report and "training.epochs=1 (not 2)" in report
     before = {path: path.stat().st_mtime_ns for path in base.glob("*/seed-*/*")}
