@@ -1,4 +1,4 @@
-"""Serving: continuous batching of equilibrium solves.
+"""Serve models by continuous batching of equilibrium solves.
 
 with eq.serving.Engine(model, rows=64) as engine:
     answer = engine.submit(x).result()

@@ -1,4 +1,4 @@
-"""Everything that serving uses of the private parts of the library, in one place."""
+"""The private parts of the library that serving uses, gathered in one module."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def start(deq: DEQ, inputs: Sequence[Any], given: Sequence[Any], init: Any) -> S
 
 
 def advance(gradient: Gradient, solves: int) -> Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] | None:
-    """Return the steps that a gradient takes from the equilibrium in its forward pass; None if it takes none.
+    """Return the function that takes the steps of a gradient from the equilibrium in its forward pass; None without steps.
 
     Raises TypeError for a gradient whose forward pass does not run the solver.
     """
@@ -108,7 +108,7 @@ def advance(gradient: Gradient, solves: int) -> Callable[[Callable[[Tensor], Ten
 
 
 def solution(z: Tensor, layout: Layout, f: Callable[[State], State], z0: State, stats: Stats) -> Solution:
-    """Return a Solution for the part of a model behind its equilibrium layer."""
+    """Return the Solution that the part of a model behind its equilibrium layer receives."""
     layout = dataclasses.replace(layout, batch=z.shape[0])
     return Solution(layout.unpack(layout.saturate(z)), z0, f, SolveResult(z, stats), layout, None)
 
@@ -141,7 +141,7 @@ def settle(
 
     z0, z    (rows, n), starts and best iterates
     roots    (rows,), norms of states of ones
-    numbers  (6, rows), as in `Results`
+    numbers  (6, rows), as in `RowResults`
     """
     length, size, first_length, first_size, peak, last = numbers
     nothing, extremes = torch.zeros_like(steps), lambda: (last, peak)

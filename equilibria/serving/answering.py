@@ -1,4 +1,4 @@
-"""The model's part behind the equilibrium layer, run for rows that have left the solve."""
+"""Run the part of the model behind the equilibrium layer for rows that have left the solve."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Counts:
     steps: int = 0
     row_steps: int = 0  # rows in use, summed over the steps
     evaluated: int = 0  # rows evaluated, summed over the steps
-    exchanges: int = 0
+    exchanges: int = 0  # times that rows were answered
     alone: int = 0  # requests that were solved by the library's own loop
     statuses: dict[str, int] = field(default_factory=dict)
 
 
 class Answering:
-    """Resolves the tickets of rows that have left.
+    """Resolve the tickets of rows that have left.
 
     full  run the model's last part on batches of `capacity` rows, so that outputs do not depend on the load
     """
@@ -44,7 +44,7 @@ class Answering:
         self.template, self.capacity, self.full, self.counts = template, capacity, full, counts
 
     def resolve(self, done: Done) -> None:
-        """Compute the outputs of these rows and resolve their tickets; rows that raise fail alone."""
+        """Compute the outputs of these rows and resolve their tickets; only rows for which the model raises fail."""
         try:
             outputs = self._outputs(done)
         except Exception as error:
@@ -78,7 +78,7 @@ class Answering:
         return template.split_output(found, [row.ticket.length for row in done.rows])
 
     def solve_alone(self, ticket: Ticket) -> None:
-        """Answer one request by the library's own loop, which handles numbers whose squares over- or underflow."""
+        """Solve one request by the library's own loop, which handles numbers whose squares overflow or underflow."""
         self.counts.alone += 1
         changes: dict[str, Any] = {"on_failure": "ignore", "check_every": 1}
         changes |= {} if ticket.rtol is None else {"rtol": ticket.rtol}

@@ -1,4 +1,4 @@
-"""The tensors that rows of a pool carry through the solve: arguments of the cell, kept outputs, inputs of the model."""
+"""The tensors that a pool stores per row during the solve: arguments of the cell, kept outputs, inputs of the model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Carried:
             self.mask = _grown(self.mask, rows)
 
     def write(self, index: Tensor, values: Sequence[Tensor]) -> None:
-        """Write what new rows carry to the places `index`."""
+        """Write the tensors of new rows to the places `index`."""
         if not self.buffers:
             self.buffers = [_grown(value[:1], self.room) for value in values]
             self.version += 1
@@ -52,7 +52,7 @@ class Carried:
 
 
 def _grown(buffer: Tensor, rows: int) -> Tensor:
-    """Return a buffer of `rows` rows that begins with `buffer`; its first row fills the rest, so that all rows are valid."""
+    """Return a buffer of `rows` valid rows that begins with `buffer`; copies of its first row fill the rest."""
     new = buffer[:1].expand(rows, *buffer.shape[1:]).clone(memory_format=torch.contiguous_format)
     new[: len(buffer)] = buffer
     return new

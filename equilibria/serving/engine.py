@@ -29,28 +29,29 @@ INF = float("inf")
 
 
 class Engine:
-    """Serve a model with one equilibrium layer by continuous batching: requests enter a running solve, converged ones leave
-    it.
+    """Serve a model with one equilibrium layer by continuous batching.
+
+    Requests enter a running solve, and converged ones leave it:
 
         with eq.serving.Engine(model, rows=64) as engine:
             ticket = engine.submit(x)                 # one sample, without a batch dimension
             answer = ticket.result()                  # answer.output, .status, .steps, .residual
 
-    Inside `with`, a thread of the engine runs the steps. Without it, call `step()` yourself.
+    Inside `with`, a thread of the engine runs the steps. Without `with`, call `step()` or `run()`.
 
-    model    any module whose forward pass runs one DEQ, which is found by running it once; the engine serves a copy in eval
-             mode that shares its weights
+    model    any module whose forward pass runs exactly one DEQ; the engine finds it by running the model once, and serves a
+             copy in eval mode that shares the weights
     rows     largest number of requests in one solve, per shape of the inputs
     solver   replaces the layer's solver: Picard, Anderson or Broyden
     stop     replaces the layer's `eval_stop` or `stop`
-    queue    requests that may wait; beyond it `submit` raises QueueFullError
-    pools    shapes of inputs that may be served at the same time; requests of other shapes wait until a pool is idle
+    queue    largest number of waiting requests; if it is reached, `submit` raises QueueFullError
+    pools    largest number of input shapes served at the same time; requests of other shapes wait until a pool is idle
     padding  lets requests of different lengths share a solve, see `Padding`
     output   function applied to the model's output for a batch: `lambda out: out[0]`
     admission  "auto": requests enter when that costs less time than it saves, by measurement (see `Pacing`); "continuous":
              as soon as rows are free; "grouped": when all rows have left, as in static batching
-    full     evaluate all rows at every step, used or not: the answer to a request then does not depend on the other
-             requests, bit for bit. This costs time whenever fewer rows are in use
+    full     evaluate all rows at every step, used or not. The bits of an answer then do not depend on the other requests.
+             A step takes longer whenever not all rows are in use
     """
 
     def __init__(
@@ -98,11 +99,11 @@ class Engine:
         """Queue one request and return its ticket.
 
         inputs     one sample, without a batch dimension: a tensor, a tuple of arguments or a dict of keyword arguments
-        rtol       tolerance of this request; None: the layer's
-        max_steps  largest number of steps of this request; None: the layer's
+        rtol       tolerance of this request; None uses that of the layer
+        max_steps  largest number of steps of this request; None uses that of the layer
         deadline   seconds from now after which the best iterate so far is returned, flagged `late`
         """
-        # outside of the lock: reading the arguments takes longer than queueing them
+        # the arguments are read outside of the lock, because this takes longer than queueing them
         ticket = self._ticket(inputs, rtol, max_steps, deadline)
         key = ticket.arguments.key
         with self._changed:
@@ -154,8 +155,9 @@ class Engine:
     # stepping
 
     def step(self) -> bool:
-        """Admit waiting requests, take one solver step for all rows and retire finished ones; False if nothing is left to
-        do.
+        """Admit waiting requests, take one solver step for all rows and answer finished ones.
+
+        Returns False if no request waits or is under way.
         """
         with torch.no_grad():
             return self._step()
@@ -167,7 +169,7 @@ class Engine:
                 pass
 
     def _step(self) -> bool:
-        """`step` without its context."""
+        """Do the work of `step`; the caller disables gradients."""
         with self._lock:
             now = time.monotonic()
             if self._cancelled:
@@ -198,8 +200,9 @@ class Engine:
         pool.turn(len(self.waiting.get(key, ())), lambda count: self._take(key, count))
 
     def _take(self, key: Any, count: int) -> list[Ticket]:
-        """Remove up to `count` requests of one kind from the queue. One that was cancelled during this step may be among
-        them; its row is freed at the next.
+        """Remove up to `count` requests of one kind from the queue and return them.
+
+        A request that was cancelled during this step may be among them; its row is freed at the next step.
         """
         with self._changed:
             queue = self.waiting.get(key)
@@ -293,7 +296,7 @@ class Engine:
                 self._asleep = False
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Accept no more requests and answer those under way; False if that took longer than `timeout` seconds."""
+        """Accept no more requests and answer the accepted ones; return False if that takes longer than `timeout` seconds."""
         with self._changed:
             self._draining = True
             self._changed.notify_all()
@@ -355,7 +358,8 @@ class Engine:
         return total
 
     def residuals(self) -> list[tuple[int, int, float]]:
-        """Return (row, steps so far, residual over tolerance of the best iterate) for the rows in use, without waiting for a
-        step.
+        """Return (row, steps so far, residual over tolerance of the best iterate) for the rows in use.
+
+        The call does not wait for the end of a step.
         """
         return [entry for pool in list(self.pools.values()) for entry in pool.residuals()]

@@ -15,7 +15,7 @@ from equilibria.solution import Status
 
 @dataclass
 class Done:
-    """Rows that wait for the part of the model behind the layer."""
+    """Rows that have left and wait for the part of the model behind the layer."""
 
     rows: list[Row]
     z: Tensor  # (rows, n)
@@ -29,10 +29,10 @@ class Done:
     def of(
         left: Sequence[Left], results: RowResults, carried: Sequence[Tensor], precision: float, least: float
     ) -> tuple[Done, list[int]]:
-        """Gather rows that left, and the positions of those whose numbers are so small that their squares underflow.
+        """Return the rows that left, and the positions of rows whose numbers are so small that their squares underflow.
 
         carried  the tensors that all rows of the pool carry
-        least    smallest norm whose square is a number of the dtype
+        least    smallest norm whose square the dtype can represent
         """
         place = torch.tensor([each.place for each in left], device=results.z.device)
         rows, status, steps, numbers = [each.row for each in left], results.status, results.steps, results.numbers
@@ -52,7 +52,7 @@ class Done:
         return done, faint
 
     def _settle(self, numbers: Sequence[Sequence[float]], doubtful: Sequence[int], precision: float) -> None:
-        """Decide answers, statuses and residuals of rows that may have failed; rows of one tolerance at once."""
+        """Set answers, statuses and residuals of rows that may have failed, for all rows of one tolerance at once."""
         groups: dict[float, list[int]] = {}
         for j in doubtful:
             groups.setdefault(self.rows[j].rtol, []).append(j)
@@ -95,8 +95,10 @@ class Done:
 
 
 def _doubtful(rows: Sequence[Row], status: Sequence[int], numbers: Sequence[Sequence[float]], precision: float) -> list[int]:
-    """Return the positions of rows that have not converged without doubt: a state may have grown so much that any residual
-    is small relative to it.
+    """Return the positions of rows that may have failed.
+
+    These are rows with another status than CONVERGED, and rows whose state has grown so much that any residual is small
+    relative to it.
     """
     _, sizes, first_lengths, first_sizes, *_ = numbers
     return [

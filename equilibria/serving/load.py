@@ -1,4 +1,4 @@
-"""A load generator: Poisson arrivals against a server, bounded in number and time."""
+"""A load generator, which sends requests with Poisson arrivals to a server, limited in number and time."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from equilibria.serving.monitor import percentile
 
 @dataclass(frozen=True)
 class Reply:
-    """One request: when it was due, the seconds from then to the answer, and the HTTP code; 0 means no answer."""
+    """The outcome of one request."""
 
-    due: float
-    seconds: float
-    code: int
+    due: float  # time at which the request was due, in seconds from the start of the load
+    seconds: float  # from that time to the answer
+    code: int  # HTTP code; 0 means no answer
     body: bytes = b""
 
 
 @dataclass
 class LoadReport:
-    """The result of a load test. Latencies count from the time a request was due, so that queueing in the client is
-    included.
+    """The result of a load test.
+
+    Latencies count from the time a request was due, so they include the time it waited in the client.
     """
 
     outcomes: list[Reply] = field(default_factory=list)
@@ -40,11 +41,11 @@ class LoadReport:
 
     @property
     def throughput(self) -> float:
-        """Answers with code 200 per second."""
+        """Number of answers with code 200 per second."""
         return self.codes.get(200, 0) / self.seconds if self.seconds else 0.0
 
     def latency(self, share: float) -> float | None:
-        """Return a percentile of the latencies of answers with code 200, in seconds; None without such answers."""
+        """Return a percentile of the latencies of answers with code 200, in seconds; None if there are no such answers."""
         return percentile(sorted(outcome.seconds for outcome in self.outcomes if outcome.code == 200), share)
 
     def summary(self) -> dict[str, Any]:
@@ -83,8 +84,9 @@ def run_load(
     timeout: float = 60.0,
     on_outcome: Callable[[int, Reply], None] | None = None,
 ) -> LoadReport:
-    """Send request i with bodies[i % len(bodies)] at arrivals[i] seconds, over `clients` connections, and return the
-    report.
+    """Send requests over `clients` connections and return the report.
+
+    Request i has the body bodies[i % len(bodies)] and is due arrivals[i] seconds after the start.
     """
     address = urlsplit(url)
     if address.scheme != "http" or not address.hostname:

@@ -100,18 +100,20 @@ class ServerMonitor:
                 *(f'equilibria_responses_total{{code="{code}"}} {n}' for code, n in sorted(self.responses.items())),
                 *_metric("answers_total", "counter", "Answers by the status of their solve."),
                 *(f'equilibria_answers_total{{status="{status}"}} {n}' for status, n in sorted(self.statuses.items())),
-                *_metric("latency_seconds", "histogram", "From the arrival of a request to its answer."),
+                *_metric("latency_seconds", "histogram", "Seconds from the arrival of a request to its answer."),
                 *self.latency.lines("equilibria_latency_seconds"),
                 *_metric("solver_steps", "histogram", "Solver steps of answered requests."),
                 *self.solver_steps.lines("equilibria_solver_steps"),
-                *_single("late_total", "counter", "Answers whose deadline passed first.", self.late),
-                *_single("cancelled_total", "counter", "Requests whose client went away.", self.cancelled),
+                *_single("late_total", "counter", "Answers whose deadline passed before convergence.", self.late),
+                *_single("cancelled_total", "counter", "Requests whose client disconnected.", self.cancelled),
             ]
         lines += _single("queue_length", "gauge", "Requests that wait for a row.", self.engine.queued)
         lines += _single("active_rows", "gauge", "Rows in use.", self.engine.active)
         lines += _single("pool_steps_total", "counter", "Solver steps of all pools.", counts.steps)
-        lines += _single("evaluated_rows_total", "counter", "Rows the cell was run on.", counts.evaluated)
-        lines += _single("used_rows_total", "counter", "Of these, rows in use.", counts.row_steps)
+        lines += _single(
+            "evaluated_rows_total", "counter", "Rows on which the cell was run, summed over the steps.", counts.evaluated
+        )
+        lines += _single("used_rows_total", "counter", "Rows in use, summed over the steps.", counts.row_steps)
         return "\n".join(lines) + "\n"
 
 

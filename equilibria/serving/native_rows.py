@@ -17,10 +17,10 @@ REASONS = {int(Status.STALLED): "stalled", int(Status.DIVERGED): "diverged", int
 
 
 class NativeRows(SolveRows):
-    """`PoolWorkspace` with the interface of a pool.
+    """The interface of `SolveRows` on top of `PoolWorkspace`.
 
-    Points are stored in three buffers that take turns: the iterates recorded last, those before, and the points to evaluate
-    next. What the kernels recorded of single rows is read through ctypes, since an operation of torch takes microseconds.
+    Three buffers exchange their roles after every step: the iterates recorded last, the iterates before them, and the points
+    to evaluate next. Records of single rows are read through ctypes, because an operation of torch takes microseconds.
     """
 
     def __init__(self, like: Tensor, capacity: int, n: int, solver: Any, stop: Stop, precision: float, most: int) -> None:
@@ -70,12 +70,12 @@ class NativeRows(SolveRows):
         return z.index_copy_(0, index, z0)
 
     def _settings(self, row: Row, limit: int, most: int, patience: int) -> tuple[float, ...]:
-        """Return what a row has of its own, in the order of `PoolWorkspace.begin`."""
+        """Return the settings of one row, in the order that `PoolWorkspace.begin` expects."""
         counts = (row.born, row.end, limit, most, patience, int(row.watched))
         return *counts, max(row.rtol, self.least_rtol), max(self.stop.atol * row.root, self.least_atol), row.root
 
     def record(self, z: Tensor, fz: Tensor, step: int, rows: Sequence[Row | None], new: Sequence[int]) -> dict[int, str]:
-        # the iterates before the last ones are not needed any more: the next points are written there
+        # the next points are written into the buffer of the oldest iterates, which are not needed any more
         before, last, points = self.buffers
         self.buffers = [last, points, before]
         self.before, self.z, self.out = self.z, z, self.before

@@ -1,4 +1,4 @@
-"""The OpenAPI description of the server, and an HTML page of it without external resources."""
+"""The OpenAPI description of the server, and an HTML page that shows it without external resources."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _REQUEST = {
         "dtype": {"type": "string", "enum": list(DTYPES)},
         "rtol": {"type": "number", "minimum": 0},
         "max_steps": {"type": "integer", "minimum": 0},
-        "deadline": {"type": "number", "exclusiveMinimum": 0, "description": "Seconds."},
+        "deadline": {"type": "number", "exclusiveMinimum": 0, "description": "Seconds from arrival to answer."},
     },
 }
 _ERRORS = {
@@ -45,7 +45,7 @@ _ERRORS = {
     "415": "The content type is neither JSON nor safetensors.",
     "422": "The inputs do not fit the model.",
     "429": "The queue is full; try again after Retry-After seconds.",
-    "503": "Shutting down, or the deadline passed in the queue; try again after Retry-After seconds.",
+    "503": "The server is shutting down, or the deadline passed in the queue; try again after Retry-After seconds.",
 }
 
 
@@ -68,7 +68,7 @@ def document(body_limit: int) -> dict[str, Any]:
         "info": {"title": "equilibria serve", "version": equilibria.__version__},
         "paths": {
             "/predict": {"post": predict},
-            "/health": {"get": _get("ok, or 503 while draining.")},
+            "/health": {"get": _get("Returns ok, or 503 while the server drains.")},
             "/metrics": {"get": _get("Metrics in the text format of Prometheus.")},
             "/status": {"get": _get("The numbers of the page at /, as JSON.")},
         },

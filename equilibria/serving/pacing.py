@@ -1,4 +1,4 @@
-"""When rows of a pool enter, are answered and are moved together, derived from the measured costs of doing so."""
+"""Decide from measured costs when rows of a pool enter, when they are answered, and when empty rows are dropped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZES = 4  # classes of batch sizes by which steps are measured
 class Cost:
     """Measured seconds of an operation that handles several rows at once.
 
-    fixed  seconds that do not depend on the number of rows: the intercept of a line through the measurements
+    fixed  seconds that do not depend on the number of rows: the intercept of a line fitted to the measurements
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Cost:
 class StepCost:
     """Measured seconds of a step, by the number of evaluated rows.
 
-    whole    seconds of a step of the largest batches met
+    whole    seconds of a step of the largest batches seen
     per_row  seconds that one more row adds
     fixed    seconds that do not depend on the number of rows
     """
@@ -65,7 +65,7 @@ class StepCost:
     def _renew(self) -> None:
         classes = [(median(r for r, _ in each), median(s for _, s in each)) for each in self._found if each]
         (few, short), (many, self.whole) = classes[0], classes[-1]
-        # rows are taken to cost the same each, until steps of different sizes have been measured
+        # until steps of different sizes have been measured, all rows are assumed to take the same time
         self.per_row = max((self.whole - short) / (many - few), 0.0) if few != many else self.whole / many
         self.fixed = max(self.whole - self.per_row * many, 0.0)
 
@@ -89,25 +89,26 @@ class Variation:
 
 
 class Pacing:
-    """Decides when rows are exchanged.
+    """Decide when rows are exchanged.
 
-    To let rows enter, or to answer rows, costs time that does not depend on their number, and delays every other row by it.
-    Not to do it delays the rows that wait by a step after every step. An exchange is due when the delay of the rows that
-    waited for it has reached the delay that it causes. If rows come at a constant rate, this is the period with the smallest
-    sum of both. An empty pool is filled at once.
+    An exchange lets rows enter, or answers rows that have left. It takes a time that does not depend on the number of these
+    rows, and it delays every other row by this time. Without an exchange, every step delays the waiting rows by the time of
+    a step. An exchange is due when the delay of the rows that wait for it has reached the delay that it causes. If rows
+    arrive at a constant rate, this period minimizes the sum of both delays. An empty pool is filled at once.
 
-    The part of a step that grows with the number of rows counts in that delay only as far as steps vary, up to a squared
-    coefficient of variation of 1. If all requests take as many steps, a row that enters makes the steps of the others
-    longer by as much as it gains itself. (In a single queue, sharing the processor has a smaller mean latency than first
-    come, first served if the squared coefficient of variation is above 1.)
+    The time of a step has a part that grows with the number of rows. In the delay of rows that wait to enter, this part is
+    multiplied by the squared coefficient of variation of the numbers of steps, or by 1 if that is larger than 1. The reason
+    is that a row that enters lengthens the steps of the others: if all requests take the same number of steps, the others
+    lose as much time as this row gains. (In a single queue, processor sharing has a smaller mean latency than first come,
+    first served if the squared coefficient of variation is above 1.)
 
-    - Where steps hardly vary and an exchange costs many steps, the rows of a batch leave together before it is due: the
-      pool then works in groups, like static batching.
-    - Where steps vary, or take long compared with an exchange, rows enter whenever some are free.
-    - A queue longer than the pool is not served faster by early answers, so that answers become rare.
+    - If the numbers of steps hardly vary and an exchange takes as long as many steps, all rows of a batch leave before an
+      exchange is due. The pool then works in groups, like static batching.
+    - If the numbers of steps vary, or if a step takes long compared with an exchange, rows enter whenever some are free.
+    - If more requests wait than the pool has rows, early answers do not shorten the queue, and rows are answered rarely.
 
-    Empty rows that no request waits for are dropped by the same rule: when evaluating them has cost as much as moving the
-    others together.
+    The same rule decides when empty rows for which no request waits are dropped: when evaluating them has taken as much
+    time as moving the other rows together.
 
     mode  "auto": as above; "continuous": rows enter as soon as they are free; "grouped": only into an empty pool
     """
@@ -116,7 +117,7 @@ class Pacing:
         self.capacity, self.mode = capacity, mode
         self.enter, self.answer, self.compact = Cost(), Cost(), Cost()
         self.step, self.steps = StepCost(capacity), Variation()
-        self.idle = self.unanswered = self.empty = 0  # rows that waited for an exchange, summed over the steps since then
+        self.idle = self.unanswered = self.empty = 0  # rows that waited, summed over the steps since the last exchange
 
     def stepped(self, rows: int, seconds: float, *, idle: int, unanswered: int, empty: int) -> None:
         """Record a step of `rows` rows.
@@ -135,23 +136,23 @@ class Pacing:
         self.empty += empty
 
     def may_enter(self, active: int, waiting: int) -> bool:
-        """True if waiting requests are to enter beside `active` rows."""
+        """Return True if waiting requests should enter beside `active` rows."""
         if active == 0 or self.mode == "continuous":
             return True
         if self.mode == "grouped":
             return False
         cost = self.enter.fixed
-        if waiting < self.capacity:  # rows that enter apart from the others are answered apart
+        if waiting < self.capacity:  # rows that enter separately are also answered separately
             cost += self.answer.fixed
         step = self.step.fixed + min(self.steps.squared, 1.0) * (self.step.whole - self.step.fixed)
         return self.idle * step >= cost * min(self.capacity, active + waiting)
 
     def may_answer(self, active: int, waiting: int, left: int) -> bool:
-        """True if the rows that have left, `left` of them, are to be answered."""
+        """Return True if the `left` rows that have left the solve should be answered."""
         return left >= self.capacity or self.unanswered * self.step.whole >= self.answer.fixed * (active + waiting)
 
     def may_compact(self) -> bool:
-        """True if rows are to be moved together."""
+        """Return True if rows should be moved together, so that empty ones can be dropped."""
         return self.empty * self.step.per_row >= self.compact.fixed and self.empty > 0
 
     def entered(self, rows: int, seconds: float) -> None:

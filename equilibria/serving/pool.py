@@ -31,7 +31,7 @@ from equilibria.serving.torch_rows import TorchRows
 
 
 class Pool:
-    """Up to `capacity` rows of one template. Not thread-safe: the engine holds its lock."""
+    """The solve of up to `capacity` rows of one template. It is not thread-safe: callers hold the lock of the engine."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Pool:
         self.next_deadline = INF
 
     def _solve(self) -> SolveRows:
-        """Return the solve of the rows: native where the kernels can run it."""
+        """Return the solve of the rows, which is native if the kernels can run it."""
         template, stop, like = self.template, self.stop, self.like
         precision = template.layout.precision
         if can_run_native(like, template.solver, stop):
@@ -185,7 +185,7 @@ class Pool:
     # stepping
 
     def _advance(self, entry: Entry | None = None) -> None:
-        """Take one step; new rows have their starts evaluated in it."""
+        """Take one step, in which the starts of new rows are evaluated too."""
         depth = self._depth if self.active else None
         new = self._places(len(entry.tickets)) if entry is not None else []
         z = self.solve.propose(depth)
@@ -217,7 +217,7 @@ class Pool:
         return found
 
     def _evaluate(self, z: Tensor) -> Tensor | None:
-        """Run the cell on all rows; rows that make it raise fail, and it runs again without them. None if none is left."""
+        """Return the cell's values on all rows; rows that make it raise fail, and it runs again. None if all rows fail."""
         rows = len(z)
         self.counts.steps += 1
         self.counts.evaluated += rows
@@ -230,7 +230,7 @@ class Pool:
         return fz if mask is None else fz * mask[:rows]
 
     def _drop_raising(self, z: Tensor, error: Exception) -> bool:
-        """Fail the rows that raise and overwrite them with the numbers of a sound row; False if no row is sound."""
+        """Fail the rows that raise and overwrite them with the numbers of another row; return False if all rows raise."""
         good, bad = [], []
         for i in range(len(z)):
             place = slice(i, i + 1)
@@ -239,7 +239,7 @@ class Pool:
                 good.append(i)
             except Exception as own_error:
                 bad.append((i, own_error))
-        if not good or not bad:  # no sound row, or the batch raises and not a single row
+        if not good or not bad:  # every row raises, or the batch raises although no row does by itself
             bad = [(i, error) for i in range(len(z))]
         for i, reason in bad:
             row = self.rows[i]
@@ -253,7 +253,7 @@ class Pool:
         return len(bad) < len(z)
 
     def _unusual(self, new: list[int], z: Tensor, fz: Tensor) -> list[int]:
-        """Return the rows whose start has finite numbers whose squares over- or underflow."""
+        """Return the rows whose start has finite numbers with squares that overflow or underflow."""
         found = []
         for i in self.solve.suspects(new, self.least, self.most):
             largest = float(torch.maximum(max_norm(z[i : i + 1]), max_norm(fz[i : i + 1])))
@@ -279,7 +279,7 @@ class Pool:
         self.staging.drop_cancelled()
 
     def _leave(self, finished: dict[int, str]) -> None:
-        """Free the places of finished rows, given with the reason, and keep their records for the answer."""
+        """Free the places of `finished` rows, a dict of reasons by place, and keep their records for the answer."""
         rows, solve, step = self.rows, self.solve, self.step_number
         before = len(self.left)
         for place, reason in finished.items():
@@ -300,7 +300,7 @@ class Pool:
             self.solve.release(i)
 
     def compact(self, begin: float) -> float:
-        """Move rows from the end into empty places, and drop the end; returns the time. `begin` is the time before."""
+        """Move rows from the end into empty places and drop the end. `begin` is the time before; returns the time after."""
         self._collect()
         empty = len(self.rows) - self.active
         source = [i for i in range(self.active, len(self.rows)) if self.rows[i] is not None]
@@ -318,8 +318,9 @@ class Pool:
     # answering
 
     def answer(self) -> float:
-        """Run the part of the model behind the layer for all rows that have left, and resolve their tickets; returns the
-        time.
+        """Run the part of the model behind the layer for all rows that have left, and resolve their tickets.
+
+        Returns the time of the clock at the end.
         """
         begin = self.clock()
         self._collect()
@@ -334,7 +335,7 @@ class Pool:
         return begin
 
     def _collect(self) -> None:
-        """Take rows that have left out of their places, with what they carried; unusual ones are solved alone."""
+        """Copy the results and tensors of rows that have left into `done`; unusual rows are solved separately."""
         left, self.left = self.left, []
         for each in left:
             if each.reason == "unusual":

@@ -1,13 +1,13 @@
-"""Many machines: a Ray Serve application with an engine in every replica.
+"""Serve a model on many machines: a Ray Serve application with an engine in every replica.
 
     from ray import serve
     from equilibria.serving.ray import application
 
     serve.run(application("model.safetensors", replicas=4))
 
-Two deployments. `Front` takes requests, over HTTP with the routes of `equilibria serve` or from Python by its handle, and
-passes them on. `Replica` holds an engine. A request whose replica dies is sent to another one: answers have no side effects,
-so that a request may be solved twice.
+The application has two deployments. `Front` takes requests, over HTTP with the routes of `equilibria serve` or from Python
+by its handle, and passes them to the replicas. `Replica` contains an engine. If a replica dies, its requests are sent to
+another one. A request may then be solved twice, which is safe because answers have no side effects.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ Model = str | Path | Callable[[], nn.Module]
 
 
 class Predicting:
-    """A deployment with an engine, called from Python."""
+    """A deployment with an engine that can be called from Python."""
 
     engine: Any
 
     async def predict(
         self, inputs: Any, rtol: float | None = None, max_steps: int | None = None, deadline: float | None = None
     ) -> Answer:
-        """Answer one request, `handle.predict.remote(x).result()`; cancelling the call frees its row."""
+        """Answer one request; callers use `handle.predict.remote(x).result()`. Cancelling the call frees its row."""
         ticket: Ticket = self.engine.submit(inputs, rtol, max_steps, deadline)
         try:
             return await asyncio.wrap_future(ticket.future)
@@ -59,7 +59,7 @@ class Autoscaling:
     """Settings by which the number of replicas follows the load.
 
     least, most  bounds of the number of replicas
-    target       requests per replica that the autoscaler aims at; None: half of the rows of an engine
+    target       number of requests per replica that the autoscaler aims at; None means half of the rows of an engine
     upscale      seconds of a larger load after which replicas are added
     downscale    seconds of a smaller load after which they are removed
     """
@@ -100,9 +100,9 @@ def application(
 ) -> serve.Application:
     """Return the application for `serve.run`.
 
-    model     file of `eq.models.save` that every machine can read, or a function that returns the model
+    model     file written by `eq.models.save` that every machine can read, or a function that returns the model
     rows      largest number of requests in one solve of a replica, per shape of the inputs
-    replicas  number of engines, or how it follows the load
+    replicas  number of engines, or an `Autoscaling` by which it follows the load
     fronts    number of processes that take requests
     queue     requests that may wait in a front or in a replica; others get 429
     threads   threads of torch in a replica
@@ -150,11 +150,11 @@ class Replica(Predicting):
 
 
 class RemoteEngine:
-    """The part of `Engine` that `Server` uses, with the replicas behind a handle in place of pools."""
+    """The part of the interface of `Engine` that `Server` uses; requests go to the replicas behind a Ray handle."""
 
     def __init__(self, handle: Any, queue: int, rows: int) -> None:
         self.handle, self.queue, self.rows = handle, queue, rows
-        self.active = self.queued = 0  # requests passed on; none waits here
+        self.active = self.queued = 0  # requests passed to replicas; `queued` stays 0, because none waits here
         self.retried = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -191,7 +191,7 @@ class RemoteEngine:
             self.active -= 1
 
     async def _answer(self, ticket: Ticket) -> Answer:
-        """Send the request until a replica answers; a replica that dies or closes on the way is not an answer."""
+        """Send the request until a replica answers; if a replica dies or closes before, send it again after a pause."""
         while True:
             left = None if ticket.deadline is None else ticket.deadline - time.monotonic()
             if left is not None and left <= 0:
@@ -207,7 +207,7 @@ class RemoteEngine:
                 self.retried += 1
                 await asyncio.sleep(PAUSE)
 
-    # what `Server` and its monitor ask for besides
+    # the other methods that `Server` and its monitor call
 
     def start(self) -> RemoteEngine:
         return self
@@ -220,7 +220,7 @@ class RemoteEngine:
             task.cancel()
 
     def counts(self) -> Counts:
-        """Return counts of nothing: every replica counts its own steps."""
+        """Return empty counts, because every replica counts its own steps."""
         return Counts()
 
     def residuals(self) -> list[tuple[int, int, float]]:
@@ -228,7 +228,7 @@ class RemoteEngine:
 
 
 class Front(Predicting):
-    """Takes requests over HTTP and from Python, and passes them to the replicas."""
+    """A deployment that takes requests over HTTP and from Python, and passes them to the replicas."""
 
     def __init__(self, handle: Any, limits: Limits, api_key: str | None, queue: int, rows: int) -> None:
         self.engine = RemoteEngine(handle, queue, rows)

@@ -1,7 +1,7 @@
 """The history of every row's residuals, and the decision which rows are done.
 
-The numbers of a step arrive in one read-back, as lists of floats. In most steps every row improves and none is done; then
-nothing is computed per row.
+The numbers of a step arrive in one read-back, as lists of floats. In most steps every row improves and none is done. Such a
+step only compares two numbers per row.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ class Records:
     NAMES = ("excess", "length", "size", "first_length", "first_size", "peak", "last")
 
     def __init__(self, floor: float, patience: int | None) -> None:
-        self.floor, self.patience = floor, patience  # relative residuals below the floor are rounding
+        self.floor, self.patience = floor, patience  # relative residuals below the floor are rounding errors
         self.excess: list[float] = []  # residual over tolerance of the best iterate
-        self.length: list[float] = []  # of the best iterate, like `size`
+        self.length: list[float] = []  # norm of the residual of the best iterate; `size` belongs to the same iterate
         self.size: list[float] = []
         self.first_length: list[float] = []
         self.first_size: list[float] = []
-        self.peak: list[float] = []  # largest length, without those in the trail
-        self.last: list[float] = []
-        self.trail: list[list[float]] = []
+        self.peak: list[float] = []  # largest length, not counting those in the trail
+        self.last: list[float] = []  # length of the last iterate
+        self.trail: list[list[float]] = []  # lengths of the last steps, not yet in `peak`
         self.next_end = 0  # no row runs out of steps before this step of the pool
         self.watching = False  # some row may have its progress checked
 
@@ -54,7 +54,7 @@ class Records:
     def fold(self) -> None:
         """Reduce the lengths of the last steps to their maximum."""
         for lengths in self.trail:
-            # a nan is not a maximum
+            # the comparison is false for nan, which is then ignored
             self.peak = [new if new > old else old for old, new in zip(self.peak, lengths, strict=True)]
         self.trail = []
 
@@ -70,7 +70,7 @@ class Records:
     def look(
         self, excess: list[float], length: list[float], size: list[float], rows: Sequence[Row | None], new: Sequence[int]
     ) -> tuple[list[int], list[int]]:
-        """Record an iterate. Returns rows that converged or are not finite, and rows whose iterate was not their best."""
+        """Record an iterate; return the rows that converged or are not finite, and those whose best iterate is older."""
         if new:
             self.first_length, self.first_size = list(self.first_length), list(self.first_size)
             for i in new:
@@ -118,7 +118,7 @@ class Records:
         return taken > 0 and taken % DIVERGENCE_EVERY == 0 and self.last[i] > far
 
     def _stalled(self, i: int, row: Row) -> bool:
-        """True if the row is out of patience, or its residual is at the level of rounding."""
+        """Return True if the row is out of patience, or if its residual is at the level of rounding errors."""
         if self.excess[i] < PROGRESS * row.milestone:
             row.milestone, row.waiting = self.excess[i], 0
         else:

@@ -1,8 +1,8 @@
 """Picard, Anderson and Broyden for rows that start at different times.
 
-The updates are those of `eq.Picard`, `eq.Anderson` and `eq.Broyden`. The bookkeeping differs: every row has its own slot
-counter, so a row may start with an empty history beside rows that continue. Histories are stored in buffers, so rows enter
-and leave without copying the others.
+The updates are those of `eq.Picard`, `eq.Anderson` and `eq.Broyden`, but every row has its own slots in use. A row may
+therefore start with an empty history beside rows that continue. Histories are stored in buffers, so rows enter and leave
+without copying the others.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FIRST_SLOTS = 4  # history slots at the first growth; most rows need few
 class RowSolver:
     """An update rule whose state has a place for each row of a pool; methods work on the first `len(z)` rows.
 
-    One step is `propose`, an evaluation of the cell, `absorb`, and `begin` for rows that got a new start in between.
+    One step calls `propose`, evaluates the cell, calls `absorb`, and calls `begin` for rows that start in this step.
     """
 
     def residual(self, z: Tensor, fz: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class RowSolver:
         """Record the values at the iterate that `propose` returned."""
 
     def begin(self, rows: Tensor, length: Tensor, numbers: Sequence[int] | None = None) -> None:
-        """Clear the history of these rows; `length`, (rows,), are the norms of their residuals at the start.
+        """Clear the history of these rows; `length`, (rows,), contains the norms of their residuals at the start.
 
         numbers  size of each row's state without padding; None: the full size
         """
@@ -83,7 +83,8 @@ def unsupported(solver: Any) -> str | None:
     if isinstance(solver, (Picard, Anderson, Broyden)):
         return None
     return (
-        f"its solver is {solver!r}; rows can enter mid-solve with Picard, Anderson and Broyden. Pass one of them as solver="
+        f"its solver is {solver!r}; rows can enter a running solve with Picard, Anderson and Broyden only. Pass one of them "
+        "as solver="
     )
 
 
@@ -104,7 +105,9 @@ class _Histories(RowSolver):
 
     def __init__(self, solver: Any, like: Tensor, n: int) -> None:
         self.rule, self.like, self.n, self.capacity, self.slots = solver, like, n, 0, 0
-        self.limit = self.usual = history_limit(solver, n, like)  # slots at most: of any row, and of a row without padding
+        self.limit = self.usual = history_limit(
+            solver, n, like
+        )  # largest number of slots, of any row and of a row without padding
         self.limits = torch.zeros(0, dtype=torch.int64, device=like.device)  # (capacity,)
         self.slot = torch.zeros(0, dtype=torch.int64, device=like.device)
         # index of a row's first slot in the flattened buffers
@@ -166,7 +169,7 @@ class _Histories(RowSolver):
 
 
 class RowAnderson(_Histories):
-    """`eq.Anderson` with a history per row; row i writes over its oldest pair when its window is full."""
+    """`eq.Anderson` with a history per row; row i overwrites its oldest pair when its window is full."""
 
     pairs: (
         Tensor  # (capacity, slots, 2 n), differences of residuals, beside those of values; see `eq.Anderson` for its forms
@@ -205,7 +208,7 @@ class RowAnderson(_Histories):
     def _limits(self, n: int) -> tuple[int, int, int]:
         """Return the pairs that a row of `n` numbers keeps at first and at most, and its patience."""
         first, most = history_range(self.rule, n, self.like)
-        # n differences determine an affine map, and the residual may not shrink before they are collected
+        # n differences determine an affine map; before they are collected, the residual need not shrink
         return first, most, PATIENCE if most < n else most + PATIENCE
 
     def residual(self, z: Tensor, fz: Tensor) -> Tensor:
@@ -240,7 +243,7 @@ class RowAnderson(_Histories):
         """Let the windows of these rows, which are full, grow by a pair."""
         window = self.window[:rows]
         window.add_(slow & (window < self.most[:rows]))
-        if self.longest < self.limit:  # read back only while it may matter
+        if self.longest < self.limit:  # otherwise no window can grow, and the read-back is avoided
             self.longest = max(self.longest, int(window.max())) if rows else self.longest
 
     def _judge(self, rows: int, length: Tensor, improved: Tensor | None) -> None:
@@ -259,7 +262,7 @@ class RowAnderson(_Histories):
         self.written[:rows].mul_(usual)
 
     def _insert(self, rows: int) -> None:
-        """Write the difference from the previous iterate into a free slot of each row, or that of its oldest pair."""
+        """Write the difference from the previous iterate into a free slot of each row, or over its oldest pair."""
         self._room(self.longest)
         pair, last, written = self.spare[:rows], self.last[:rows], self.written[:rows]
         if self.fresh is not None:  # a difference of zero has no effect
@@ -350,11 +353,11 @@ class RowBroyden(_Histories):
         still = length == 0
         scale = length.masked_fill_(still, float("inf")).reciprocal_()
         s, sums = self.direction * scale, (fz - self.fz) * scale  # s + y: the change of f
-        slot = self.slot[:rows].clamp(max=used - 1)  # for unused rows only: rows in use have no larger slot
+        slot = self.slot[:rows].clamp(max=used - 1)  # clamps rows without a request only: the others have no larger slot
         place = slot + self.base[:rows]
         self.steps.view(-1, self.n).index_copy_(0, place, s)
         self.sums.view(-1, self.n).index_copy_(0, place, sums)
-        # the new step is later than all others; a row that did not move gets 1 on the diagonal of its empty pair
+        # the new step follows all others; a row that did not move gets 1 on the diagonal of its empty pair
         row, column = products(self.sums[:rows, :used], s), products(self.steps[:rows, :used], sums - s)
         column.scatter_add_(1, slot.unsqueeze(1), still.to(column.dtype))
         core, every = self.core[:rows, :used, :used], torch.arange(rows, device=slot.device)

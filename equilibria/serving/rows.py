@@ -1,4 +1,4 @@
-"""The solve of a pool's rows, which start and stop at different steps: what rows are, and the interface of a solve."""
+"""The rows of a pool, which start and stop at different steps, and the interface of their solve."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class Row:
     rtol: float
     root: float  # norm of a state of ones
     starts: Tensor  # (requests, n), the starts of the requests that entered with it
-    at: int  # position of its own start there
+    at: int  # position of its own start in `starts`
     watched: bool = False  # its progress is checked at every step
-    milestone: float = INF
-    waiting: int = 0
+    milestone: float = INF  # residual over tolerance at the last progress
+    waiting: int = 0  # steps since then
 
 
 @dataclass(eq=False, slots=True)
 class Left:
-    """A row that has left the solve. Its place keeps the tensors it carried until rows are exchanged."""
+    """A row that has left the solve. Its place keeps its stored tensors until rows are exchanged."""
 
     row: Row
     place: int
@@ -91,16 +91,14 @@ class SolveRows(ABC):
 
     @abstractmethod
     def record(self, z: Tensor, fz: Tensor, step: int, rows: Sequence[Row | None], new: Sequence[int]) -> dict[int, str]:
-        """Record the values at the points; returns the rows that are done, with the reason.
+        """Record the values at the points; return the rows that are done, with the reason.
 
         new  rows at their start
         """
 
     @abstractmethod
     def suspects(self, new: Sequence[int], least: float, most: float) -> list[int]:
-        """Return the rows at their start where the norm of f(z) is outside of [least, most], or that of the residual is not
-        finite.
-        """
+        """Return the `new` rows with a norm of f(z) outside of [least, most] or a residual norm that is not finite."""
 
     @abstractmethod
     def leave(self, place: int, row: Row, step: int, reason: str) -> Left:
@@ -112,7 +110,7 @@ class SolveRows(ABC):
 
     @abstractmethod
     def results(self, left: Sequence[Left]) -> RowResults:
-        """Return how rows ended that have left since rows were last exchanged."""
+        """Return the results of rows that have left since the last exchange."""
 
     @abstractmethod
     def excess(self) -> list[float]:

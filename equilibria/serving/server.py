@@ -69,7 +69,7 @@ class HTTPError(Exception):
 
 
 class Server:
-    """The routes of one engine.
+    """Serve one engine over HTTP.
 
     dtype    dtype of JSON numbers when a request names none
     api_key  key that clients must send, as `Authorization: Bearer KEY` or `X-API-Key: KEY`
@@ -119,7 +119,7 @@ class Server:
             await asyncio.to_thread(self.engine.close)
 
     def _answering(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """Wrap a handler: check the API key, turn errors into responses and count them."""
+        """Wrap a handler: check the API key, convert errors into responses and count the responses."""
 
         async def handle(request: Request) -> Response:
             try:
@@ -206,7 +206,7 @@ class Server:
             raise HTTPError(503, str(error), Retry_After=RETRY_AFTER) from error
 
     async def _wait(self, ticket: Ticket, request: Request) -> Answer:
-        """Wait for the answer; the request is cancelled when the client disconnects."""
+        """Wait for the answer and return it; if the client disconnects, cancel the request."""
         future = asyncio.wrap_future(ticket.future)
         gone = asyncio.ensure_future(_disconnected(request))
         try:
@@ -252,7 +252,7 @@ class Server:
 
 
 def _is_binary(kind: str, header: str, code: int) -> bool:
-    """True for safetensors, False for JSON; raises HTTPError with `code` for any other content type."""
+    """Return True for safetensors, False for JSON; raises HTTPError with `code` for any other content type."""
     name = kind.partition(";")[0].strip().lower()
     if name in codec.BINARY:
         return True
@@ -267,7 +267,7 @@ async def _disconnected(request: Request) -> None:
 
 
 def serve(server: Server, host: str = "127.0.0.1", port: int = 8000, *, ready: Callable[[str], Any] | None = None) -> None:
-    """Run until SIGINT or SIGTERM, then answer the requests under way. `ready` is called with the address."""
+    """Run until SIGINT or SIGTERM, then answer the accepted requests. `ready` is called with the address of the server."""
     config = uvicorn.Config(
         server.application(),
         host=host,
@@ -283,7 +283,7 @@ def serve(server: Server, host: str = "127.0.0.1", port: int = 8000, *, ready: C
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn that reports when it listens, and notifies the application as soon as it is told to stop."""
+    """A uvicorn server that reports when it listens, and sets `draining` as soon as it receives a signal to stop."""
 
     def __init__(self, config: Any, server: Server, ready: Callable[[str], Any] | None) -> None:
         super().__init__(config)

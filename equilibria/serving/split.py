@@ -1,7 +1,7 @@
-"""A model split at its equilibrium layer: the part before it runs at admission, the part after it at retirement.
+"""Split a model at its equilibrium layer: the part before it runs at admission, the part after it when rows are answered.
 
-Nothing is traced. Both parts run the model's own forward: the first until it reaches the DEQ, the second with the
-equilibrium instead of a solve, and with the outputs of the modules before the layer as recorded at admission.
+The model is not traced. Both parts run its own forward pass. The first part stops when it reaches the DEQ. The second part
+uses the equilibrium instead of a solve, and the outputs of the modules before the layer as recorded at admission.
 """
 
 from __future__ import annotations
@@ -47,16 +47,14 @@ class _Frozen(nn.Module):
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of a model for one sample or a batch: tensors, and other values, which must be equal across a batch."""
+    """The arguments of a model for one sample or a batch: tensors, and other values, which all samples of a batch share."""
 
     tensors: tuple[Tensor, ...]
     spec: Any  # the structure, with the values of leaves that are not tensors
 
     @staticmethod
     def of(inputs: Any, device: torch.device) -> Arguments:
-        """Build from `inputs`: a tuple holds positional arguments, a dict keyword arguments, anything else is the only
-        argument.
-        """
+        """Return the arguments in `inputs`: a tuple of positional, a dict of keyword arguments, or a single argument."""
         if isinstance(inputs, Tensor):
             plain = inputs.device == device and not inputs.requires_grad
             return Arguments((inputs if plain else inputs.detach().to(device),), ONE_TENSOR)
@@ -79,8 +77,9 @@ class Arguments:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Hashable kind of the request: structure, other values, and shapes and dtypes of the tensors. A pool serves one
-        kind.
+        """The kind of the request, hashable: structure, other values, and shapes and dtypes of the tensors.
+
+        A pool serves requests of one kind.
         """
         if self.spec is ONE_TENSOR:
             (tensor,) = self.tensors
@@ -105,8 +104,8 @@ class Reached:
 class CellSplit:
     """The two parts of a model, and its cell. Only one thread may use it at a time.
 
-    The model is copied and its tensors are shared: later changes of the weights take effect, except for weights behind
-    parametrizations, which are computed once.
+    The model is copied, and the copy shares its tensors. Later changes of the weights therefore take effect, except for
+    weights behind parametrizations, which are computed once.
     """
 
     def __init__(self, model: nn.Module, *, solver: Any = None, stop: Stop | None = None, output: Any = None) -> None:
@@ -124,7 +123,7 @@ class CellSplit:
         self._answer: Callable[[DEQ, tuple[Any, ...], Any], Solution] | None = None
         for layer in self.layers.values():
             layer.solve = self._handler(layer)  # type: ignore[method-assign]
-        self.before: list[nn.Module] = []  # modules whose outputs are kept from admission to retirement
+        self.before: list[nn.Module] = []  # modules whose outputs are kept from admission to the answer
         self._replay: dict[int, list[Any]] = {}
         self._seen: list[tuple[nn.Module, Any]] | None = None  # module calls before the layer, while they are recorded
 
@@ -141,8 +140,9 @@ class CellSplit:
     # the layer on the path
 
     def find(self, arguments: Arguments) -> DEQ:
-        """Run the model once without solving and return its one equilibrium layer; raises UnservableModelError with the
-        reason.
+        """Run the model once without solving and return its only equilibrium layer.
+
+        Raises UnservableModelError with the reason if the model cannot be served.
         """
         calls: list[DEQ] = []
 
@@ -196,7 +196,10 @@ class CellSplit:
         if watch is not None:
             watch.extend(module for module, _ in seen)
         elif [id(module) for module, _ in seen] != [id(module) for module in self.before]:
-            raise UnservableModelError("The modules before the equilibrium layer differ from request to request.")
+            raise UnservableModelError(
+                "The modules before the equilibrium layer differ from request to request. Serve a model whose forward pass "
+                "calls the same modules for every request."
+            )
         with torch.no_grad():
             given = prepared(reached.layer.cell, reached.inputs)
             z0 = start(reached.layer, reached.inputs, given, reached.init)
@@ -266,13 +269,13 @@ class CellSplit:
                 self._answer = None
 
     def keep(self, modules: Sequence[nn.Module]) -> None:
-        """Keep the outputs of these modules from admission to retirement instead of computing them again."""
+        """Keep the outputs of these modules from admission to the answer instead of computing them again."""
         self.before = list(modules)
         for module in {id(m): m for m in modules}.values():
             module.forward = self._replayed(module, module.forward)
 
     def _replayed(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a module's forward: return recorded outputs where there are any, else run it and record the call."""
+        """Wrap the forward of a module: return a recorded output if there is one, else run it and record the call."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             kept = self._replay.get(id(module))

@@ -1,4 +1,4 @@
-"""The model's part before the equilibrium layer, run for waiting requests ahead of free rows."""
+"""Run the part of the model before the equilibrium layer for waiting requests, before rows are free for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Entry:
     """Requests that have reached the layer and wait for rows."""
 
     tickets: list[Ticket]
-    values: list[Tensor]  # what rows carry, one row per ticket
+    values: list[Tensor]  # the tensors stored per row during the solve, one row per ticket
     z0: Tensor  # (tickets, n)
 
     def join(self, other: Entry) -> Entry:
@@ -35,7 +35,7 @@ class Entry:
 
 
 class Staging:
-    """Brings requests of one template to the layer, many at once, and hands them out as rows become free.
+    """Run requests of one template up to the layer, many at once, and return them as rows become free.
 
     full  run the model's first part on batches of `capacity` samples, so that results do not depend on the load
     """
@@ -52,7 +52,7 @@ class Staging:
     def take(self, free: int, waiting: int, take: Callable[[int], list[Ticket]]) -> Entry | None:
         """Return requests for up to `free` rows; None if there are none.
 
-        If a pool's worth of requests waits, the model's first part runs for all of them at once.
+        If at least `capacity` requests wait, the first part of the model runs for `capacity` of them at once.
 
         waiting  requests in the queue, from which `take(count)` removes up to `count`
         """
@@ -76,7 +76,7 @@ class Staging:
                 reached = template.split.reach(batch)
             except Exception as error:
                 good = [ticket for ticket in tickets if len(tickets) > 1 and self._reaches(ticket)]
-                if len(good) == len(tickets) or len(tickets) == 1:  # the batch raises, not a single request
+                if len(good) == len(tickets) or len(tickets) == 1:  # the batch raises, although no request does by itself
                     for ticket in tickets:
                         ticket.fail(as_invalid_request(error))
                     return None

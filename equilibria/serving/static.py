@@ -19,14 +19,14 @@ from equilibria.stop import Stop
 
 
 class StaticBatching:
-    """Collect a batch, solve it until its slowest row is done, answer all of it.
+    """Collect a batch, solve it until its slowest row is done, then answer all its requests.
 
-    The solve is the library's own, which drops converged rows. `submit` and the tickets are those of `Engine`; a request
-    with its own rtol or max_steps makes the batch use the strictest of them.
+    The solve is the library's own, which drops converged rows. `submit` and the tickets are those of `Engine`. If requests
+    have an rtol or max_steps of their own, the whole batch uses the smallest rtol and the largest max_steps among these.
 
     model  as in `Engine`; all requests have the same shape
     rows   largest batch
-    wait   seconds to wait for a full batch, counted from its first request
+    wait   seconds that the first request of a batch waits for the batch to fill
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class StaticBatching:
         return ticket
 
     def step(self) -> bool:
-        """Solve a batch if one is full or its first request has waited long enough; False if no request waits."""
+        """Solve a batch if it is full or its first request has waited long enough; return False if no request waits."""
         if not self.waiting:
             return False
         full = len(self.waiting) >= self.rows
@@ -60,7 +60,7 @@ class StaticBatching:
             self._solve([self.waiting.popleft() for _ in range(min(self.rows, len(self.waiting)))])
 
     def _solve(self, tickets: list[Ticket]) -> None:
-        """Solve one batch with the strictest options of its requests and resolve their tickets."""
+        """Solve one batch with the options described in the class, and resolve its tickets."""
         now = time.monotonic()
         for ticket in tickets:
             ticket.admitted = now

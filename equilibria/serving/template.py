@@ -1,4 +1,4 @@
-"""Properties shared by the requests of one pool, found by running the model on the first one."""
+"""The properties that the requests of one pool share, detected by running the model on the first request."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from equilibria.serving.split import Arguments, CellSplit, Reached
 from equilibria.serving.tickets import UnservableModelError
 from equilibria.stop import Stop
 
-AGREEMENT, LOOSEST = 1e3, 0.05  # largest difference of a row beside other rows, in units of rounding; and an absolute limit
+# other rows may change a row by at most AGREEMENT units of rounding, and by at most the share LOOSEST of its norm
+AGREEMENT, LOOSEST = 1e3, 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
 class Padding:
-    """Lets requests of different lengths share a pool: tensors are padded at their end to the next multiple.
+    """Let requests of different lengths share a pool: tensors are padded at their end to the next multiple of `multiple`.
 
     The model must be causal: no position may depend on a later one, as in a causal language model. The engine checks this
     with the first request of every pool. Padded positions are excluded from norms and histories, so every request is solved
-    as if it were alone.
+    as it would be without padding.
 
     dim       dimension along which lengths differ, not counting the batch
     multiple  lengths are padded to a multiple of it
@@ -60,7 +61,7 @@ class Padding:
 
 @dataclass(frozen=True)
 class Leaves:
-    """A tree whose tensors with one row per sample are told apart from leaves that all samples share."""
+    """A tree of values, divided into tensors with one row per sample and leaves that all samples share."""
 
     structure: Any
     rowwise: tuple[bool, ...]
@@ -91,12 +92,12 @@ class Leaves:
 
 
 class Template:
-    """One kind of request: its layer, the layout of its state, and which tensors have one row per sample."""
+    """The properties of one kind of request: its layer, the layout of its state, and which tensors have a row per sample."""
 
     def __init__(self, split: CellSplit, sample: Arguments, padding: Padding | None = None, length: int = 0) -> None:
         """Run the model on batches of two and three samples; raises UnservableModelError if rows depend on each other."""
         self.split, self.spec, self.padding = split, sample.spec, padding
-        # another sample of the same kind: the numbers in reverse order
+        # another sample of the same kind, with the numbers in reverse order
         mirrored = dataclasses.replace(sample, tensors=tuple((t.flip(-1) if t.dim() else t) for t in sample.tensors))
         batches = stack([sample, mirrored]), stack([sample, mirrored, mirrored])
         self.layer: DEQ = split.find(batches[0])
@@ -107,7 +108,7 @@ class Template:
         _agree(self.layout.pack(two.start), self.layout.pack(three.start), "the start of the solve", self.layout)
         self.stop: Stop = split.stop_of(self.layer).reachable(self.layout.precision)
         self.solver = split.solver or self.layer.solver
-        # raise unless a row of the cell is unaffected by the state of the other row
+        # raise if the state of one row changes the value of the cell at the other row
         z = self.layout.pack(two.start)
         noise = torch.randn(z.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(z)
         z = z + noise
@@ -123,7 +124,7 @@ class Template:
             self._find_lengths(sample, two, outputs[0], length)
 
     def _reach(self, batches: tuple[Arguments, Arguments]) -> tuple[Reached, Reached]:
-        """Return both batches at the layer, with the outputs of the modules worth keeping."""
+        """Return both batches at the layer, with the outputs of the modules that need not run again after the solve."""
         if not self.split.before:
             calls: list[Any] = []
             two = self.split.reach(batches[0], watch=calls)
@@ -162,7 +163,7 @@ class Template:
         self._check_causal(sample, two, length)
 
     def _check_causal(self, sample: Arguments, two: Reached, length: int) -> None:
-        """Raise unless the cell gives the same result for the first `length` positions alone."""
+        """Raise UnservableModelError if the cell at the first `length` positions depends on later positions."""
         assert self.padding is not None
         filled = self.padding.length(sample)
         if not 0 < length < filled:
@@ -235,7 +236,7 @@ def stack(samples: Sequence[Arguments]) -> Arguments:
 
 
 def _has_rows(two: Any, three: Any, what: str) -> bool:
-    """True if the leaf has one row per sample, False if all samples share it; raises UnservableModelError otherwise."""
+    """Return True if the leaf has a row per sample, False if all samples share it; raises UnservableModelError otherwise."""
     if not isinstance(two, Tensor) or not isinstance(three, Tensor):
         if two is three or two == three:
             return False
@@ -255,7 +256,7 @@ def _has_rows(two: Any, three: Any, what: str) -> bool:
 
 
 def _all_rows(two: Any, three: Any) -> bool:
-    """True if every leaf is a tensor with a row per sample."""
+    """Return True if every leaf is a tensor with a row per sample."""
     a, b = pytree.tree_leaves(two), pytree.tree_leaves(three)
     return len(a) == len(b) > 0 and all(
         isinstance(x, Tensor) and isinstance(y, Tensor) and x.dim() > 0 and x.shape[0] == 2 and y.shape[0] == 3
@@ -264,9 +265,7 @@ def _all_rows(two: Any, three: Any) -> bool:
 
 
 def _close(a: Tensor, b: Tensor, spacing: float) -> bool:
-    """True if both are equal up to the rounding differences of kernels for other batch sizes; ignores entries that are not
-    finite.
-    """
+    """Return True if both are equal up to rounding differences between batch sizes; ignores rows that are not finite."""
     if not (a.is_floating_point() or a.is_complex()):
         return torch.equal(a, b)
     a, b = a.reshape(len(a), -1), b.reshape(len(b), -1)
@@ -279,7 +278,7 @@ def _agree(one: Tensor, other: Tensor, what: str, layout: Layout) -> None:
     if not _close(one[:1], other[:1], layout.precision):
         raise UnservableModelError(
             f"This model cannot be served: in {what} a row depends on the other rows of its batch, so rows cannot enter and "
-            "leave. A common cause is batch statistics; use norms with running statistics, or without the batch."
+            "leave. A common cause is batch statistics; use norms with running statistics, or norms over each sample."
         )
 
 

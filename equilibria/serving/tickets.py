@@ -1,4 +1,4 @@
-"""The interface of a request: a Ticket at once, then an Answer or an error."""
+"""The interface of a request: `submit` returns a Ticket, which later has an Answer or an error."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Answer:
     status: Status  # MAX_STEPS if the deadline ended the solve
     steps: int
     residual: float  # relative residual of the iterate behind the output
-    late: bool  # the deadline passed before convergence: the output belongs to the best iterate so far
+    late: bool  # True if the deadline passed before convergence; the output then belongs to the best iterate so far
     waited: float  # seconds from `submit` until the request got a row
     seconds: float  # seconds from `submit` to the answer
 
@@ -125,7 +125,7 @@ class Ticket:
             self.future.set_exception(error)
 
     def _claim(self) -> bool:
-        """Mark the request as running, after which it cannot be cancelled; False if it was cancelled before."""
+        """Mark the request as running, after which it cannot be cancelled; return False if it was cancelled before."""
         return not self.future.done() and self.future.set_running_or_notify_cancel()
 
 

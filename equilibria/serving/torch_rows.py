@@ -22,11 +22,11 @@ STATUSES = {"stalled": Status.STALLED, "diverged": Status.DIVERGED, "steps": Sta
 class TorchRows(SolveRows):
     """The tensors of a solve whose rows enter and leave.
 
-    z, fz        (rows, n), the current iterates and the cell there
+    z, fz        (rows, n), the current iterates and the values of the cell at them
     best_z       (rows, n), the best iterates; the same object as `z` while every row improves
     residual     (rows, n), f(z) - z
     length       (rows,), Euclidean norms of the residuals
-    improved     (rows,) bool, rows whose last iterate was their best; None: all
+    improved     (rows,) bool, True for rows whose last iterate was their best; None means all rows
     tolerances   (2, room), rtol and atol
     room         rows for which memory is allocated
     """
@@ -42,7 +42,7 @@ class TorchRows(SolveRows):
         self.residual, self.length = self.z, like
         self.improved: Tensor | None = None
         self.tolerances = like.new_zeros(2, 0)
-        self.proposed = False  # the rows took a step, so `record` has a pair to absorb
+        self.proposed = False  # True if the rows took a step, so that `record` has a pair to absorb
         self.entering: tuple[Tensor, Sequence[int] | None] | None = None
 
     def extend(self, count: int) -> None:
@@ -117,7 +117,7 @@ class TorchRows(SolveRows):
         return self.records.given_up(step, rows) | dict.fromkeys(stopped, "stopped")
 
     def _keep_best(self, worse: Sequence[int]) -> None:
-        """Update the best iterates; those of the rows in `worse` stay."""
+        """Update the best iterates, except those of the rows in `worse`."""
         if not worse:
             self.improved, self.best_z = None, self.z
             return
@@ -140,7 +140,7 @@ class TorchRows(SolveRows):
         return Left(row, place, reason, (self.best_z, int(status), step - row.born, numbers))
 
     def release(self, place: int) -> None:
-        """Nothing to do: rows without a request are not looked at."""
+        """Do nothing, because rows without a request are ignored."""
 
     def results(self, left: Sequence[Left]) -> RowResults:
         numbers = [list(column) for column in zip(*(each.kept[3] for each in left), strict=True)]
