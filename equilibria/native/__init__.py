@@ -1,9 +1,9 @@
-"""Compiled solver steps for the CPU. Optional: without them, or with EQUILIBRIA_NATIVE=0, the same steps run in torch.
+"""Compiled solver steps for the CPU. They are optional: without them, or with EQUILIBRIA_NATIVE=0, the steps run in torch.
 
-One call does all the work between two evaluations of a map: the record of every row and the algebra of the solver. The
-kernels are plain C++ on the memory of tensors in an extension module built for Python's stable ABI: `record.h` and one
-header per method, and `measures.h` for what is computed once per solve. A call takes less than a microsecond, a third of a
-ctypes call, and one build serves every version of Python.
+One call does all the work between two evaluations of a map: it records every row and computes the next point. The kernels
+are C++ functions that work on the memory of tensors. `record.h` and one header per method contain the steps, `measures.h`
+contains the quantities that are computed once per solve. The extension module uses Python's stable ABI, so one build serves
+Python 3.11 and later. A call takes less than a microsecond, a third of a call through ctypes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def reason() -> str:
 
 @contextmanager
 def disabled() -> Iterator[None]:
-    """Run the solves of this thread with the torch steps inside the context, as a reference to compare with."""
+    """Run the solves of this thread in torch inside the context, as a reference to compare with."""
     token = off.set(True)
     try:
         yield

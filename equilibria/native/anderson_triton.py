@@ -1,11 +1,11 @@
 # mypy: ignore-errors
 """One step of `Anderson` as a Triton kernel: one program per row.
 
-A program holds the weights of its row in registers and passes over the row in blocks. Up to `MEDIUM_STATE` numbers it makes
-the new difference orthonormal to the stored ones; beyond, it solves the normal equations from the Gram matrix. Both compute
-what `step_in_torch` in `gpu.py` computes, up to rounding.
+A program stores the weights of its row in registers and reads the row in blocks. Rows of up to `MEDIUM_STATE` numbers use an
+orthonormal history: the new difference is made orthonormal to the stored ones. For longer rows the program solves the normal
+equations from the Gram matrix. Up to rounding, both forms compute what `step_in_torch` in `gpu.py` computes.
 
-TRITON_INTERPRET=1 in the environment, before Triton is imported, runs the kernel in Python on any device.
+If TRITON_INTERPRET=1 is set before Triton is imported, the kernel runs in Python on any device.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 4096  # numbers of the history that a program holds at a time
-MOST = 1024  # numbers of a row in a block, at most
+TILE = 4096  # numbers of the history that a program loads at a time
+MOST = 1024  # largest number of entries of a row in one block
 
 
 @triton.jit
 def _newest(p, b, w, history, j, inside):
-    """A block of the newest difference without its share in the stored ones."""
+    """Return a block of the newest difference, minus its projection on the stored ones."""
     return tl.load(p + j, inside, other=0) - tl.load(b + j, inside, other=0) - tl.sum(w[:, None] * history, axis=0)
 
 
 @triton.jit
 def _step(
     pairs,  # (batch, slots, 2 n)
-    gram,  # (batch, slots, slots) of the second form
+    gram,  # (batch, slots, slots), of the form with GRAM
     pair,  # (batch, 2 n)
     last,  # (batch, 2 n)
     held,  # (batch,)
@@ -39,7 +39,7 @@ def _step(
     slot,
     filled,
     limit,
-    DAMPING: tl.constexpr,  # constants keep float64, arguments would be rounded to float32
+    DAMPING: tl.constexpr,  # a constant, because Triton rounds arguments to float32
     THRESHOLD: tl.constexpr,
     GRAM: tl.constexpr,
     K: tl.constexpr,  # a power of two, at least `filled` + 1
@@ -85,7 +85,7 @@ def _step(
         scale = tl.where(sound, 1 / tl.sqrt(tl.where(sound, squares, 1)), 0)
         a = a * scale[:, None] * scale[None, :] + tl.where(diagonal, tl.where(sound, THRESHOLD, 1)[:, None], 0)
         x = u.to(tl.float64) * scale
-        for i in range(0, K):  # Gauss-Jordan; the matrix is positive definite, so that no pivot is sought
+        for i in range(0, K):  # Gauss-Jordan without pivoting, because the matrix is positive definite
             here = k == i
             line = tl.sum(tl.where(here[:, None], a, 0), axis=0)
             pivot = tl.sum(tl.where(here, line, 0), axis=0)
@@ -108,7 +108,7 @@ def _step(
             d = _newest(p, b, w, history, j, inside)
             left += tl.sum(d * d, axis=0)
             along += tl.sum(d * tl.load(p + j, inside, other=0), axis=0)
-        # if a difference lies in the space of the others, the rest is rounding and is dropped
+        # if a difference lies in the span of the others, the remainder is a rounding error and is dropped
         rounding = tl.sqrt(left) <= THRESHOLD * tl.sqrt(square)
         scale_new = tl.where(rounding, 0, 1 / tl.sqrt(tl.where(rounding, 1, left)))
         u = tl.where(used, tl.where(new, along * scale_new, u), 0)
@@ -128,7 +128,7 @@ def _step(
             g = tl.load(p + j, inside, other=0) - tl.sum(u[:, None] * residuals, axis=0) - share * d
             z -= (1 - DAMPING) * g
         tl.store(out + row * n + j, z, inside)
-        tl.debug_barrier()  # other threads have read this block of the slot, which held the oldest pair
+        tl.debug_barrier()  # wait until all threads have read this block of the oldest pair, which is overwritten now
         tl.store(q + slot * 2 * n + j, d, inside)
         tl.store(q + slot * 2 * n + n + j, v, inside)
 
@@ -146,12 +146,12 @@ def step(
     damping: float,
     threshold: float,
 ) -> Tensor:
-    """The next iterate, (batch, n); arguments as of `equilibria::anderson_step`."""
+    """Return the next iterate, (batch, n); the arguments are those of `equilibria::anderson_step`."""
     batch, slots, width = pairs.shape
     out = torch.empty_like(pair[:, : width // 2], memory_format=torch.contiguous_format)
     many = triton.next_power_of_2(max(filled + 1, 2))
     block = max(16, min(triton.next_power_of_2(width // 2), MOST, TILE // many))
-    # one-element rows of `held` and `window` may have any strides
+    # the kernel needs contiguous vectors, and `held` and `window` may have other strides
     rows = held.reshape(batch).contiguous(), window.reshape(batch).contiguous()
     form = {"DAMPING": damping, "THRESHOLD": threshold, "GRAM": gram.shape[1] > 0, "K": many, "BLOCK": block}
     _step[(batch,)](pairs, gram, pair, last, *rows, out, width // 2, slots, slot, filled, limit, **form)

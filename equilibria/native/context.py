@@ -1,11 +1,11 @@
-"""`struct Context` of the kernels in ctypes, and the names of its arrays."""
+"""The `struct Context` of the kernels in ctypes, and the names of its arrays."""
 
 from __future__ import annotations
 
 import ctypes
 from ctypes import c_double, c_int64, c_void_p
 
-INTERFACE = 3  # as in context.h
+INTERFACE = 3  # the same number as in context.h
 NUMBERS = (
     "excess",
     "length",

@@ -1,8 +1,9 @@
-"""The border for solver steps on other devices: one step of `Anderson` as a torch operator, in torch and as a Triton kernel.
+"""One step of `Anderson` as a torch operator for GPUs, implemented in torch and as a Triton kernel.
 
-A step of `Anderson` in torch is some ten operations on vectors, and a GPU launches a kernel for each of them.
-`torch.ops.equilibria.anderson_step` does them in one call: by the kernel in `anderson_triton.py` for tensors of a GPU, in
-torch elsewhere. The kernel has run in Triton's interpreter only, on no GPU, so that solves use it inside `fused()` alone.
+In torch, a step of `Anderson` consists of about ten operations on vectors, and a GPU launches a kernel for each of them.
+`torch.ops.equilibria.anderson_step` does them in one call. For CUDA tensors it calls the kernel in `anderson_triton.py`, for
+others it runs in torch. The Triton kernel has run in Triton's interpreter only, and never on a GPU. Solves therefore use the
+operator only inside `fused()`.
 """
 
 from __future__ import annotations
@@ -44,12 +45,13 @@ def step_in_torch(
     """Store the difference of two iterates in a slot of the ring, and return the next iterate, (batch, n).
 
     pairs      (batch, slots, 2 n), the ring; `filled` slots are in use
-    gram       (batch, slots, slots), inner products of its residual parts; no slots for the orthonormal form
+    gram       (batch, slots, slots), inner products of its residual parts; it has no slots in the orthonormal form
     pair       (batch, 2 n), residual and value of the newest iterate
-    last       (batch, 2 n), those of the one before; its values are lost
-    held       (batch, 1), how many of the last pairs a row uses, in front of the new one, and at most: `window`
-    slot       where the new pair goes; `limit` is the length of the ring
-    threshold  `Anderson.threshold`
+    last       (batch, 2 n), residual and value of the previous iterate; the step overwrites them
+    held       (batch, 1), number of stored pairs that a row uses, counted from the newest one and without the new pair
+    window     (batch, 1), largest number of pairs that a row uses, including the new one
+    slot       slot of the new pair; `limit` is the length of the ring
+    threshold  the value of `Anderson.threshold`
     """
     ring, n = Ring(pairs, gram, limit, filled, slot), pair.shape[1] // 2
     ring = insert(ring, pair, last, mask_of(ring, held), threshold)
@@ -71,7 +73,7 @@ def _(
     damping: float,
     threshold: float,
 ) -> Tensor:
-    from equilibria.native import anderson_triton  # loads Triton, which is not installed with torch for the CPU
+    from equilibria.native import anderson_triton  # imported here, because torch for the CPU comes without Triton
 
     return anderson_triton.step(pairs, gram, pair, last, held, window, slot, filled, limit, damping, threshold)
 
@@ -83,16 +85,16 @@ def _(pairs: Tensor, gram: Tensor, pair: Tensor, *rest: object) -> Tensor:
 
 @contextmanager
 def fused(devices: tuple[str, ...] = ("cuda",), step: Step | None = None) -> Iterator[None]:
-    """Run the steps of `Anderson` inside the block by one call each, in all threads, for states on devices of these types.
+    """Run every step of `Anderson` inside the block by one call, in all threads, for states on devices of these types.
 
-    step  does one step; None uses `torch.ops.equilibria.anderson_step`
+    step  function that does one step; None uses `torch.ops.equilibria.anderson_step`
     """
     call = step or torch.ops.equilibria.anderson_step
 
     def advance(
         ring: Ring, pair: Tensor, last: Tensor, held: Tensor, window: Tensor, damping: float, threshold: float
     ) -> tuple[Tensor, Ring]:
-        """The next iterate, and the ring with the newest pair."""
+        """Return the next iterate, and the ring with the newest pair."""
         assert isinstance(ring.slot, int)
         slot, filled, limit, gram = ring.slot, ring.filled, ring.limit, ring.gram
         pairs = grow(ring.pairs, slot, limit, blank=False)

@@ -1,7 +1,7 @@
 """Sizes and residuals of rows and checks of gradients, in one native call each.
 
-In torch each takes several operations, which cost more than all the numbers of a small batch. `normalized` and `ratios`
-return None where kernels cannot read the tensors, and the caller computes in torch.
+In torch each of them takes several operations, whose overhead exceeds the arithmetic of a small batch. If kernels cannot
+read the tensors, `normalized` and `ratios` return None, and the caller computes the result in torch.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from equilibria import native
 
-WIDE = {torch.float32: 0, torch.float64: 1}  # the dtypes of the kernels, and whether they are the wider one
-LARGE = 1 << 18  # numbers of a gradient from which on torch sums faster, with its threads
+WIDE = {torch.float32: 0, torch.float64: 1}  # the dtypes that kernels read; 1 stands for the wider one
+LARGE = 1 << 18  # above this number of entries torch sums a gradient faster, because it uses several threads
 
 
 def _readable(*tensors: Tensor) -> bool:
-    """True if kernels may read these tensors: plain, contiguous, on the CPU, of one dtype, without a graph."""
+    """Return True if kernels may read these tensors: plain, contiguous, on the CPU, of one dtype, without a graph."""
     dtype = tensors[0].dtype
     return (
         native.kernels is not None
@@ -31,9 +31,10 @@ def _readable(*tensors: Tensor) -> bool:
 
 
 def normalized(v: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Divide the rows of v by their root mean square: (batch, 1) the divisors, v divided, and (batch,) its root mean square.
+    """Divide the rows of v by their root mean square.
 
-    Rows that are zero or not finite are divided by 1.
+    Returns the divisors, (batch, 1), the divided v, and the root mean square of its rows after the division, (batch,). Rows
+    that are zero or not finite are divided by 1.
     """
     if v.numel() == 0 or not _readable(v):
         return None
@@ -46,10 +47,11 @@ def normalized(v: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
 def ratios(
     a: Tensor, b: Tensor | None, c: Tensor, *, told: Tensor | None = None, status: Tensor | None = None
 ) -> tuple[Tensor, float] | None:
-    """(batch,) |a - b| / |c| of every row, and the largest one; |a| / |c| without b.
+    """Return the ratios |a - b| / |c| of all rows, (batch,), and the largest ratio. Without b the ratios are |a| / |c|.
 
-    With `told`, (batch,), the second result is the largest difference from it instead, without rows where that is nan. It
-    is nan if the squares of a row of c may leave the dtype, or if the `status` of a row, (batch,) int8, is not 0.
+    If `told`, (batch,), is given, the second result is the largest difference between a ratio and `told`, over the rows
+    where it is not nan. The second result is nan if the squares of a row of c may overflow or underflow, or if the
+    `status` of a row, (batch,) int8, is not 0.
     """
     given = (a, c, *(() if b is None else (b,)), *(() if told is None else (told,)))
     if a.numel() == 0 or not _readable(*given):
@@ -70,11 +72,14 @@ def ratios(
 
 
 def seem_finite(grads: Sequence[Tensor | None], like: Tensor) -> Tensor | bool:
-    """False if any gradient is not finite. In torch it may be False if the sum of finite numbers overflows; it is then a
-    tensor on the device of `like`, so that nothing waits for it here.
+    """Return False if any gradient is not finite.
+
+    Where kernels cannot read the gradients, the check sums them in torch. The result is then a tensor on the device of
+    `like`, so this function does not wait for the device. It may also be False because the sum of finite numbers overflows.
     """
     given = [grad for grad in grads if grad is not None]
-    dense = [grad.t() if grad.dim() == 2 and not grad.is_contiguous() else grad for grad in given]  # in any order
+    # the order of entries is irrelevant, so transposed matrices count as contiguous
+    dense = [grad.t() if grad.dim() == 2 and not grad.is_contiguous() else grad for grad in given]
     if all(grad.numel() <= LARGE and _readable(grad) for grad in dense):
         return all(native.kernels.finite(WIDE[grad.dtype], grad.data_ptr(), grad.numel()) for grad in given)
     real = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in given]

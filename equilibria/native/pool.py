@@ -1,4 +1,4 @@
-"""The memory of a native solve whose rows start at different steps, with tolerances and limits of their own."""
+"""The memory of a native solve whose rows start at different steps and have their own tolerances and limits."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def _array(tensor: Tensor) -> Any:
 
 
 class PoolWorkspace(Workspace):
-    """A workspace of `capacity` places. Rows are the rows of the tensors of a call; `place` maps them to places.
+    """A workspace of `capacity` places. A row is a row of the tensors of a call; `place` maps rows to places.
 
-    counts   (6, capacity), OWN_COUNTERS
-    figures  (3, capacity), OWN_NUMBERS
+    counts   (6, capacity), the values of OWN_COUNTERS
+    figures  (3, capacity), the values of OWN_NUMBERS
 
-    Arrays of ctypes share the memory of tensors with one entry per place, because reading an entry of a tensor is slow:
-    `place_of`, `stopped_rows`, `status_of`, `steps_of`, and `number_of` by name.
+    Reading an entry of a tensor is slow. The ctypes arrays `place_of`, `stopped_rows`, `status_of`, `steps_of`, and those in
+    `number_of` by name, therefore share the memory of tensors.
     """
 
     def __init__(self, like: Tensor, capacity: int, n: int, solver: Any, stop: Stop, precision: float, most: int) -> None:
@@ -77,8 +77,9 @@ class PoolWorkspace(Workspace):
         self.number_of = {name: _array(self.number(name)) for name in NUMBERS}
 
     def begin(self, rows: Tensor, settings: Sequence[Sequence[float]]) -> None:
-        """Set what new rows have of their own, in the order of OWN_COUNTERS and OWN_NUMBERS: one tuple per row, or one for
-        all of them.
+        """Set the tolerances and limits of new rows, in the order of OWN_COUNTERS and OWN_NUMBERS.
+
+        settings  one tuple per row, or a single tuple for all rows
         """
         place, split = self.place.index_select(0, rows), len(OWN_COUNTERS)
         counts = torch.tensor([each[:split] for each in settings], dtype=torch.int64).T
@@ -87,7 +88,7 @@ class PoolWorkspace(Workspace):
         self.figures.index_copy_(1, place, figures.expand(-1, len(rows)))
 
     def record(self, z: Tensor, fz: Tensor, before: Tensor, out: Tensor, step: int) -> int:
-        """Record the iterates of all rows and write the next points to evaluate into `out`; returns the running rows."""
+        """Record all iterates and write the next points to evaluate into `out`; returns the number of running rows."""
         self.rows = self.context.rows = len(z)
         return self.advance(self.kind, z, fz, before, out, step)
 

@@ -39,12 +39,12 @@ if TYPE_CHECKING:
     from equilibria._core.results import LoopRun
 
 STEPS, BEST_STEP, EXCESS = COUNTERS.index("steps"), COUNTERS.index("best_step"), NUMBERS.index("excess")
-FIRST_CORE = 8  # slots whose products have room before the first growth
+FIRST_CORE = 8  # number of slots for whose products memory is allocated at first
 DTYPES = (torch.float32, torch.float64)
 
 
 def can_run(run: LoopRun, z0: Tensor, solver: Any) -> bool:
-    """Return True if a solve may use native steps, judging by what is known before the first evaluation."""
+    """Return True if a solve may use native steps, as far as this is known before the first evaluation."""
     if not run.ordinary or run.unit is not None or run.keep_state:
         return False
     if native.kernels is None or native.off.get() or type(solver) not in KINDS:
@@ -60,7 +60,7 @@ def can_run(run: LoopRun, z0: Tensor, solver: Any) -> bool:
 
 
 def is_readable(x: Tensor) -> bool:
-    """True if kernels may read the memory of `x`, and results computed from it are not differentiated."""
+    """Return True if kernels may read the memory of `x`, and results computed from it are not differentiated."""
     if type(x) is not Tensor or x.device.type != "cpu" or x.layout is not torch.strided:
         return False
     followed = torch.is_grad_enabled() and x.requires_grad
@@ -68,9 +68,9 @@ def is_readable(x: Tensor) -> bool:
 
 
 class Iteration:
-    """A solver with one evaluation per step: Picard, Anderson, Broyden.
+    """The steps of a solver with one evaluation per step: Picard, Anderson or Broyden.
 
-    z, fz  the iterate recorded last and the map there, (rows, n)
+    z, fz  the iterate recorded last and the value of the map there, (rows, n)
     out    the point to evaluate next, (rows, n)
     """
 
@@ -82,7 +82,10 @@ class Iteration:
         self.work = Workspace(self.z, most, vectors, settings, run)
 
     def step(self, step: int, last: bool) -> int:
-        """Record an iterate, the start at step 0, and compute the next one unless it is the `last`; rows still running."""
+        """Record an iterate, at step 0 the start, and compute the next one unless the step is the `last`.
+
+        Returns the number of running rows.
+        """
         before = self.z
         if step:
             self.z = self.out
@@ -98,7 +101,7 @@ class Iteration:
 
 
 class Krylov:
-    """GMRES with one product per step; z and its residual are stored in the workspace."""
+    """The steps of GMRES, with one product per step; z and its residual are stored in the workspace."""
 
     def __init__(self, run: LoopRun, z0: Tensor, fz: Tensor, solver: krylov.GMRES) -> None:
         self.f, self.base, self.taken = run.f, z0, 0
@@ -116,7 +119,7 @@ class Krylov:
         return self.z + self.work.vector(2)
 
     def step(self, step: int, last: bool) -> int:
-        """Record an iterate and compute the next one, as `Iteration.step` does; rows still running."""
+        """Record an iterate and compute the next one, as `Iteration.step` does; returns the number of running rows."""
         if step == 0:
             method, (a, b) = GMRES_BEGIN, self.start
         else:
@@ -134,8 +137,9 @@ class Krylov:
         self.work.drop(index)
 
     def _compute_residual(self) -> None:
-        """Drop all directions and compute r = f(base) - base - A (z - base): rounding errors of images grow with
-        every step.
+        """Drop all directions and compute r = f(base) - base - A (z - base).
+
+        This is necessary from time to time, because the rounding errors of images grow with every step.
         """
         away = self.z - self.base
         left = self.f(self.base) - self.base - away + self.f.jacobian(self.base).product(away)
@@ -151,7 +155,7 @@ KINDS: dict[type[Solver[Any]], int] = {Picard: PICARD, Anderson: ANDERSON, Broyd
 
 
 def kind_of(solver: Any, n: int) -> int:
-    """The kernel of a solver for rows of `n` numbers."""
+    """Return the number of the kernel of a solver for rows of `n` numbers."""
     return ANDERSON_GRAM if isinstance(solver, Anderson) and n > MEDIUM_STATE else KINDS[type(solver)]
 
 
@@ -159,7 +163,7 @@ def kind_of(solver: Any, n: int) -> int:
 def needs(solver: Any, shape: torch.Size, dtype: torch.dtype) -> tuple[int, tuple[str, ...], Mapping[str, Any]]:
     """Return the largest number of history slots, the names of the vectors stored per row, and the settings of a solver.
 
-    Cached, because a layer asks the same in every solve.
+    The result is cached, because a layer needs it in every solve.
     """
     n, z0 = shape[1], torch.empty(shape, dtype=dtype, device="meta")
     if isinstance(solver, krylov.GMRES):
@@ -181,7 +185,7 @@ def needs(solver: Any, shape: torch.Size, dtype: torch.dtype) -> tuple[int, tupl
 
 @functools.lru_cache(maxsize=256)
 def _addresses(most: int) -> Any:
-    """Return the type of an array of `most` addresses; ctypes makes a new one, in some 20 us, when the last was freed."""
+    """Return the type of an array of `most` addresses; it is cached, because ctypes takes about 20 us to create one."""
     return c_void_p * most
 
 
@@ -198,17 +202,17 @@ def _rows(tensor: Tensor, like: Tensor) -> Tensor:
 class Workspace:
     """Record and history of every row, stored at the row's position in the original batch; stopped rows stay in place.
 
-    numbers, counters, status, excess  the record, with one column or entry per row
+    numbers, counters, status  the record, with one column or entry per row
     answer                     (batch, n), best iterates; complete when no row runs, or after a call without `out`
-    rows, place                number of the rows carried, and (rows,) their places in the batch; None for all
+    rows, place                number of rows that are still evaluated, and their places in the batch, (rows,); None for all
     """
 
     def __init__(
         self, z0: Tensor, most: int, vectors: tuple[str, ...], settings: Mapping[str, Any], run: LoopRun | None = None
     ) -> None:
-        """`run` has the tolerances of the rows; None if each row gets its own (`pool`).
+        """Allocate the memory of a solve; `run` has the tolerances, None if every row has its own (see `pool`).
 
-        Euclidean norms replace root mean squares, with `atol` and `scale` times sqrt(n).
+        The kernels compute Euclidean norms. For root mean squares, `atol` and `scale` are multiplied by sqrt(n).
         """
         batch, n = z0.shape
         self.scale: Tensor | None = None
@@ -240,7 +244,7 @@ class Workspace:
         self.core: Tensor | None = None
         self.place: Tensor | None = None
         self.first, self.second = _addresses(most)(), _addresses(most)()
-        # addresses of rows by arithmetic: a view of every row would take longer than a step
+        # addresses of rows are computed, because creating a view of every row would take longer than a step
         numbers, counters, width = self.numbers.data_ptr(), self.counters.data_ptr(), batch * z0.element_size()
         for i, name in enumerate(NUMBERS):
             pointers[name] = numbers + i * width
@@ -272,7 +276,7 @@ class Workspace:
         return self.counters[COUNTERS.index(name)]
 
     def vector(self, at: int) -> Tensor:
-        """Return one of the `vectors` for the rows still carried, (rows, n)."""
+        """Return one of the `vectors` for the rows that are still evaluated, (rows, n)."""
         return self.vectors[at] if self.place is None else self.vectors[at].index_select(0, self.place)
 
     def advance(self, method: int, a: Tensor, b: Tensor, before: Tensor, out: Tensor | None, step: int) -> int:
@@ -301,11 +305,11 @@ class Workspace:
         return running
 
     def finish(self, counter: Counter) -> Stats | None:
-        """Return the statistics at the end of the solve; None if a sample has failed, and `close` must tell how.
+        """Return the statistics at the end of the solve, or None if the statistics need the record of `close`.
 
-        Of a linear system nothing more is asked, and its statistics are final.
+        They need it if a sample may have failed. The statistics of a linear system are final even then.
         """
-        finish = getattr(native.kernels, "finish", None)  # None in a build that is older than this function
+        finish = getattr(native.kernels, "finish", None)  # None if the extension was built before this function existed
         if finish is None or (finish(self.address, self.wide) and self.scale is None):
             return None
         steps, best = self.counters[STEPS], self.counters[BEST_STEP]
