@@ -1,1 +1,1 @@
-"""Training steps compared with other libraries at equal accuracy: `python -m equilibria.lab.bench.command`."""
+"""Compare training steps with those of other libraries at equal accuracy: `python -m equilibria.lab.bench.command`."""

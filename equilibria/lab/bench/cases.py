@@ -37,7 +37,7 @@ class Case:
 
     inputs     inputs of the cell; like the cell's weights they require gradients
     start      zeros in the structure of the state; `cotangent` has the same structure
-    rtol       largest |f(z) - z| / |f(z)| of a sample with which a method counts as converged
+    rtol       a method counts as converged if |f(z) - z| / |f(z)| is at most this for every sample
     max_steps  step limit of every solver, forward and backward
     """
 
@@ -86,12 +86,12 @@ def contraction(batch: int, norm: float, seed: int = 1000, width: int = WIDTH, *
     """
     generator = torch.Generator().manual_seed(seed)
     weight = _symmetric(generator, torch.linspace(-norm, norm, width, dtype=torch.float64))
-    scale = 0.05 if norm < 0.95 else 0.01  # with larger inputs tanh would be flat and the hard case easy
+    scale = 0.05 if norm < 0.95 else 0.01  # larger inputs would saturate tanh and make the hard case easy
     return _dense(generator, AffineTanhCell(weight), batch, scale, f"{norm}-contraction, batch {batch}", **limits)
 
 
 def easy(batch: int, width: int) -> Case:
-    """Return a case with 0.9 times an orthogonal W and inputs of size one, where tanh is flat: few plain steps suffice."""
+    """Return a case with 0.9 times an orthogonal W. Inputs of size one saturate tanh, so Picard needs few steps."""
     generator = torch.Generator().manual_seed(1006)
     cell = AffineTanhCell(0.9 * orthogonal(generator, width))
     return _dense(generator, cell, batch, 1.0, f"0.9 times an orthogonal matrix, {width} numbers, batch {batch}")
@@ -111,7 +111,7 @@ def nonnormal(batch: int, norm: float = 1.5, radius: float = 0.92) -> Case:
 
 
 def oscillating(batch: int, lowest: float = -1.5) -> Case:
-    """Return a case with a few eigenvalues below -1: plain iteration ends in a cycle of two states."""
+    """Return a case with a few eigenvalues below -1, for which Picard ends in a cycle of two states."""
     generator = torch.Generator().manual_seed(1000)
     eigenvalues = torch.linspace(-0.9, 0.9, WIDTH, dtype=torch.float64)
     eigenvalues[:4] = lowest * torch.tensor([1.0, 0.97, 0.93, 0.9], dtype=torch.float64)
@@ -144,7 +144,7 @@ def two_scales(batch: int, channels: int = 24, size: int = 32) -> Case:
 
 
 def gates(batch: int, width: int = WIDTH) -> Case:
-    """Return a case with the cell of an LSTM: a state of two tensors, and one input for all gates."""
+    """Return a case with the cell of an LSTM, whose state has two tensors, with one input for all gates."""
     generator = torch.Generator().manual_seed(1007)
     cell = GateCell(generator, width, gain=1.4)
     case = _case(generator, cell, [(batch, width)] * 2, note=f"gates of an LSTM, {width} numbers and as many in its memory")

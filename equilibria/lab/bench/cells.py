@@ -55,7 +55,7 @@ class Branch(ConvCell):
 
 
 class TwoScaleCell(nn.Module):
-    """A multiscale cell with a residual block per resolution; each of the two resolutions then adds the other's features."""
+    """A multiscale cell: a residual block per resolution, then each of the two resolutions adds the other's features."""
 
     def __init__(self, generator: Generator, channels: int, gain: float, crossing: float) -> None:
         super().__init__()

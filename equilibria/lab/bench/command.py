@@ -1,4 +1,4 @@
-"""The benchmark as a command: `python -m equilibria.lab.bench.command --quick`."""
+"""Run the benchmark from the command line: `python -m equilibria.lab.bench.command --quick`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parts = options.only or (QUICK_METHODS if options.quick else ())
     methods = [method for method in found if not parts or any(part in method.name for part in parts)]
     if not methods:
-        parser.error(f"--only {' '.join(options.only)} selects no method. Pass parts of names that the tables show.")
+        parser.error(f"--only {' '.join(options.only)} selects no method. Pass parts of the names in the tables.")
     if options.page is not None:
         try:
             with_ratios(options.page.read_text(encoding="utf-8"), BenchResults({}, ()))
@@ -75,13 +75,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="equilibria bench", description="Training steps next to TorchDEQ's at equal achieved accuracy."
     )
-    parser.add_argument("--cases", nargs="+", choices=tuple(CASES), metavar="CASE", help=f"of {', '.join(CASES)}")
-    parser.add_argument("--only", nargs="+", default=(), metavar="PART", help="methods with any of these in their names")
-    parser.add_argument("--quick", action="store_true", help="fewer cases, methods and rounds: under two minutes")
+    parser.add_argument(
+        "--cases", nargs="+", choices=tuple(CASES), metavar="CASE", help=f"run these cases, out of {', '.join(CASES)}"
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=(), metavar="PART", help="run only methods whose names contain any of these"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="run fewer cases and methods with a smaller budget; takes under two minutes"
+    )
     parser.add_argument(
         "--budget", type=float, metavar="SECONDS", help="time of the timed rounds per case; at least three rounds are run"
     )
-    parser.add_argument("--compile", action="store_true", help="our default with compiled solves too")
+    parser.add_argument("--compile", action="store_true", help="also measure our default with compiled solves")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write all measurements to this file")
     parser.add_argument(
         "--page", type=Path, metavar="PATH", help="write the table of ratios into this Markdown page, between its marks"

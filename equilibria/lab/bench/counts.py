@@ -1,4 +1,4 @@
-"""Counts of operations, evaluations and read-backs in a training step, compared with a stored baseline.
+"""Count operations, evaluations and read-backs in a training step, and compare them with a stored baseline.
 
 `python -m equilibria.lab.bench.counts tests/lab/bench/counts.json` writes a new baseline.
 """
@@ -24,14 +24,14 @@ from equilibria.lab.bench.rules import count
 
 SMALL = ("mlp-b32", "mlp-hard", "mlp-nonnormal", "mlp-osc", "mixed")  # the cases that run in the tests
 BATCHES = {"mixed": 64}  # batch sizes below the usual ones, so that the check is fast
-SLACK = 0.03  # share by which the counts in LOOSE may grow; the others must not grow
+SLACK = 0.03  # relative growth allowed for the counts in LOOSE; the other counts must not grow
 LOOSE = ("operations", "read_backs")  # counts that change with the version of torch
 
 StepCounts = dict[str, int]
 
 
 class Operations(TorchDispatchMode):
-    """Counts dispatched operations, and those of them that read a number back from the device."""
+    """Count dispatched operations, and those of them that read a number back from the device."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -44,7 +44,7 @@ class Operations(TorchDispatchMode):
 
 
 class Lists(TorchFunctionMode):
-    """Counts calls of `tolist`, a read-back that is not dispatched."""
+    """Count calls of `tolist`, a read-back that is not dispatched."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def counts(case: Case, method: Method) -> StepCounts:
 
 
 def measured() -> dict[str, Any]:
-    """Return the counts of our default on the small cases, and the version of torch, on which operations depend.
+    """Return the counts of our default on the small cases, and the version of torch, on which counts of operations depend.
 
     Native steps are switched off, because their operations are not dispatched.
     """
@@ -74,7 +74,7 @@ def measured() -> dict[str, Any]:
 
 
 def regressions(found: Mapping[str, Any], baseline: Mapping[str, Any]) -> list[str]:
-    """Describe every count that grew; operations are compared only for the same version of torch."""
+    """Return a line for every count that grew; counts in LOOSE are compared only for the same version of torch."""
     same_torch = found["torch"] == baseline["torch"]
     lines = []
     for case, before in baseline["cases"].items():

@@ -30,8 +30,9 @@ class MethodResult:
     failure   the reason why the method was not timed; None if it was
     tol       the tolerance of the method, tightened until the residual was small enough
     residual  residual of the worst sample, in float64; None if it is not finite
-    cosine    cosine of the gradient with the reference; `error` is the relative distance from it
-    times     per round, the time of a training step divided by that of a bare call of the cell just before it
+    work      counted calls and products of a training step; None if they cannot be counted
+    cosine    cosine of the angle between the gradient and the reference; `error` is the relative distance from it
+    times     for every round, the time of a training step divided by that of a bare call of the cell just before it
     forward   the same for a solve without gradients; empty if it was not measured
     """
 
@@ -111,7 +112,7 @@ def run(cases: Iterable[Case], methods: Sequence[Method], *, rounds: int = 7, bu
     A method that fails, or does not reach the accuracy of the case, is recorded with the reason.
 
     rounds  number of timed rounds per case
-    budget  largest time of these rounds per case, in seconds; at least three rounds are run
+    budget  seconds per case after which no further round begins; at least three rounds are run
     """
     return BenchResults(setting(), tuple(_run_case(case, methods, rounds, budget) for case in cases))
 
@@ -160,10 +161,10 @@ def _examined(case: Case, method: Method, judge: Judge) -> MethodResult:
             return replace(outcome, failure=f"not reached: residual {found.residual:.1e}, required {case.rtol:.0e}")
         agreement = judge.gradient(method.step(case, found.tol)[1])
         work = count(case, method, found.tol)
-        outcome = replace(outcome, work=work if work.calls else None)  # the hooks do not see the calls of another framework
+        outcome = replace(outcome, work=work if work.calls else None)  # hooks cannot count the calls of another framework
         outcome = replace(outcome, cosine=agreement.cosine, error=_finite(agreement.error))
         return outcome if outcome.error is not None else replace(outcome, failure="its gradient is not finite")
-    except Exception as error:  # any type: the failure of one method must not end the run of the others
+    except Exception as error:  # of any type, because the failure of one method must not end the run of the others
         _say(f"{case.name}: {method.name} failed: {error!r}")
         message = re.sub(r"(/[\w.-]+){2,}", "...", str(error))  # paths are removed, because results are published
         return replace(outcome, failure=f"{type(error).__name__}: {message[:200]}")

@@ -1,4 +1,4 @@
-"""The cases in JAX: the same cells and numbers, with channels last, which XLA's convolutions on CPUs need to be fast.
+"""The cases in JAX: the same cells and numbers, with channels last, because XLA's convolutions on CPUs are fast only then.
 
 JAX is imported only when a case is translated, because it is an optional package.
 """
@@ -44,7 +44,7 @@ ONE_THREAD = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen
 
 @cache
 def load() -> Any:
-    """Import JAX with 32-bit floats and one CPU thread; environment variables that are already set are kept."""
+    """Import JAX with 32-bit floats and one CPU thread, and return it; environment variables that are set are kept."""
     with _defaults(ONE_THREAD):
         jax = importlib.import_module("jax")
         jax.devices("cpu")  # starts XLA, which reads its settings at this call
@@ -73,7 +73,7 @@ class JaxCase:
 
 
 def translate(case: Case) -> JaxCase:
-    """Copy all numbers to JAX; later changes of the torch tensors have no effect."""
+    """Return the case in JAX. All numbers are copied, so later changes of the torch tensors have no effect."""
     cell = CELLS.get(type(case.cell))
     if cell is None:
         known = ", ".join(kind.__name__ for kind in CELLS)
@@ -161,8 +161,8 @@ def _below(w: JaxWeights, name: str) -> JaxWeights:
 def _conv(w: JaxWeights, name: str, z: Array, stride: int = 1) -> Array:
     """Return a convolution whose transposed Jacobian is computed as a convolution with the reversed kernel.
 
-    JAX's own rule exchanges the kernel's channels in the description of its axes. Within a loop XLA then takes 70 times as
-    long as for the convolution itself, and this time would hide the differences between solvers.
+    JAX's own rule exchanges the channels of the kernel in the description of its axes. Inside a loop XLA then takes 70 times
+    as long as for the convolution itself, and this time would hide the differences between solvers.
     """
     convolution = load().custom_jvp(lambda kernel, z: _convolved(kernel, z, stride))
 
@@ -181,7 +181,7 @@ def _linear(kernel: Array, z: Array, stride: int) -> Array:
 
 
 def _transposed(kernel: Array, z: Array, stride: int) -> Array:
-    """Return z, with zeros between its numbers, convolved with the reversed kernel."""
+    """Return the convolution of the reversed kernel with z, after zeros were inserted between the numbers of z."""
 
     def forward(kernel: Array, z: Array) -> Array:
         between = (0, stride - 1, stride - 1)  # numbers of zeros before, after and between

@@ -29,7 +29,7 @@ RESTART = 20  # restart length of GMRES, the default of both libraries
 class JaxProblem:
     """The equation z = f(z, arguments) inside a traced function.
 
-    norm  norm of the solution, root mean square over samples; the absolute tolerances of both libraries are multiples of it
+    norm  norm of the solution, as root mean square over samples; absolute tolerances of both libraries are multiples of it
     """
 
     f: Callable[[Array, Array], Array]
@@ -42,7 +42,7 @@ class JaxProblem:
 
 @dataclass(frozen=True)
 class Compiled:
-    """The compiled functions of a case; the tolerance is an argument, so that another one needs no compilation."""
+    """The compiled functions of a case; the tolerance is an argument, so changing it needs no compilation."""
 
     case: JaxCase
     solve: Callable[[float], Array]
@@ -50,13 +50,13 @@ class Compiled:
 
 
 class JaxMethod(Method):
-    """A method of a JAX library. The numbers of a case are copied once; results are views."""
+    """A method of a JAX library. The numbers of a case are copied to JAX once; results are views in torch."""
 
     _built: tuple[Case, Compiled] | None = None
 
     @abstractmethod
     def fixed_point(self, problem: JaxProblem) -> Array:
-        """Return z, with an implicit gradient with respect to the arguments."""
+        """Return the solution z, which has an implicit gradient with respect to the arguments."""
 
     def solve(self, case: Case, tol: float) -> State:
         compiled = self._compiled(case)

@@ -33,14 +33,14 @@ SolveCall = Callable[[bool], State]  # runs a solve: True in training mode
 
 
 class Method(ABC):
-    """A library with its settings. The functions of `rules` count and time all methods in the same way."""
+    """A library with its settings. The functions in `rules` count and time all methods in the same way."""
 
     library: str
     name: str
 
     @abstractmethod
     def solve(self, case: Case, tol: float) -> State:
-        """Return z without gradients, solved to `tol` as this method defines its tolerance."""
+        """Return z without gradients, solved to `tol` by the definition of tolerance of this method."""
 
     @abstractmethod
     def step(self, case: Case, tol: float) -> tuple[State, Sequence[Tensor]]:
@@ -110,7 +110,7 @@ class Ours(LayerMethod):
         if self.adjoint is not None:
             options["gradient"] = Implicit(solver=self.adjoint)
         start = case.start
-        # by default a DEQ starts from zeros like the first input
+        # the default start of a DEQ is zeros in the shape of its first input
         if not (isinstance(start, Tensor) and start.shape == case.inputs[0].shape and not bool(start.any())):
             options["init"] = lambda *inputs: case.start
         return DEQ(case.cell, stop=stop, compile=self.compile, **options)

@@ -24,7 +24,7 @@ COLUMNS = (
     "gradient error",
 )
 EXPLANATION = f"""\
-step: time of a training step in bare calls of the cell; ratio: step divided by that of the fastest {TORCHDEQ}, lower is
+step: time of a training step, in bare calls of the cell; ratio: step divided by that of the fastest {TORCHDEQ}, lower is
 better; spread: slowest round divided by the fastest; evaluations: calls of the cell, with and without graph; products:
 products with its transposed Jacobian; overhead: step / (evaluations + products); residual: residual of the worst sample, in
 float64; gradient cosine and error: agreement with a float64 implicit gradient, for weights or inputs, whichever is worse."""
@@ -52,7 +52,7 @@ def forward_ratio(outcome: MethodResult | None, results: CaseResults) -> float |
 
 
 def ratios(results: BenchResults) -> str:
-    """Return a Markdown table with a row per case: the forms of our default as shares of the fastest TorchDEQ."""
+    """Return a Markdown table with a row per case: times of the forms of our default as shares of the fastest TorchDEQ's."""
     lines = _head(*RATIOS)
     for case in results.cases:
         theirs, own = case.fastest(TORCHDEQ), case.named(DEFAULT)
@@ -82,7 +82,7 @@ def with_ratios(page: str, results: BenchResults) -> str:
 
 
 def details(results: BenchResults) -> str:
-    """Return a Markdown table per case with all methods; methods that were not timed have the reason."""
+    """Return a Markdown table per case with all methods, and the reason for every method that was not timed."""
     return "\n\n".join(_details(case) for case in results.cases)
 
 
@@ -112,7 +112,7 @@ def plot(results: BenchResults, axes: Axes | None = None) -> Axes:
 
 
 def _chosen(case: CaseResults) -> list[MethodResult]:
-    """Return the methods that the summary shows, each once."""
+    """Return the methods that the summary shows, without duplicates."""
     wanted = (case.fastest(TORCHDEQ), case.named(DEFAULT), case.fastest(OURS))
     return list({outcome.method: outcome for outcome in wanted if outcome is not None}.values())
 

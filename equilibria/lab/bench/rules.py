@@ -5,7 +5,7 @@
    is small enough.
 2. Work is counted by hooks on the cell, in separate runs that are not timed.
 3. Timed runs are interleaved, in another order in every round. Every time is divided by that of a bare call of the cell
-   just before it. The clock is the processor time of one thread, which does not include other programs.
+   just before it. The clock is the processor time of the process, which does not include other programs.
 4. Gradients are compared with an implicit gradient in float64.
 """
 
@@ -32,7 +32,7 @@ from equilibria.lab.bench.methods import Method, Ours
 # factors on the tolerance of a method, tried in turn until its residual is small enough
 FACTORS = (1.0, 0.7, 0.5, 0.35, 0.25, 0.1, 0.05, 0.02, 0.01)
 EXACT = 1e-9  # tolerance of the reference in float64, far below that of any case
-WARM, UNIT, SAMPLE = 0.02, 0.05, 0.03  # least seconds of warming up, of measuring a bare call, and of a timed sample
+WARM, UNIT, SAMPLE = 0.02, 0.05, 0.03  # approximate seconds of warming up, of measuring a bare call, and of a timed sample
 
 
 K = TypeVar("K")  # names of timed runs
@@ -40,7 +40,7 @@ clock = time.process_time  # the wall-clock time of one step varied fourfold on 
 
 
 class Judge:
-    """Measures residuals and gradients of a case in float64."""
+    """Measure residuals and gradients of a case in float64."""
 
     def __init__(self, case: Case) -> None:
         self.case = case.double()
@@ -77,7 +77,7 @@ class GradientError:
 
 @dataclass(frozen=True)
 class Tightened:
-    """The tolerance that a method needs, and its residual; those of the first attempt if it was not `reached`."""
+    """The tolerance that a method needs, and its residual; both are those of the first attempt if none `reached` it."""
 
     tol: float
     residual: float
@@ -85,7 +85,7 @@ class Tightened:
 
 
 def tighten(case: Case, method: Method, judge: Judge) -> Tightened:
-    """Return the loosest tolerance of a fixed list with which the residual is small enough."""
+    """Return the loosest tolerance of a fixed list with which the residual of the method is small enough."""
     first = None
     for factor in FACTORS:
         tol = factor * case.rtol
@@ -93,7 +93,7 @@ def tighten(case: Case, method: Method, judge: Judge) -> Tightened:
         if residual <= case.rtol:
             return Tightened(tol, residual, reached=True)
         first = first or Tightened(tol, residual, reached=False)
-        # a method that has used all its steps returns the same state with a smaller tolerance
+        # a method that has used all its steps would return the same state with a smaller tolerance
         with counting(case.cell) as counter:
             method.counted().solve(case, tol)
         if counter.work().calls >= case.max_steps:
@@ -121,7 +121,7 @@ class Work:
 
 @dataclass
 class WorkCounter:
-    """Mutable counts, which are converted to `Work` at the end."""
+    """Counters that grow during a run; `work` converts them to `Work`."""
 
     evaluations: int = 0
     graph_evaluations: int = 0
@@ -199,7 +199,7 @@ def race(
 
 
 def bare_call(case: Case) -> Callable[[], object]:
-    """Return a call of the cell without a graph, at a state a few steps from the start."""
+    """Return a function that calls the cell without a graph, at the state after three steps from the start."""
     with torch.no_grad():
         z = case.start
         for _ in range(3):

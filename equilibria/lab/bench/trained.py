@@ -1,7 +1,7 @@
-"""A small DEQ transformer after a short training: a cell with the Jacobian of a trained model.
+"""A small DEQ transformer after a short training, whose cell has the Jacobian of a trained model.
 
-The task is to predict the next token of a Markov chain. The training iterates the cell plainly and uses no solver of this
-library, so that changes of the solvers do not change the case.
+The task is to predict the next token of a Markov chain. The training uses plain iteration and no solver of this library, so
+changes of the solvers do not change the case.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from equilibria.lab.bench.cells import InjectedAttentionCell, linear, normal
 
 TOKENS, LENGTH, TRAINED_WIDTH = 48, 32, 64
 UPDATES, BATCH, RATE = 100, 16, 2e-3
-FREE, FOLLOWED = 12, 4  # plain steps of the cell without a graph, and the steps with a graph after them
+FREE, FOLLOWED = 12, 4  # number of plain steps without a graph, and of the steps with a graph after them
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class TrainedTransformer:
 
 
 def trained_transformer(seed: int) -> TrainedTransformer:
-    """Return the model of this seed: trained at the first call, copied at later ones."""
+    """Return a copy of the model of this seed, which is trained at the first call."""
     return copy.deepcopy(_train(seed))
 
 

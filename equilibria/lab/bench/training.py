@@ -1,12 +1,11 @@
-"""Training steps of whole models beside the same models with TorchDEQ's solvers: `python -m equilibria.lab.bench.training`.
+"""Time training steps of models with our solvers and with TorchDEQ's: `python -m equilibria.lab.bench.training`.
 
-A model is trained for some updates on random data. Copies of it then take training steps (forward, loss, backward) in turns:
-one as it is, and one for each setting of TorchDEQ, which replaces the equilibrium layer and keeps the cell. The limits of
-steps are the same. By default the tolerance of TorchDEQ is the loosest of a fixed list with which its worst sample meets the
-stop of our layer; where none does within the limit of steps, it is that of our layer. With `--equal limits` it is always
-that of our layer, although TorchDEQ measures it in the norm of the whole state. Weights of parametrizations and dropout
-masks are computed once per solve on both sides. Time is that of the processor on one thread; every step uses the same
-numbers.
+A model is trained for some updates on random data. The model and copies of it then take training steps (forward, loss,
+backward) in turns. For each setting of TorchDEQ there is a copy in which TorchDEQ solves the same cell. Step limits are the
+same. By default the tolerance of TorchDEQ is the loosest of a fixed list with which its worst sample meets the stop of our
+layer. If no tolerance of the list suffices within the step limit, TorchDEQ has the tolerance of our layer. With `--equal
+limits` it always has this tolerance, although TorchDEQ measures it in the norm of the whole state. Parametrized weights and
+dropout masks are computed once per solve on both sides. Times are processor time on one thread. Every step uses the same data.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ from equilibria.starts import prepared, start_of
 from equilibria.stop import Stop
 
 OURS = "equilibria"
-FACTORS = (30.0, 10.0, 3.0, 1.0, 0.5, 0.25, 0.1, 0.03)  # of the tolerance of our layer, tried for TorchDEQ in this order
+FACTORS = (30.0, 10.0, 3.0, 1.0, 0.5, 0.25, 0.1, 0.03)  # multiples of our tolerance, tried for TorchDEQ in this order
 UPDATES, ROUNDS, RATE = 20, 5, 1e-3
-KEPT = 2  # settings of TorchDEQ that are timed in all rounds, the fastest of the first round
+KEPT = 2  # number of settings of TorchDEQ that are timed in all rounds: the fastest ones of the first round
 
 
 @dataclass(frozen=True)
@@ -58,14 +57,14 @@ class Task:
 
 @dataclass
 class Solved:
-    """What a model asks of a solve: the state and the map."""
+    """The results of a solve that a model uses: the state and the map."""
 
     z: State
     f: Callable[[State], State]
 
 
 class PeerLayer(nn.Module):
-    """The cell of a DEQ solved by TorchDEQ with the settings of `method`, the limits of the DEQ and the tolerance `tol`."""
+    """A layer that solves the cell of a DEQ by TorchDEQ, with the settings of `method`, the DEQ's step limits and `tol`."""
 
     gradient = None
 
@@ -83,7 +82,7 @@ class PeerLayer(nn.Module):
         self.deq = get_deq(**limits, **way)
 
     def solve(self, *inputs: Any, init: State | None = None) -> Solved:
-        """Solve as `DEQ.solve` does; `init` is a state."""
+        """Return the solution, as `DEQ.solve` does; `init` is a state."""
         frozen = FrozenCell(self.cell)
         with frozen.in_place():
             given = prepared(frozen.cell, inputs)
@@ -97,7 +96,7 @@ class PeerLayer(nn.Module):
             return out if len(out) > 1 else out[0]
 
         start = leaves if len(leaves) > 1 else leaves[0]
-        self.deq.train(torch.is_grad_enabled())  # in training mode it sets up a gradient, also where none is recorded
+        self.deq.train(torch.is_grad_enabled())  # in training mode TorchDEQ sets up a gradient even if autograd records none
         z = self.deq(f, start, solver_kwargs=dict(self.options))[0][-1]
         state = pytree.tree_unflatten(list(z) if len(leaves) > 1 else [z], structure)
         return Solved(state, lambda z: cell(z, *given))
@@ -107,20 +106,20 @@ class PeerLayer(nn.Module):
 
 
 def mdeq_tiny() -> Task:
-    """MDEQ for CIFAR-10 with two resolutions, 22 and 24 steps at most."""
+    """Return the task of MDEQ for CIFAR-10 with two resolutions, at most 22 forward and 24 backward steps."""
     images, labels = _images(8, (3, 32, 32))
     return Task(MDEQ(MDEQ_CONFIGS["cifar-tiny"]), lambda model: F.cross_entropy(model(images), labels))
 
 
 def implicit_resnet(exact: bool) -> Task:
-    """The implicit residual network for MNIST, as shipped, with Jacobian-free or exact gradients."""
+    """Return the task of the implicit residual network for MNIST, with exact or with Jacobian-free gradients."""
     images, labels = _images(32, (1, 28, 28))
     model = ImplicitResNet(MNISTResNet(latent_norm=False), gradient=EXACT) if exact else ImplicitResNet(MNISTResNet())
     return Task(model, lambda model: F.cross_entropy(model(images), labels))
 
 
 def nano_transformer() -> Task:
-    """The nano DEQ transformer solved to 1e-3 in both directions."""
+    """Return the task of the nano DEQ transformer, whose forward and backward solves have rtol=1e-3."""
     stop = relative_stop(1e-3, 80)
     model = DEQTransformer(TRANSFORMER_CONFIGS["nano"], tokens=500, stop=stop, gradient=Implicit(stop=stop))
     tokens = torch.randint(500, (8, 65))
@@ -137,9 +136,9 @@ TASKS: dict[str, Callable[[], Task]] = {
 
 @dataclass(frozen=True)
 class TaskResult:
-    """Seconds of a training step of our model and of the fastest setting of TorchDEQ, medians over rounds.
+    """The result of one task: seconds of a training step of our model and of the fastest setting of TorchDEQ, as medians.
 
-    residuals  of the worst sample over the tolerance of our stop, by method; above 1, the limit of steps was reached
+    residuals  residual of the worst sample over the tolerance of our stop, by method; above 1 the sample did not converge
     """
 
     task: str
@@ -161,7 +160,7 @@ def run(
     methods: Sequence[Any] | None = None,
     factors: Sequence[float] = FACTORS,
 ) -> TaskResult:
-    """Train the model of a task for some updates and time its steps beside those of its copies."""
+    """Train the model of a task for some updates, and time its steps and those of its copies with TorchDEQ."""
     torch.manual_seed(0)
     task = TASKS[name]()
     optimizer = torch.optim.Adam(task.model.parameters(), lr=RATE)
@@ -187,7 +186,7 @@ def run(
 
 
 def peer(task: Task, method: Any, factors: Sequence[float] = FACTORS) -> tuple[nn.Module, float]:
-    """A copy of the model with its layer replaced, and how far its worst sample is from the stop of our layer."""
+    """Return a copy of the model with its layer replaced, and its worst residual over the tolerance of our layer."""
     layer: Any = task.model.layer
     tol = layer.stop.rtol or layer.stop.atol
     found: tuple[nn.Module, float] | None = None
@@ -204,7 +203,7 @@ def peer(task: Task, method: Any, factors: Sequence[float] = FACTORS) -> tuple[n
 
 
 def _excess(model: nn.Module, task: Task, stop: Stop | None = None) -> float:
-    """The residual of the worst sample over its tolerance by `stop`, that of the model's own layer if None."""
+    """Return the residual of the worst sample over its tolerance by `stop`; None uses the stop of the model's layer."""
     layer: Any = model.layer
     stop = stop or layer.stop
     solve, seen = layer.solve, []
@@ -237,17 +236,17 @@ def _step(model: nn.Module, task: Task) -> float:
 
 
 def _matrix(state: State) -> Tensor:
-    """(batch, n), all tensors of a state side by side."""
+    """Return all tensors of a state side by side, (batch, n)."""
     return torch.cat([part.flatten(1) for part in pytree.tree_leaves(state)], dim=1)
 
 
 def _images(batch: int, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Random images and labels."""
+    """Return random images and labels."""
     return torch.randn(batch, *shape), torch.randint(10, (batch,))
 
 
 def table(results: Sequence[TaskResult]) -> str:
-    """Markdown: a row per task."""
+    """Return a Markdown table with a row per task."""
     lines = ["| model | ours | TorchDEQ | ratio | fastest TorchDEQ |", "|---|---:|---:|---:|---|"]
     for each in results:
         theirs = "–" if each.theirs is None else f"{1e3 * each.theirs:.0f} ms"
@@ -260,14 +259,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Training steps of models beside the same models with TorchDEQ.")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--updates", type=int, default=UPDATES, help="of the model before it is measured")
+    parser.add_argument("--updates", type=int, default=UPDATES, help="number of training updates before the measurement")
     parser.add_argument(
         "--equal",
         choices=("residuals", "limits"),
         default="residuals",
-        help="what both sides have in common beside the steps",
+        help="quantity that is equal on both sides besides the step limits",
     )
-    parser.add_argument("--json", type=Path, help="write everything measured there")
+    parser.add_argument("--json", type=Path, help="write all measurements to this file")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     factors = FACTORS if options.equal == "residuals" else (1.0,)
