@@ -5,7 +5,7 @@
 namespace equilibria {
 
 template <class T>
-EQ_INLINE void relax(T* out, const T* z, const T* fz, T damping, int64_t n) {  // as torch.lerp rounds
+EQ_INLINE void relax(T* out, const T* z, const T* fz, T damping, int64_t n) {  // with the roundings of torch.lerp
     if (damping == 1) return copy(out, fz, n);
     for (int64_t i = 0; i < n; ++i)
         out[i] = damping < T(0.5) ? z[i] + damping * (fz[i] - z[i]) : fz[i] - (1 - damping) * (fz[i] - z[i]);
@@ -45,7 +45,7 @@ EQ_INLINE bool judge(const Row<T>& row, T length, T growth) {
     return slow;
 }
 
-// Record an iterate and judge the history; true if a step follows. The first step needs no history and is taken here.
+// Record an iterate and judge the history; returns true if a step follows. The first step needs no history and is taken here.
 template <class T>
 EQ_INLINE bool begin_step(const Row<T>& row, const Call<T>& call, int64_t r, bool& slow) {
     const Context& c = row.c;

@@ -1,4 +1,4 @@
-// Anderson for long rows: differences as they are, with their Gram matrix. A step reads each vector of the history once.
+// Anderson for long rows: the differences are stored unchanged, with their Gram matrix. A step reads each vector once.
 #pragma once
 #include "anderson.h"
 
@@ -26,7 +26,7 @@ EQ_INLINE bool solve_positive(double* a, double* x, int64_t k) {
     return true;
 }
 
-// The weights of a row's differences, oldest first, into s.u; s.u has the inner products with the residual. As
+// Replace the inner products with the residual in s.u by the weights of the differences, oldest first. The result is that of
 // `least_squares` in solvers/anderson.py.
 template <class T>
 EQ_INLINE void least_squares(const Row<T>& row, Scratch<T>& s) {

@@ -46,7 +46,7 @@ EQ_INLINE void insert_pair(const Row<T>& row, const T* fz) {
         sums[i] = (fz[i] - f0[i]) * scale;
     }
     T x[CHUNK];
-    for (int64_t j = 0; j < k; ++j) {  // the new step is later than all others
+    for (int64_t j = 0; j < k; ++j) {  // the new step follows all others
         const T *sj = row.vector(c.first[j]), *sums_j = row.vector(c.second[j]);
         Lanes<T> lower, upper;
         lower.clear();

@@ -10,8 +10,8 @@ namespace equilibria {
 constexpr double GROWN = 2.0;  // the constants of closed_record.py
 constexpr double FALL = 0.99;
 
-// Write residuals over `excess`, which is not used any more, and return the number of rows that are not simply converged.
-// Rows of a linear system are final: those that still run have used up their steps.
+// Overwrite `excess`, which is not used any more, with relative residuals; returns the number of rows that may have failed.
+// The statuses of a linear system are final: rows that still run have used up their steps.
 template <class T>
 int64_t finish(const Context& c) {
     const T tiny = std::numeric_limits<T>::min(), least = std::sqrt(tiny) / std::numeric_limits<T>::epsilon();
@@ -24,7 +24,7 @@ int64_t finish(const Context& c) {
         if (c.scale && row.running()) row.status() = MAX_STEPS;
         bool plain = row.status() == CONVERGED;
         if (plain && !c.scale) {
-            const bool faint = size < least && c.best_step[place] > 0;  // its squares underflow
+            const bool faint = size < least && c.best_step[place] > 0;  // the squares of its numbers underflow
             // the residual of the start would be within the tolerance of a state that has grown so far; false for nan
             T beyond = row.of(c.first_length) - T(c.atol);
             beyond = beyond < 0 ? T(0) : beyond;

@@ -6,7 +6,7 @@ namespace equilibria {
 
 constexpr double STAGNATION = 0.9;  // the constant of solvers/krylov.py
 
-// Choose the vector of the next product: the residual, plus the last image where the residual hardly shrank.
+// Choose the vector of the next product: the residual, plus the last image if the residual hardly shrank.
 template <class T>
 EQ_INLINE void direction(const Row<T>& row, const Call<T>& call, int64_t r, T length, const T* image) {
     const int64_t n = row.c.n;
@@ -33,7 +33,7 @@ EQ_INLINE T size_of(const Row<T>& row, const T* z, const T* left) {
     return std::sqrt(square.sum());
 }
 
-// The start, z and f(z).
+// Begin at the start z with its value f(z).
 template <class T>
 EQ_INLINE void gmres_begin(const Context& c, const Call<T>& call, int64_t r, int64_t place, Scratch<T>&) {
     Row<T> row{c, place};

@@ -19,7 +19,7 @@
 
 namespace equilibria {
 
-constexpr int64_t WORTH_A_THREAD = 1 << 20;  // numbers read or written: some 100 us of work, starting a thread takes 20
+constexpr int64_t WORTH_A_THREAD = 1 << 20;  // numbers read or written in about 100 us; starting a thread takes about 20 us
 
 template <class T>
 using Step = void (*)(const Context&, const Call<T>&, int64_t, int64_t, Scratch<T>&);
@@ -89,7 +89,7 @@ int64_t summary(Context& c, int64_t step) {
         c.highest = c.longest = 0;
         for (int64_t r = 0; r < c.batch; ++r) {
             double size = static_cast<T*>(c.first_size)[r], length = static_cast<T*>(c.first_length)[r];
-            if (!(size >= c.lowest)) c.lowest = size;  // a nan stays
+            if (!(size >= c.lowest)) c.lowest = size;  // the negated comparison keeps a nan
             if (!(size <= c.highest)) c.highest = size;
             if (!(length <= c.longest)) c.longest = length;
         }
@@ -134,7 +134,7 @@ static bool counted(const char* name, Py_ssize_t count, Py_ssize_t wanted) {
     return count == wanted;
 }
 
-// advance(context, method, double, a, b, before, out, step) -> rows still running; addresses are integers
+// advance(context, method, double, a, b, before, out, step) -> number of running rows; addresses are integers
 static PyObject* advance(PyObject*, PyObject* const* a, Py_ssize_t count) {
     if (!counted("advance", count, 8)) return nullptr;
     Context& c = *pointer<Context>(a[0]);
@@ -149,7 +149,7 @@ static PyObject* advance(PyObject*, PyObject* const* a, Py_ssize_t count) {
     return PyLong_FromLongLong(running);
 }
 
-// finish(context, double) -> rows that are not simply converged; writes the relative residuals over `excess`
+// finish(context, double) -> number of rows that may have failed; overwrites `excess` with relative residuals
 static PyObject* finish_rows(PyObject*, PyObject* const* a, Py_ssize_t count) {
     if (!counted("finish", count, 2)) return nullptr;
     const Context& c = *pointer<const Context>(a[0]);

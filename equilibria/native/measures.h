@@ -7,7 +7,7 @@
 
 namespace equilibria {
 
-// The root mean square of a row, in float64. Rows whose squares leave float64 are divided by their largest entry first.
+// Return the root mean square of a row, in float64. If its squares leave float64, the row is divided by its largest entry first.
 template <class T>
 EQ_INLINE double root_mean_square(const T* v, int64_t n) {
     const double least = std::sqrt(std::numeric_limits<double>::min()) / std::numeric_limits<double>::epsilon();
@@ -44,7 +44,7 @@ EQ_INLINE void normalize(int64_t rows, int64_t n, const T* v, T* rhs, T* scale, 
     }
 }
 
-// True if every number is zero.
+// Return true if every number is zero.
 template <class T>
 EQ_INLINE bool all_zero(const T* x, int64_t count) {
     for (int64_t i = 0; i < count; ++i)
@@ -52,9 +52,9 @@ EQ_INLINE bool all_zero(const T* x, int64_t count) {
     return true;
 }
 
-// Write |a - b| / |c| of every row, or |a| / |c| without b. Returns the largest difference from `told`, without rows where it
-// is nan; or without `told` the largest ratio, which is nan if one is nan. The result is nan if the squares of a row of c may
-// leave the dtype, and if the status of a row is not 0.
+// Write |a - b| / |c| of every row into `out`, or |a| / |c| without b. With `told` the function returns the largest difference
+// of a ratio from it, over the rows where this is not nan. Without `told` it returns the largest ratio, which is nan if one is
+// nan. The result is also nan if the squares of a row of c may leave the dtype, or if the status of a row is not 0.
 template <class T>
 EQ_INLINE double ratios(int64_t rows, int64_t n, const T* a, const T* b, const T* c, const T* told, const int8_t* status, T* out) {
     const T tiny = std::numeric_limits<T>::min(), least = std::sqrt(tiny) / std::numeric_limits<T>::epsilon();
@@ -75,7 +75,7 @@ EQ_INLINE double ratios(int64_t rows, int64_t n, const T* a, const T* b, const T
         const T length = std::sqrt(above.sum()), size = std::sqrt(below.sum());
         out[r] = length / (size < tiny ? tiny : size);
         const double value = told ? std::fabs(double(out[r]) - double(told[r])) : double(out[r]);
-        // squares may be zero where numbers are not
+        // the squares of nonzero numbers may be zero
         const bool vanished = size == 0 && length == 0 && !(all_zero(c + r * n, n) && all_zero(a + r * n, n));
         const bool unusual = !(size < 1 / least) || (size < least && (size > 0 || length > 0)) || vanished;
         if (unusual || (status && status[r])) worst = nan;
@@ -84,7 +84,7 @@ EQ_INLINE double ratios(int64_t rows, int64_t n, const T* a, const T* b, const T
     return worst;
 }
 
-// True if every number is finite.
+// Return true if every number is finite.
 template <class T>
 EQ_INLINE bool all_finite(const T* x, int64_t count) {
     constexpr int64_t WIDTH = 128 / sizeof(T);

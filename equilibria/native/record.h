@@ -31,7 +31,7 @@ struct Row {  // typed views of the record of one row
     EQ_INLINE bool watchful() const { return c.own ? c.own->watchful[place] != 0 : c.watchful != 0; }
 };
 
-// The record of a row before its first iterate.
+// Reset the record of a row before its first iterate.
 template <class T>
 EQ_INLINE void begin(const Row<T>& row) {
     const Context& c = row.c;
@@ -80,7 +80,7 @@ EQ_INLINE T record(const Row<T>& row, int64_t step, T length, T size) {
         row.of(c.first_length) = row.of(c.peak) = length;
         row.of(c.first_size) = size;
     }
-    // what the residual is at least: beside a state that has run away far enough, all of it is rounding
+    // a lower bound of the exact residual: if a state has grown far enough, its residual consists of rounding errors only
     T beyond = length - T(c.floor / FLOOR) * size;
     if (beyond > row.of(c.peak)) row.of(c.peak) = beyond;
     row.of(c.last) = length;

@@ -7,7 +7,7 @@
 namespace equilibria {
 
 template <class T>
-struct Scratch {  // of one thread
+struct Scratch {  // the working memory of one thread
     std::vector<Lanes<T>> lanes;
     std::vector<T> w, u, matrix;
     std::vector<double> system;
@@ -68,7 +68,7 @@ struct Pairs {
     const int64_t replaced;  // 1: all slots are taken, the oldest pair is overwritten
     int32_t* order;
     const int32_t oldest;
-    int64_t shift = 0;  // shift of `order` since then
+    int64_t shift = 0;  // 1 after `take_slot` has shifted `order`
     explicit EQ_INLINE Pairs(const Row<T>& row)
         : row(row), k(row.count()), replaced(row.count() == row.limit()), order(row.c.order + row.place * row.c.most),
           oldest(k ? order[0] : 0) {}
@@ -94,8 +94,8 @@ EQ_INLINE void grow(const Row<T>& row, bool slow) {
     if (slow && row.count() == row.limit() && row.limit() < most) ++row.limit();
 }
 
-// Inner products s.w of x, and if BOTH s.u of y, with the first vectors of the pairs; returns |x|. make(x, y, j, m) writes
-// m numbers of both vectors from j on.
+// Write the inner products of x with the first vectors of the pairs into s.w, and if BOTH those of y into s.u; returns |x|.
+// make(x, y, j, m) writes m numbers of both vectors, beginning at number j.
 template <bool BOTH, class T, class Make>
 EQ_INLINE T project(const Pairs<T>& pairs, Scratch<T>& s, const Make& make) {
     const int64_t n = pairs.row.c.n;

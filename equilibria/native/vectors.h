@@ -15,7 +15,7 @@
 
 namespace equilibria {
 
-constexpr int64_t CHUNK = 512;  // numbers worked on at a time: a few chunks stay in the first-level cache
+constexpr int64_t CHUNK = 512;  // numbers processed at a time; a few chunks fit into the first-level cache
 
 #if defined(__GNUC__) || defined(__clang__)
 template <class T, int BYTES>
@@ -43,7 +43,7 @@ template <class T>
 struct Lanes {  // partial sums, added up pairwise in the end
     static constexpr int64_t WIDTH = 128 / sizeof(T);
 #if defined(__GNUC__) || defined(__clang__)
-    typedef T Part __attribute__((vector_size(32), aligned(sizeof(T)), may_alias));  // wherever it lies in memory
+    typedef T Part __attribute__((vector_size(32), aligned(sizeof(T)), may_alias));  // at any address, also unaligned
     static constexpr int64_t QUARTER = WIDTH / 4;
     Part a, b, c, d;
     static EQ_INLINE Part product(const T* x, const T* y) {
