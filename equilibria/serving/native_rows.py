@@ -1,4 +1,4 @@
-"""The solve of a pool by the compiled kernels: one call per step, and no work per row in Python."""
+"""The solve of a pool by the compiled kernels: one call per step, without work in Python for rows that continue."""
 
 from __future__ import annotations
 

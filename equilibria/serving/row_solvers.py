@@ -105,9 +105,8 @@ class _Histories(RowSolver):
 
     def __init__(self, solver: Any, like: Tensor, n: int) -> None:
         self.rule, self.like, self.n, self.capacity, self.slots = solver, like, n, 0, 0
-        self.limit = self.usual = history_limit(
-            solver, n, like
-        )  # largest number of slots, of any row and of a row without padding
+        # largest number of slots, of any row and of a row without padding
+        self.limit = self.usual = history_limit(solver, n, like)
         self.limits = torch.zeros(0, dtype=torch.int64, device=like.device)  # (capacity,)
         self.slot = torch.zeros(0, dtype=torch.int64, device=like.device)
         # index of a row's first slot in the flattened buffers
@@ -265,7 +264,7 @@ class RowAnderson(_Histories):
         """Write the difference from the previous iterate into a free slot of each row, or over its oldest pair."""
         self._room(self.longest)
         pair, last, written = self.spare[:rows], self.last[:rows], self.written[:rows]
-        if self.fresh is not None:  # a difference of zero has no effect
+        if self.fresh is not None:  # new rows get a difference of zero, which has no effect
             fresh = self.fresh[self.fresh < rows]  # a row that was done at its start may have been cut off since
             last.index_copy_(0, fresh, pair.index_select(0, fresh))
         difference = torch.sub(pair, last, out=last)
@@ -276,7 +275,7 @@ class RowAnderson(_Histories):
             weights = products(old[:, :, : self.n], changes) * (written > 0)
             difference = subtract_combination(difference, weights, old, over=True)
             left = torch.linalg.vector_norm(changes, dim=1, keepdim=True)
-            # a difference that lies in the span of the others leaves only rounding
+            # of a difference in the span of the others only a rounding error is left, which becomes zero here
             difference.mul_(left.masked_fill_(left <= self.threshold * size, float("inf")).reciprocal_())
         within = torch.arange(self.slots, device=written.device) < self.window[:rows]
         slot = torch.where(within, written, self.time).argmin(dim=1)
@@ -287,7 +286,7 @@ class RowAnderson(_Histories):
             self.gram.view(-1, self.slots).index_copy_(0, place, inner)
             self.gram[:rows].scatter_(2, slot.view(-1, 1, 1).expand(-1, self.slots, 1), inner.unsqueeze(2))
         self.written.view(-1).index_fill_(0, place, self.time)
-        if self.fresh is not None:  # these have no pair yet
+        if self.fresh is not None:  # new rows have no pair yet
             self.written.index_fill_(0, self.fresh[self.fresh < rows], 0)
             self.fresh = None
         self.last, self.spare = self.spare, self.last

@@ -296,7 +296,7 @@ class _Uvicorn(uvicorn.Server):
             self._ready(f"http://{host}:{port}")
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        # super() would raise the signal again at the end, although a drained server has not failed
+        # super() is not called: it would raise the signal again at the end, although a drained server has not failed
         self._server.draining = True
         self.force_exit = self.should_exit and sig == signal.SIGINT
         self.should_exit = True

@@ -108,7 +108,7 @@ class JaxOpt(JaxMethod):
 
     def fixed_point(self, problem: JaxProblem) -> Array:
         jaxopt = _jaxopt()
-        restart = RESTART if self.linear == "solve_gmres" else 1  # its max_steps counts restarts
+        restart = RESTART if self.linear == "solve_gmres" else 1  # the maxiter of solve_gmres counts restarts
         linear = partial(
             getattr(jaxopt.linear_solve, self.linear), tol=problem.tol, maxiter=math.ceil(problem.max_steps / restart)
         )

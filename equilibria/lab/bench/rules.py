@@ -36,7 +36,7 @@ WARM, UNIT, SAMPLE = 0.02, 0.05, 0.03  # approximate seconds of warming up, of m
 
 
 K = TypeVar("K")  # names of timed runs
-clock = time.process_time  # the wall-clock time of one step varied fourfold on a busy machine
+clock = time.process_time  # not wall-clock time, which varied fourfold for one step on a busy machine
 
 
 class Judge:

@@ -5,7 +5,7 @@ backward) in turns. For each setting of TorchDEQ there is a copy in which TorchD
 same. By default the tolerance of TorchDEQ is the loosest of a fixed list with which its worst sample meets the stop of our
 layer. If no tolerance of the list suffices within the step limit, TorchDEQ has the tolerance of our layer. With `--equal
 limits` it always has this tolerance, although TorchDEQ measures it in the norm of the whole state. Parametrized weights and
-dropout masks are computed once per solve on both sides. Times are processor time on one thread. The batch is always the same.
+dropout masks are computed once per solve on both sides. Times are processor time on one thread. All steps use one batch.
 """
 
 from __future__ import annotations
