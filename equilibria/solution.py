@@ -146,8 +146,8 @@ class SolveResult:
     taken: int = 0  # steps of the loop, the same on every rank
     state: Any = None  # state of the solver, with each row as it was when the sample stopped; None unless `keep_state`
     coupled: bool | None = None  # True if rows depend on each other, False if a check found that they do not, else None
-    # True if the rows were not evaluated together: backward evaluates the whole batch and measures the residuals, or whoever
-    # asks for the statistics before
+    # True if the rows were not evaluated together. The residuals are then measured by one evaluation of the whole batch: in
+    # backward, or when the statistics are read before it
     unmeasured: bool = False
     failed: bool = True  # False if no sample has failed, as known on the host
     sound: Tensor | None = None  # (batch,) True for results with a smaller residual than the start; None for all

@@ -90,7 +90,7 @@ TRUSTED = RowCheck(harmless=True, coupled=False)  # not compared: the answer is 
 
 
 def is_to_compare(run: LoopRun, solver: Solver[Any], step: int, stopped: int, shape: Sequence[int]) -> bool:
-    """True if rows are to be compared before this step: once the first one has stopped, or after COMPARE_AFTER steps.
+    """Return True if rows are to be compared before this step: once the first one has stopped, or after COMPARE_AFTER steps.
 
     Rows that depend on each other and are solved as if they did not may take all steps without stopping.
     """
@@ -122,7 +122,7 @@ def compare_rows(run: LoopRun, solver: Solver[Any], state: Iterate, excess: Tens
     smaller = whole.take(few)
     if smaller is None:
         return RowCheck()
-    # a solver that rejects no step has left the start by now, and need not be asked
+    # only a solver that rejects steps can still be at its start; for others no value is read
     if rejecting and not bool(state.z.index_select(0, few[:1]).any()):
         return None
     try:
@@ -162,7 +162,7 @@ def compare_answer(run: LoopRun, result: SolveResult) -> RowCheck:
         or not run.ordinary
         or (torch.is_grad_enabled() and is_followed(result.z))
     ):
-        return RowCheck()  # an evaluation of all rows tells more
+        return RowCheck()  # an evaluation of all rows verifies more
     largest = torch.where(stats.residual < float("inf"), stats.residual, -1.0).argmax()  # nan is not below
     few = torch.stack((stats.steps.argmin(), largest))
     smaller = whole.take(few)
@@ -185,7 +185,7 @@ def compare_answer(run: LoopRun, result: SolveResult) -> RowCheck:
 
 
 def is_harmless(alone: Tensor, among: Tensor, relative: float, absolute: float = 0.0) -> bool:
-    """True if rows evaluated alone, (k, n), equal the same rows in the batch within these errors; nan is ignored."""
+    """Return True if rows evaluated alone, (k, n), equal the same rows in the batch within these errors; nan is ignored."""
     # one norm and one read-back: this runs in every solve, beside steps of a few microseconds
     norms = torch.linalg.vector_norm(torch.stack((alone - among, among)), dim=2)
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor(norms)  # `tolist` fails on these in torch 2.6
@@ -194,12 +194,12 @@ def is_harmless(alone: Tensor, among: Tensor, relative: float, absolute: float =
 
 
 def is_followed(*tensors: Tensor) -> bool:
-    """True if any of these tensors requires gradients."""
+    """Return True if any of these tensors requires gradients."""
     return any(tensor.requires_grad for tensor in tensors)
 
 
 def rows_mix(f: FlatMap, z: Tensor, precision: float) -> bool | None:
-    """True if a row of f(z) changes with other rows of z, None if f draws at random.
+    """Return True if a row of f(z) changes with other rows of z, None if f draws at random.
 
     Changes even and odd rows in turn, in four to six evaluations.
     """
@@ -219,13 +219,13 @@ def rows_mix(f: FlatMap, z: Tensor, precision: float) -> bool | None:
 
 
 def verdicts(module: nn.Module) -> dict[str, Any]:
-    """The stored results of the check for the cells in a module, by module name; checkpoints keep them."""
+    """Return the stored results of the row check of the cells in a module, by module name; checkpoints keep them."""
     found = ((name, known_rows.get(part)) for name, part in module.named_modules())
     return {name: dict(known) for name, known in found if known}
 
 
 def set_verdicts(module: nn.Module, known: Mapping[str, Any]) -> None:
-    """Restore the results that `verdicts` returned."""
+    """Restore the results of the row check that `verdicts` returned, for example from a checkpoint."""
     for name, part in module.named_modules():
         known_rows.pop(part, None)
         if name in known:

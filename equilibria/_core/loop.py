@@ -110,7 +110,7 @@ def _verified(run: LoopRun, z0: Tensor, solver: AnySolver) -> SolveResult:
     result = _run(run, z0, solver)
     if not solver.evaluates_residual:
         due = run.verify
-    elif run.scale is not None:  # the residual of a linear system is measured by whoever asked for its solution
+    elif run.scale is not None:  # the caller measures the residual of a linear system
         due = False
     elif not result.unmeasured or result.coupled:
         due = bool(result.coupled)
@@ -228,7 +228,7 @@ def _run_native(run: LoopRun, z0: Tensor, solver: Solver[Any]) -> SolveResult | 
         result = finished(work.close(run, z0), run.f.counter, taken)
     else:
         result = SolveResult(work.answer, stats, taken, failed=run.scale is not None)
-    if run.scale is not None and run.rows is not None:  # of a linear system whose rows stand alone no more is asked
+    if run.scale is not None and run.rows is not None:  # a linear system with independent rows needs no row check
         return result
     return _with_rows(run, solver, result, rows, apart=apart, dropped=work.place is not None)
 

@@ -157,7 +157,7 @@ class Problem:
         return solve_coupled(f, z0, self.solver, self.stop, right=rhs, precision=precision, known=self.known)
 
     def derived(self, kind: type[LinearEquation]) -> Problem:
-        """The problem of the adjoint or tangent equation, which is solved by the settings in `linear`."""
+        """Return the problem of the adjoint or tangent equation, which is solved by the settings in `linear`."""
         by, equation = self.linear, kind(self.equation)
         return Problem(
             equation, by.solver, by.stop, self.result, kind.what, by.on_failure, linear=by, compiler=self.compiler

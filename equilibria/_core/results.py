@@ -50,7 +50,7 @@ class LoopRun:
             warn_once(self.f.equation.identity)
 
     def with_stop(self, **changes: Any) -> LoopRun:
-        """The same run with some settings of its stop changed."""
+        """Return the same run with some settings of its stop changed."""
         return dataclasses.replace(self, stop=dataclasses.replace(self.stop, **changes))
 
 
