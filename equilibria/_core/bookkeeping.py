@@ -58,12 +58,12 @@ class SolveRecord:
         self.log = IterateLog(stop, precision, linear=scale is not None)
         self.peak: Tensor  # the largest residual beyond rounding: in a trace, where no list can be kept
         self.last: Tensor  # of the last iterate before a row stopped, where progress is followed, and in a trace
-        self.diverged: Tensor | None = None  # rows given up far away; None: not looked for yet
-        self.limit: Tensor | None = None  # (batch,), a residual beyond this is far away
+        self.diverged: Tensor | None = None  # rows that have diverged; None: not checked yet
+        self.limit: Tensor | None = None  # (batch,), a residual beyond this has diverged
         self.traced = False
         self.least, self.most = USUAL[z0.dtype]  # sizes between which squares can be computed with
         self.range: tuple[float, float] | None = None  # of the sizes of all starts, where known
-        self.natural: float | Tensor = self.root  # (batch,), below which no residual is far away
+        self.natural: float | Tensor = self.root  # (batch,), below which no residual has diverged
         if unit is not None:
             self.atol, self.natural = self.atol / unit, (self.root / unit).clamp_min(self.root)
         self.step = 0  # the last one, while no row has stopped
@@ -72,7 +72,7 @@ class SolveRecord:
         self.best: Tensor | None = None  # the step whose iterate is kept; None: the last one
         self.rejected: Tensor
         self.worse: Tensor  # running rows whose last iterate was not their best
-        self.stalled: Tensor  # rows given up, where progress is followed
+        self.stalled: Tensor  # rows that have stalled, where progress is checked
         self.counted: tuple[int, float] | None = None  # rows running after the last entry and `growth`, where known
         self.growth = 0.0  # of the worst row: its excess, over the least it had before
         self.better: Tensor | None = None  # rows whose last iterate is their best; None: all, or not known

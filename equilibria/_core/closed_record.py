@@ -36,7 +36,7 @@ class ClosedRecord:
     start              (batch, n)
     first_length, first_size   (batch,) residual and size of the start
     extremes           returns the residual of the last iterate, (batch,), and the largest one beyond rounding
-    natural            residuals below this are not far away
+    natural            residuals below this have not diverged
     linear             True for a linear system, whose `size` is fixed
     moved              True if a step was taken
     """

@@ -81,8 +81,8 @@ def remember_coupling(cell: CellIdentity, coupled: bool, *, warn: bool = True) -
 class RowCheck:
     """The result of running some rows without the others; a linear system uses the result for the rows of its cell."""
 
-    harmless: bool = False  # whatever the others do changes no status of the rows that were compared
-    weakly: bool = False  # but it changes more than rounding does
+    harmless: bool = False  # the influence of other rows changes no status of the rows that were compared
+    weakly: bool = False  # but their influence exceeds rounding
     coupled: bool | None = None  # True: rows depend on each other; None: not known
 
 
@@ -94,7 +94,7 @@ def is_to_compare(run: LoopRun, solver: Solver[Any], step: int, stopped: int, sh
 
     Rows that depend on each other and are solved as if they did not may take all steps without stopping.
     """
-    # at the start all rows may be zero: what they make of each other cannot be seen there
+    # at the start all rows may be zero, which hides a dependence between them
     if step == 1 or shape[0] == 1:
         return False
     if run.scale is None and solver.evaluates_residual:
@@ -128,7 +128,7 @@ def compare_rows(run: LoopRun, solver: Solver[Any], state: Iterate, excess: Tens
     try:
         alone = smaller(state.z.index_select(0, few))
     except (RuntimeError, ValueError, IndexError, TypeError):
-        # data of the whole batch lies inside the cell, beyond the reach of its inputs
+        # the cell holds data of the whole batch, which cannot be restricted to rows
         run.warn_of_coupling()
         return RowCheck()
     # of rows that have stopped, `fz` need not be an evaluation of the cell
@@ -143,7 +143,7 @@ def compare_rows(run: LoopRun, solver: Solver[Any], state: Iterate, excess: Tens
     # these rows do not depend on the others so far as is known; other rows may
     if is_harmless(alone, among, max(SHARE * stop.rtol, spacings * run.precision), SHARE * atol):
         return RowCheck(harmless=True, coupled=False, weakly=True)
-    # an input that only looks as if it had a row per sample gives the same picture as rows that depend on each other
+    # values also change if an input has as many rows as the batch by coincidence, and is restricted to some of them
     coupled = rows_mix(whole, state.z, run.precision)
     if coupled is False:  # of a cell that draws at random, the failed solve is reported
         run.warn_of_coupling()
@@ -172,7 +172,7 @@ def compare_answer(run: LoopRun, result: SolveResult) -> RowCheck:
     try:
         fz = smaller(z)
     except (RuntimeError, ValueError, IndexError, TypeError):
-        return RowCheck()  # data of the whole batch lies inside the cell, beyond the reach of its inputs
+        return RowCheck()  # the cell holds data of the whole batch, which cannot be restricted to rows
     size = stop.norm(fz)
     change = (stop.norm(fz - z) - stats.residual.index_select(0, few) * size).abs()
     if not bool((change > ROUNDING * torch.finfo(z.dtype).eps * size).any()):  # nan does not count
@@ -180,7 +180,7 @@ def compare_answer(run: LoopRun, result: SolveResult) -> RowCheck:
     if not bool((change > SHARE * stop.atol + max(SHARE * stop.rtol, ROUNDING * run.precision) * size).any()):
         return RowCheck(harmless=True, coupled=False, weakly=True)
     # if rows do not mix, the cell draws at random or an input only looks as if it had a row per sample
-    # a state that has run away may be one at which rows do not mix: that says nothing about the result
+    # if rows do not mix at a state that has diverged, they may still mix at the result
     return RowCheck(coupled=rows_mix(whole, result.z, run.precision) or None)
 
 

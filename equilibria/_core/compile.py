@@ -78,7 +78,7 @@ class Compiler:
         try:
             program = self._program(call, plain)
             found = None if program is None else program(call)
-        except Exception as error:  # whatever a cell may do that cannot be traced or compiled, the plain loop can
+        except Exception as error:  # the plain loop runs cells that cannot be traced or compiled
             self._give_up(f"{type(error).__name__}: {error}".strip().splitlines()[0][:300])
             return plain()
         if program is None or found is None or found.faint is not None:

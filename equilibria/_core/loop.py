@@ -68,8 +68,8 @@ def solve(
     f.any_rank = None if stop.process_group is None else stop.any_rank()
     f.precision = precision = precision or torch.finfo(z0.dtype).eps
     ordinary = autodiff_modes.is_ordinary()
-    # a linear system stands alone if the forward solve found that rows do not depend on each other and can be taken. That
-    # rows do not mix is not enough: a weight with as many rows as the batch must not be restricted
+    # rows of a linear system need no check if the forward solve found that they do not depend on each other and can be
+    # taken. The first alone is not enough: a weight with as many rows as the batch must not be restricted to rows
     rows, cell = None, f.equation
     if cell is not None and scale is not None and cell.separable and cell.identity.coupled is False:
         rows = RowCheck()
@@ -115,7 +115,7 @@ def _verified(run: LoopRun, z0: Tensor, solver: AnySolver) -> SolveResult:
     elif not result.unmeasured or result.coupled:
         due = bool(result.coupled)
     else:
-        # a backward pass that has samples to set aside does not evaluate the answer as it is
+        # backward replaces samples that are not finite, so that it does not evaluate this answer
         later = run.measured_later and result.coupled is False
         due = not later or (result.failed and result.stats.count(Status.NONFINITE) > 0)
     if not (run.f.anywhere(due) if run.scale is None else due):
@@ -130,7 +130,7 @@ def _verified(run: LoopRun, z0: Tensor, solver: AnySolver) -> SolveResult:
             break
         if result.coupled or left <= 0 or not run.f.any(claimed & result.stats.failed):
             break
-        if solver.evaluates_residual and result.coupled is None:  # nothing else can have moved these rows away
+        if solver.evaluates_residual and result.coupled is None:  # only other rows can have changed these residuals
             return dataclasses.replace(result, coupled=True)
         if round == VERIFICATIONS:
             break

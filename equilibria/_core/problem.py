@@ -120,7 +120,7 @@ class Problem:
                 )
                 if result.coupled is not None:  # backward and later solves need not find it out again
                     equation.separable = not result.coupled
-                    equation.set_coupled(result.coupled, warn=self.stop.compact)  # without compaction the cost is accepted
+                    equation.set_coupled(result.coupled, warn=self.stop.compact)  # compact=False accepts the cost
                 if result.coupled:
                     result = self._go_on_as_one(f, z0, result)
         if self.what == "forward":
@@ -142,7 +142,7 @@ class Problem:
         if left <= 0 or not f.any(result.stats.failed):
             return result
         stop, start = dataclasses.replace(self.stop, max_steps=left), result.z
-        if result.sound is not None:  # rows that ran away while they were solved alone begin again
+        if result.sound is not None:  # rows that diverged while solved separately start again
             kept = result.sound | result.stats.converged | ~torch.isfinite(z0).all(dim=1)
             start = torch.where(kept.unsqueeze(1), start, z0)
         return go_on(result, solve_rows_as_one(f, start, self.solver, stop, precision=self.equation.precision))
@@ -204,7 +204,7 @@ class Problem:
     def measure_again(self, z: Tensor, args: Sequence[Tensor]) -> None:
         """Evaluate the answer z, (batch, n), and check its residuals, unless the args were written to since the solve."""
         self.result.unmeasured, args = False, [arg.detach() for arg in args]
-        if version(args) == self.result.version:  # else an optimizer step has made the cell another one
+        if version(args) == self.result.version:  # else the cell has changed, as by an optimizer step
             with torch.no_grad():
                 self.result.add_evaluations(1, len(z))
                 self.measure(z, self.equation(z, *args), args, trust=False)

@@ -96,7 +96,7 @@ class Program:
             now = self.solver.step(f, now)  # type: ignore[arg-type]
             record.record_rows(now, step + 1)
             out = (step + 1, *collect(now, Tensor), *record.tensors())
-            # contiguous() leaves tensors of one row the strides they have, and the loop wants always the same
+            # contiguous() keeps the strides of tensors with one row, but the loop requires the same ones in every step
             return tuple(new.clone(memory_format=torch.contiguous_format) for new in out)
 
         def running(*tensors: Tensor) -> Tensor:

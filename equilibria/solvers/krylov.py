@@ -162,7 +162,7 @@ def _roomier(f: Map, state: GMRESState) -> GMRESState:
     """Return the state with a larger window for rows that have filled theirs and whose last step was slow."""
     if isinstance(state.count, Tensor) or len(state.order) < FEW or (state.limit == state.most and state.window is None):
         return state
-    if isinstance(f, LinearMap) and f.growth < SLOW and f.growth != FALLEN:  # which does not say how far
+    if isinstance(f, LinearMap) and f.growth < SLOW and f.growth != FALLEN:  # FALLEN does not say how far
         return state  # no row was slow: linear systems have a fixed scale, so that this is about residuals alone
     full = len(state.order) == state.limit
     window = state.window

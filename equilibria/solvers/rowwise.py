@@ -176,7 +176,7 @@ def products(rows: Tensor, x: Tensor) -> Tensor:
     """Return (batch, k), the inner products of each sample's k vectors (batch, k, n) with its x (batch, n)."""
     if autodiff_modes.is_tracing():  # where sums are fused with what goes around them
         return (rows * x.unsqueeze(1)).sum(dim=2)
-    # this way round it is twice as fast on a CPU
+    # this order of factors is twice as fast on a CPU
     return torch.bmm(x.unsqueeze(1), rows.transpose(1, 2)).squeeze(1)
 
 
