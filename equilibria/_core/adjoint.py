@@ -239,8 +239,8 @@ def verified(
 def _is_solved(adjoint: Problem, system: LinearMap, residual: Tensor, finite: Tensor | bool) -> bool:
     """Return True if all samples met their tolerances and the gradients seem `finite`; stores the residuals then.
 
-    This is the usual end of a backward pass. It waits for the device once. Other cases are left to `verified`, as are
-    formulas, systems of several samples and several ranks.
+    This is the usual end of a backward pass. It waits for the device once. `verified` treats the other cases, and
+    formulas, coupled samples and several ranks.
     """
     stats, stop = adjoint.result.adjoint, adjoint.stop
     special = adjoint.linear.approximation is not None or adjoint.equation.identity.coupled or stop.atol

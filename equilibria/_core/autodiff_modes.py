@@ -31,8 +31,8 @@ _forward_thread: int | None = None  # the thread whose jvp is running
 def not_traced(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function that `torch.compile` must not trace, as `torch.compiler.disable` does.
 
-    That one imports torch._dynamo and sympy, which takes seconds, when it decorates. This one uses it only after something
-    else has loaded them, as the first use of `torch.compile` does.
+    `torch.compiler.disable` imports torch._dynamo and sympy at once, which takes seconds. This decorator calls it only after
+    they have been loaded, for example by the first `torch.compile`.
     """
     disabled: list[Callable[P, R]] = []
 

@@ -92,7 +92,7 @@ TRUSTED = RowCheck(harmless=True, coupled=False)  # not compared: the answer is 
 def is_to_compare(run: LoopRun, solver: Solver[Any], step: int, stopped: int, shape: Sequence[int]) -> bool:
     """Return True if rows are to be compared before this step: once the first one has stopped, or after COMPARE_AFTER steps.
 
-    Rows that depend on each other and are solved as if they did not may take all steps without stopping.
+    Rows that depend on each other may never stop if they are solved separately, so that the first stop is not enough.
     """
     # at the start all rows may be zero, which hides a dependence between them
     if step == 1 or shape[0] == 1:
@@ -103,7 +103,7 @@ def is_to_compare(run: LoopRun, solver: Solver[Any], step: int, stopped: int, sh
 
 
 def compare_rows(run: LoopRun, solver: Solver[Any], state: Iterate, excess: Tensor, *, rejecting: bool) -> RowCheck | None:
-    """Run two of the running rows without the others, and compare with what they gave among them.
+    """Run two of the running rows without the others, and compare the results with those in the batch.
 
     rejecting  True if the solver may have rejected all steps so far
 
@@ -153,7 +153,7 @@ def compare_rows(run: LoopRun, solver: Solver[Any], state: Iterate, excess: Tens
 def compare_answer(run: LoopRun, result: SolveResult) -> RowCheck:
     """Evaluate the row that stopped first and the one with the largest residual without the others.
 
-    The others have moved since a row stopped: where it depends on them, its residual is no longer the recorded one.
+    The others have changed since a row stopped. If it depends on them, its residual is no longer the recorded one.
     """
     whole, stats, stop = run.f, result.stats, run.stop
     if (

@@ -49,8 +49,8 @@ def inductor(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Run:
 class Compiler:
     """The compiled solves of one layer; a call that cannot be compiled runs in the plain loop, with a warning.
 
-    backend  what makes a function of a graph
-    trials   how often either loop is timed for the choice between them; 0: the compiled one is used untimed
+    backend  function that turns a traced graph into a function
+    trials   how often each loop is timed for the choice between them; 0: the compiled one is used untimed
     """
 
     def __init__(self, backend: Backend = inductor, trials: int = TRIALS) -> None:

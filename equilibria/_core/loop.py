@@ -97,9 +97,9 @@ def solve(
 
 
 def _verified(run: LoopRun, z0: Tensor, solver: AnySolver) -> SolveResult:
-    """Run; then evaluate the answer where f(z) is known by recurrence only, or from before other rows moved.
+    """Run; then evaluate the answer if f(z) is known by recurrence only, or was evaluated before other rows changed.
 
-    Rows that depend on each other are left where they are: the caller solves them as one problem.
+    Rows that depend on each other are not solved further here: the caller solves them as one problem.
     """
     if isinstance(solver, Fallback):
         result = solve_chain(run, z0, solver, _verified)
@@ -238,8 +238,8 @@ def _with_rows(
 ) -> SolveResult:
     """Set what is known about the rows of a result: whether they are coupled, and whether they were measured together.
 
-    A result is unmeasured if it joins rows of different evaluations. That rows run alone gave the same is not enough: those
-    may be saturated, and depend on the others less than the rest does.
+    A result is unmeasured if it joins rows of different evaluations. The check of single rows does not measure a
+    result: these rows may be saturated, and depend on the others less than the rest does.
     """
     forward = run.scale is None and solver.evaluates_residual
     if forward and result.failed and len(result.z) > 1:
@@ -297,9 +297,9 @@ def finished(
 def confirm(run: LoopRun, claimed: SolveResult, rounding: float) -> SolveResult:
     """Return the result with measured residuals; samples are CONVERGED only if their measured residual meets the tolerance.
 
-    A sample marked CONVERGED that is not becomes STALLED, because by its own residual the solver had finished. `rounding`
-    is by how much the relative residual of such a sample may exceed the tolerance: 0 for rows that depend on each other,
-    whose change is no rounding.
+    A sample that was marked CONVERGED with too large a residual becomes STALLED, because the solver had finished with it.
+    It stays CONVERGED if the relative residual exceeds the tolerance by `rounding` at most. That is 0 for rows that depend
+    on each other, whose change is not rounding.
     """
     fz, before = run.f(claimed.z), claimed.stats
     run.f.remember(claimed.z, fz)
@@ -319,7 +319,7 @@ def confirm(run: LoopRun, claimed: SolveResult, rounding: float) -> SolveResult:
     record.record(Iterate(z, fz), step=0, look=False)
     seen = finished(record.close(), run.f.counter, settle=False).stats
     unless = torch.where(claimed.stats.converged, Status.STALLED, claimed.stats.status)
-    # beside a state that has grown enough any residual is small: what has diverged stays so
+    # relative to a state that has grown enough any residual is small: a diverged sample stays DIVERGED
     within = seen.converged & (claimed.stats.status != Status.DIVERGED)
     holds = within | (claimed.stats.converged & (seen.residual <= run.stop.rtol + rounding))
     status = torch.where(holds, Status.CONVERGED, unless).to(torch.int8)

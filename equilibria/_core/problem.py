@@ -171,8 +171,8 @@ class Problem:
     def measure(self, z: Tensor, fz: Tensor, args: Sequence[Tensor], *, trust: bool = True) -> None:
         """Check the residuals of the result z, (batch, n), by fz = F(z); rows wrongly marked CONVERGED become STALLED.
 
-        An evaluation in a batch of another size rounds differently, which is allowed for. With `trust`, later training
-        steps of the cell do not compare rows in the forward pass for as long as this check agrees.
+        The tolerance has a margin for rounding, which differs in a batch of another size. With `trust`, later training
+        steps of the cell skip the comparison of rows in the forward pass as long as this check finds no wrong row.
         """
         stats, stop, precision = self.result.stats, self.stop, self.equation.precision
         self.result.unmeasured = False

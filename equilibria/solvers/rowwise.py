@@ -127,7 +127,7 @@ FIRST_SLOTS = 8  # history slots at the first growth; a short solve needs few
 def history_size(setting: int | None, budget: int | None, z: Tensor, *, small: int, medium: int, large: int) -> int:
     """Return how many pairs of vectors a solver stores: `setting`, or a default for the size of the state.
 
-    As many as fit into `budget` bytes for the whole batch are the limit; at least one is stored.
+    The number is limited to what fits into `budget` bytes for the whole batch, and is at least one.
     """
     n = z.shape[1]
     wanted = setting
