@@ -1,6 +1,6 @@
 """equilibria: deep equilibrium models in PyTorch. docs/api.md lists the public names.
 
-`__all__` has the names most people use. The others stand in rooms, which are attributes of the package: `eq.solvers`,
+`__all__` has the names most people use. The others are in named modules of the package: `eq.solvers`,
 `eq.looped`, `eq.penalties`, `eq.stop`, `eq.native`, and those that load on first use (`ROOMS`).
 """
 
@@ -110,7 +110,7 @@ __all__ = [
 ]
 
 ROOMS = ("analysis", "cells", "constraints", "integrations", "lab", "models", "serving")  # loaded on first use
-FROM_ANALYSIS = ("diagnose", "gradient_agreement", "spectral_radius", "tune")  # names that load the room behind them
+FROM_ANALYSIS = ("diagnose", "gradient_agreement", "spectral_radius", "tune")  # names that load `analysis`
 
 
 def __getattr__(name: str) -> Any:

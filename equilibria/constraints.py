@@ -92,7 +92,7 @@ class SpectralNorm(nn.Module):
             return weight * factor.to(weight.dtype)
 
     def right_inverse(self, value: Tensor) -> Tensor:
-        """The value itself, so that an assigned weight is scaled in forward; updates u and v for it."""
+        """Return the value itself, so that an assigned weight is scaled in forward; updates u and v for it."""
         if not self.exact:
             self._iterate(self._matrix(value), WARM_UP)
         return value
@@ -170,7 +170,7 @@ def spectral_norm(
 
 
 def project_rows(weight: Tensor, bound: float) -> Tensor:
-    """The nearest matrix whose rows have sum_j |w_ij| <= bound, (m, n): its infinity norm is then at most `bound`.
+    """Return the nearest matrix whose rows have sum_j |w_ij| <= bound, (m, n): its infinity norm is at most `bound`.
 
     A longer row w becomes sign(w) max(|w| - a, 0), with the a that makes it as long as the bound. Rows within it are
     returned bit for bit. Half precision is computed in float32 and rounded, hence feasible up to its rounding.
@@ -194,7 +194,7 @@ def project_rows(weight: Tensor, bound: float) -> Tensor:
 
 @torch.no_grad()
 def project_(parameter: Tensor, bound: float, columns: bool = False) -> None:
-    """`project_rows` in place, for after a step of the optimizer; with `columns` every sum_i |w_ij| is brought below, too.
+    """Apply `project_rows` in place, after a step of the optimizer; `columns` also limits every sum_i |w_ij|.
 
     Projecting the columns shortens entries, none grows: the rows stay within the bound.
     """
@@ -210,7 +210,7 @@ def project_(parameter: Tensor, bound: float, columns: bool = False) -> None:
 
 @torch.no_grad()
 def lipschitz_ratio(s: Solution, scale: float = 1.0, generator: torch.Generator | None = None) -> Tensor:
-    """An estimate of the Lipschitz constant at the equilibrium: |f(z + step) - f(z)| / |step| for a random step.
+    """Return an estimate of the Lipschitz constant at the equilibrium: |f(z + step) - f(z)| / |step| for a random step.
 
     mean |f(w) - f(u)| / mean |w - u|, u = s.z, w = u + scale * Gaussian noise, as Fung et al. hold it below 1 (JFB:
     Jacobian-free backpropagation, 2022). They perturb the inputs as well; here they stay as they were bound.
@@ -235,7 +235,7 @@ def lipschitz_ratio(s: Solution, scale: float = 1.0, generator: torch.Generator 
 def contract_(
     layers: Iterable[nn.Module], s: Solution, bound: float, scale: float = 1.0, generator: torch.Generator | None = None
 ) -> float:
-    """Where r = `lipschitz_ratio(s)` is above the bound, scale the layers' weights and biases by (bound / r)^(1/L).
+    """Scale the layers' weights and biases by (bound / r)^(1/L) where r = `lipschitz_ratio(s)` is above the bound.
 
     L is the number of `layers`, those the state passes through one after the other; where nothing else acts on it and
     there is no bias, the ratio is then the bound. A tensor that several of them share is scaled once. Call it after the
@@ -259,13 +259,13 @@ def _at_least_float32(x: Tensor) -> Tensor:
 
 
 def _normalized(x: Tensor, otherwise: Tensor, eps: float) -> Tensor:
-    """x / |x|, or `otherwise` if |x| is below eps or not finite, so that the power iteration can recover."""
+    """Return x / |x|, or `otherwise` if |x| is below eps or not finite, so that the power iteration can recover."""
     length = torch.linalg.vector_norm(x)
     return torch.where((length > eps) & (length < math.inf), x / length, otherwise)
 
 
 def _mean_distance(a: State, b: State, kept: Tensor) -> Tensor:
-    """The mean distance of two states in the kept samples, summed over their tensors; 0 where none is kept."""
+    """Return the mean distance of two states in the kept samples, summed over their tensors; 0 where none is kept."""
     pairs = zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True)
     differences = [_at_least_float32(x) - _at_least_float32(y) for x, y in pairs]
     # norms over dimension 1; a tensor that has none is its own channel
@@ -275,13 +275,13 @@ def _mean_distance(a: State, b: State, kept: Tensor) -> Tensor:
 
 
 def _mean(x: Tensor, kept: Tensor) -> Tensor:
-    """The mean of x, (batch, ...), over the samples that are kept; `kept` is (1,) for a state without a batch."""
+    """Return the mean of x, (batch, ...), over the samples that are kept; `kept` is (1,) for a state without a batch."""
     selected = kept.view(-1, *[1] * (x.dim() - 1)).expand_as(x)
     return torch.where(selected, x, 0.0).sum() / selected.sum().clamp(min=1)
 
 
 def _own_tensors(layers: list[nn.Module]) -> list[Tensor]:
-    """Weights and biases of the layers, each once."""
+    """Return the weights and biases of the layers, each once."""
     if not layers:
         raise ValueError("There are no layers to scale: give those that the state passes through.")
     found = {}

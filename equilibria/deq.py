@@ -71,14 +71,14 @@ class DEQ(nn.Module):
         self.register_buffer("solves", torch.zeros((), dtype=torch.int64) if isinstance(gradient, Warmup) else None)
 
     def forward(self, *inputs: Any, init: Solution | State | None = None) -> State:
-        """The equilibrium itself."""
+        """Solve for these inputs and return the equilibrium."""
         if torch.compiler.is_compiling() and opaque.applies(self, inputs, init):
             return opaque.call(self, inputs)
         return self.solve(*inputs, init=init).z
 
     @not_traced
     def solve(self, *inputs: Any, init: Solution | State | None = None) -> Solution:
-        """The equilibrium with its statistics. `init` is a state or an earlier Solution to start from instead."""
+        """Return the equilibrium with its statistics. `init` is a state or an earlier Solution to start from instead."""
         stop = self.stop if self.training or self.eval_stop is None else self.eval_stop
         start = self.init if init is None else constant(init)
         solves = 0 if self.solves is None else int(self.solves)  # training solves before this one
@@ -241,7 +241,7 @@ def _solve(
 
 
 def _nonfinite_samples(inputs: Sequence[Any], batched: bool) -> Tensor | None:
-    """(batch,), True for samples with inputs that are not finite; None if there are none or no graph is recorded."""
+    """Return (batch,), True for samples with inputs that are not finite; None if there are none or no graph is recorded."""
     if not batched or not torch.is_grad_enabled() or autodiff_modes.inside_transform():
         return None
     leaves = [leaf for leaf in pytree.tree_leaves(tuple(inputs)) if _has_rows(leaf)]
@@ -264,7 +264,7 @@ def _has_rows(leaf: Any) -> bool:
 
 
 def _fill_rows(tree: Any, rows: Tensor, value: float) -> Any:
-    """The tree with `value` in these rows of its tensors."""
+    """Return the tree with `value` in these rows of its tensors."""
 
     def fill(leaf: Any) -> Any:
         if not _has_rows(leaf) or leaf.shape[0] != len(rows):
@@ -275,7 +275,7 @@ def _fill_rows(tree: Any, rows: Tensor, value: float) -> Any:
 
 
 def constant(start: Solution | State) -> Callable[..., State]:
-    """An `init` that returns a fixed state, detached from its graph."""
+    """Return an `init` that is a fixed state, detached from its graph."""
     state = start.z if isinstance(start, Solution) else start
     state = pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, state)
     return lambda *inputs: state

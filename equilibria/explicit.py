@@ -68,12 +68,12 @@ class WeightTied(nn.Module):
         self.batched = batched
 
     def forward(self, *inputs: Any, init: State | None = None) -> State:
-        """The state after `depth` steps. `init` is a state to start from instead, which gets gradients."""
+        """Return the state after `depth` steps. `init` is a state to start from instead, which gets gradients."""
         step, start = self._begin(inputs, init)
         return step.state(repeat(step, step.tensors(start), self.depth, self.checkpoint))
 
     def trajectory(self, *inputs: Any, init: State | None = None, depth: int | None = None) -> Trajectory:
-        """Every state from the start on, differentiable; `depth` replaces the depth of the network."""
+        """Return every state from the start on, differentiable; `depth` replaces the depth of the network."""
         depth = self.depth if depth is None else depth
         _check_depth(depth)
         step, start = self._begin(inputs, init)
@@ -116,7 +116,7 @@ class _CellStep:
         self.first: Snapshot | None = None  # the cell at the first step with copies of its buffers, for all later ones
 
     def buffers(self) -> dict[str, Tensor]:
-        """The buffers that the cell may move in training, as they are now."""
+        """Return the buffers that the cell may move in training, as they are now."""
         snapshot = self.cell.snapshot() if self.cell.training else None
         return {} if snapshot is None else snapshot.tensors.buffers
 
@@ -139,7 +139,7 @@ class _CellStep:
         return pytree.tree_unflatten(z, self.layout.structure)
 
     def residuals(self, states: Sequence[Tensors]) -> Tensor:
-        """(depth, batch), detached."""
+        """Return (depth, batch), detached."""
         with torch.no_grad():
             packed = torch.stack([self.layout.pack(self.state(z)) for z in states])  # (depth + 1, batch, n)
             length, size = _rows(packed[1:] - packed[:-1]), _rows(packed[1:])
@@ -147,7 +147,7 @@ class _CellStep:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """(depth, batch, n) -> (depth, batch), the norm of every sample at every depth."""
+    """Return (depth, batch), the norm of every sample at every depth, from states (depth, batch, n)."""
     return scaled_norm(rms_norm, x.flatten(0, 1)).unflatten(0, x.shape[:2])
 
 

@@ -34,10 +34,11 @@ __all__ = [
 
 
 def jacobian_penalty(s: Solution, probes: int = 1, generator: torch.Generator | None = None) -> Tensor:
-    """Hutchinson's estimate of |J|_F^2 / n at the equilibrium, averaged over the batch (Bai, Koltun and Kolter 2021).
+    """Return Hutchinson's estimate of |J|_F^2 / n, averaged over the batch (Bai, Koltun and Kolter 2021).
 
-    J = df/dz, n is the size of a sample's state. z is a constant here: the gradient reaches parameters and inputs through J,
-    not through z. It costs an evaluation of the cell, a product per probe, and a second derivative of the cell in backward.
+    J = df/dz at the equilibrium, and n is the size of a state. z is a constant here: the gradient reaches parameters and
+    inputs through J, not through z. It costs an evaluation of the cell, a product per probe, and a second derivative of
+    the cell in backward.
 
     probes     number of random vectors; the relative error of the estimate falls as (probes * batch)^(-1/2)
     generator  random generator of these vectors; None uses torch's default
@@ -62,7 +63,7 @@ def jacobian_penalty(s: Solution, probes: int = 1, generator: torch.Generator | 
 
 
 def skip_penalty(s: Solution) -> Tensor:
-    """The mean |z - z0|, summed over the tensors of a nested state (Pal et al. 2022).
+    """Return the mean |z - z0|, summed over the tensors of a nested state (Pal et al. 2022).
 
     With a learned `init` this trains a Skip DEQ V1, which predicts its equilibrium; with `init=FirstStep()` a Skip DEQ V2,
     whose first step approximates it. Gradients reach both z, by the layer's gradient, and z0.
@@ -115,7 +116,7 @@ def correction_penalty(
     damping: float = 1.0,
     most: int | None = None,
 ) -> Tensor:
-    """The loss on intermediate states too, sum_k weights(n, k) loss(h_k), so that they approach the target as well.
+    """Return the loss on intermediate states, sum_k weights(n, k) loss(h_k), so that they approach the target as well.
 
     s        a Solution of `Stop(keep_every=...)`, for the states that `correction_states` gives with `steps`, `damping` and
              `most`. Or a `Trajectory`, whose start is left out, or a sequence of states with gradients
@@ -130,7 +131,7 @@ def correction_penalty(
 
 
 def correction_states(s: Solution, *, steps: int = 1, damping: float = 1.0, most: int | None = None) -> list[State]:
-    """States on the way to an equilibrium with gradients of their own, the equilibrium last (Bai and others 2022).
+    """Return states on the way to the equilibrium, with gradients of their own, and the equilibrium (Bai and others 2022).
 
     From iterates that `Stop(keep_every=...)` kept, `steps` damped steps are taken with a graph: a phantom gradient of each.
 
@@ -182,7 +183,7 @@ class PenaltySchedule:
 
 
 def random_max_steps(stop: Stop, step: int, below: int = 2, above: int = 0, seed: int = 0) -> Stop:
-    """`stop` with max_steps drawn from {max_steps - below, ..., max_steps + above}, a function of seed and step.
+    """Return `stop` with max_steps drawn from {max_steps - below, ..., max_steps + above} by seed and step.
 
     A varying number of steps keeps a model from relying on one number.
     """
@@ -191,12 +192,12 @@ def random_max_steps(stop: Stop, step: int, below: int = 2, above: int = 0, seed
 
 
 def _uniform(purpose: str, seed: int, step: int) -> float:
-    """A pseudo-random number in [0, 1) for a step; different purposes get independent numbers."""
+    """Return a pseudo-random number in [0, 1) for a step; different purposes get independent numbers."""
     return Random(f"{purpose} {seed} {step}").random()
 
 
 def _pull(f: Callable[[Tensor], Tensor], z: Tensor) -> Callable[[Tensor], Tensor]:
-    """t -> J't at z, differentiable in what f depends on."""
+    """Return the map t -> J't at z, differentiable in what f depends on."""
     if autodiff_modes.inside_transform():
         pull = autodiff_modes.vjp(f, z)
         return lambda t: pull(t)[0]
@@ -220,7 +221,7 @@ def _leaves(state: State) -> list[Tensor]:
 
 
 def _mean_distance(a: Tensor, b: Tensor, good: Tensor, batched: bool) -> Tensor:
-    """The mean distance over the samples in `good`; the others do not count and get no gradient."""
+    """Return the mean distance over the samples in `good`; the others do not count and get no gradient."""
     rows = good.view(-1, *[1] * (a.dim() - 1)) if batched else good.all()
     count = torch.where(rows, torch.ones_like(a, dtype=good.dtype), False).sum().clamp_min(1)
     a, b = (torch.where(rows, end, torch.zeros_like(end)) for end in (a, b))

@@ -141,7 +141,7 @@ class AdjointStarts:
     solve: int
 
     def recall(self, like: Tensor) -> Tensor | None:
-        """(batch, n), stored solutions, and zeros for samples without one; None if no sample has one."""
+        """Return (batch, n), stored solutions, and zeros for samples without one; None if no sample has one."""
         bank, age = self.memory._adjoint_banks.get(self.signature), self.memory.max_age
         oldest = 0 if age is None else self.solve - 1 - age
         found, hits = (None, 0) if bank is None else bank.fill(torch.zeros_like(like), self.keys, oldest)

@@ -95,11 +95,11 @@ class Stats:
         return self.status != Status.CONVERGED
 
     def count(self, status: Status) -> int:
-        """The number of samples with this status."""
+        """Return the number of samples with this status."""
         return int((self.status == status).sum())
 
     def summary(self) -> dict[str, float]:
-        """The statistics of the batch as numbers, for logs: shares of the samples by status, steps, residuals, counts."""
+        """Return the statistics as numbers, for logs: shares of the samples by status, steps, residuals, counts."""
         samples = self.status.numel()
         shares = {status.name.lower(): self.count(status) / max(samples, 1) for status in Status}
         steps, residual = self.steps.double(), self.residual.double()
@@ -146,8 +146,8 @@ class SolveResult:
     taken: int = 0  # steps of the loop, the same on every rank
     state: Any = None  # state of the solver, with each row as it was when the sample stopped; None unless `keep_state`
     coupled: bool | None = None  # True if rows depend on each other, False if a check found that they do not, else None
-    # True if the rows were not evaluated together: backward evaluates the whole batch and measures the residuals, or whoever
-    # asks for the statistics before
+    # True if the rows were not evaluated together. The residuals are then measured by one evaluation of the whole batch: in
+    # backward, or when the statistics are read before it
     unmeasured: bool = False
     failed: bool = True  # False if no sample has failed, as known on the host
     sound: Tensor | None = None  # (batch,) True for results with a smaller residual than the start; None for all
@@ -216,7 +216,7 @@ class Solution:
         return _table(columns, title=self.layer)
 
     def measure_residual(self) -> Tensor:
-        """(batch,), |f(z) - z| / |f(z)| of the state `z` that was returned, by one evaluation of the cell.
+        """Return (batch,), |f(z) - z| / |f(z)| of the state `z` that was returned, by one evaluation of the cell.
 
         `stats.residual` is the same without an evaluation, unless a gradient takes steps of its own from the equilibrium
         (JFB, UnrolledPhantom, or Warmup with one of them): see `stats.extra_steps`. If the cell is not contractive, those
@@ -250,7 +250,7 @@ _open = 0  # `record` blocks that are open
 
 
 def open_recordings() -> int:
-    """The number of open `record` blocks, in all threads."""
+    """Return the number of open `record` blocks, in all threads."""
     return _open
 
 
@@ -296,7 +296,7 @@ def note(module: nn.Module, solution: Solution) -> None:
 
 
 def _table(columns: dict[str, dict[str, float]], title: str = "") -> str:
-    """Summaries by name as an HTML table, one row per quantity; statuses without a sample are left out."""
+    """Return summaries as an HTML table, one row per quantity; statuses without a sample are left out."""
     names = {status.name.lower() for status in Status}
     head = "".join(f"<th>{escape(name)}</th>" for name in (title, *columns)) if any(columns) or title else ""
     rows = [f"<tr>{head}</tr>"] if head else []
@@ -310,7 +310,7 @@ def _table(columns: dict[str, dict[str, float]], title: str = "") -> str:
 
 
 def empty_stats(batch: int, device: torch.device) -> Stats:
-    """Statistics of a solve of `batch` samples without steps, all CONVERGED with a residual of zero."""
+    """Return the statistics of a solve of `batch` samples without steps, all CONVERGED with a residual of zero."""
     return Stats(
         status=torch.zeros(batch, dtype=torch.int8, device=device),
         steps=torch.zeros(batch, dtype=torch.int64, device=device),

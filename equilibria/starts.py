@@ -28,7 +28,7 @@ class Zeros:
         return f"Zeros({', '.join(map(str, self.shape))})"
 
     def make(self, cell: Any, inputs: Sequence[Any], *, batched: bool) -> Tensor:
-        """The start of a solve with these inputs, whose first tensor has the batch size."""
+        """Return the start of a solve with these inputs, whose first tensor has the batch size."""
         tensors = [leaf for leaf in pytree.tree_leaves(tuple(inputs)) if isinstance(leaf, Tensor)]
         if not tensors:
             raise ValueError(
@@ -68,21 +68,21 @@ def check_init(init: Any) -> None:
 
 
 def memory_of(init: Init) -> Remember | None:
-    """The `Remember` inside an `init`, or None."""
+    """Return the `Remember` inside an `init`, or None."""
     if isinstance(init, FirstStep):
         return memory_of(init.start)
     return init if isinstance(init, Remember) else None
 
 
 def first_steps(init: Init) -> int:
-    """The number of cell evaluations that the start costs."""
+    """Return the number of cell evaluations that the start costs."""
     if isinstance(init, FirstStep):
         return 1 + first_steps(init.start)
     return first_steps(init.start) if isinstance(init, Remember) else 0
 
 
 def prepared(cell: Any, inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """The result of `cell.prepare(*inputs)` as a tuple, or the inputs if the cell has no `prepare`."""
+    """Return the result of `cell.prepare(*inputs)` as a tuple, or the inputs if the cell has no `prepare`."""
     prepare = getattr(cell, "prepare", None)
     if prepare is None:
         return tuple(inputs)
@@ -91,7 +91,7 @@ def prepared(cell: Any, inputs: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def start_of(init: Init, cell: Any, f: Callable[[State], State], inputs: Sequence[Any], *, batched: bool) -> State:
-    """The starting state; differentiable if `init` is."""
+    """Return the starting state; differentiable if `init` is."""
     if init is None:
         return zeros_like_first(inputs)
     if isinstance(init, Zeros):

@@ -27,7 +27,7 @@ Norm = Callable[[Tensor], Tensor]
 
 
 def usual_range(dtype: torch.dtype) -> tuple[float, float]:
-    """(least, most): norms between which neither the squares of a vector nor those of its residuals leave the dtype."""
+    """Return the norms (least, most) between which squares of a vector and of its residuals stay in the dtype."""
     info = torch.finfo(dtype)
     least = float(info.tiny**0.5 / info.eps)
     return least, 1 / least
@@ -37,7 +37,7 @@ USUAL = {dtype: usual_range(dtype) for dtype in (torch.float32, torch.float64)} 
 
 
 def binary_size(*vectors: Tensor) -> Tensor:
-    """(batch,), a power of two close to the largest absolute entry of each row; 1 for rows that are zero or not finite.
+    """Return (batch,), a power of two near the largest absolute entry of each row; 1 for zero or non-finite rows.
 
     Division by a power of two is exact, so that a scaled problem is solved with the same mantissas.
     """
@@ -49,23 +49,23 @@ def binary_size(*vectors: Tensor) -> Tensor:
 
 
 def scaled_norm(norm: Norm, x: Tensor) -> Tensor:
-    """(batch,), `norm` of each row without overflow or underflow: rows are divided by their `binary_size` first."""
+    """Return (batch,), `norm` of each row without overflow: rows are divided by their `binary_size` first."""
     size = binary_size(x)
     return norm(x / size.unsqueeze(1)) * size
 
 
 def rms_norm(x: Tensor) -> Tensor:
-    """Root mean square of each row; a tolerance then does not depend on the number of entries."""
+    """Return the root mean square of each row; a tolerance then does not depend on the number of entries."""
     return torch.linalg.vector_norm(x, dim=1) / max(x.shape[1], 1) ** 0.5
 
 
 def euclidean_norm(x: Tensor) -> Tensor:
-    """Euclidean norm of each row, in which most of the literature states its tolerances."""
+    """Return the Euclidean norm of each row, in which most of the literature states its tolerances."""
     return torch.linalg.vector_norm(x, dim=1)
 
 
 def max_norm(x: Tensor) -> Tensor:
-    """Largest entry of each row in absolute value."""
+    """Return the largest entry of each row in absolute value."""
     if x.shape[1] == 0:
         return x.new_zeros(x.shape[0])
     return x.abs().amax(dim=1)  # several times faster on a CPU than vector_norm
@@ -124,7 +124,7 @@ class Stop:
         require(self.on_failure in choices, f"on_failure must be one of {choices}, got {self.on_failure!r}.")
 
     def __repr__(self) -> str:
-        """Tolerances, max_steps and what differs from its default; functions by name, without their addresses."""
+        """Return tolerances, max_steps and what differs from its default; functions by name, without their addresses."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         changed = {field.name for field in dataclasses.fields(self) if values[field.name] != field.default}
         shown = {name: value for name, value in values.items() if name in ALWAYS_SHOWN or name in changed}
@@ -132,17 +132,17 @@ class Stop:
         return f"Stop({', '.join(parts)})"
 
     def reachable(self, precision: float) -> Stop:
-        """This stop for a machine epsilon of `precision`, which is the smallest value of a default rtol."""
+        """Return this stop for a machine epsilon of `precision`, which is the smallest value of a default rtol."""
         if not isinstance(self.rtol, DefaultTolerance) or self.rtol >= precision:
             return self
         return dataclasses.replace(self, rtol=DefaultTolerance(precision))
 
     def any_rank(self) -> Callable[[bool], bool] | None:
-        """A function that is True if its argument is True on any rank of `process_group`; None without a group."""
+        """Return a function that is True if its argument is True on any rank of `process_group`; None without a group."""
         return None if self.process_group is None else lambda here: bool(self.largest(int(here)))
 
     def largest(self, here: int) -> int:
-        """The largest of a number over the ranks of `process_group`."""
+        """Return the largest of a number over the ranks of `process_group`."""
         if self.process_group is None:
             return here
         group = dist.group.WORLD if self.process_group == "world" else self.process_group

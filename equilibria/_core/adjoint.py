@@ -93,7 +93,7 @@ def backward_first_order(
 
 
 def _couples(at: Linearisation, u: Tensor, precision: float) -> bool:
-    """True if J' mixes rows: J'(D u) differs from D J'u for a D of powers of two per row, which round nothing."""
+    """Return True if J' mixes rows: J'(D u) differs from D J'u for a D of powers of two per row, which round nothing."""
     factors = torch.exp2(torch.arange(len(u), device=u.device, dtype=u.dtype) % 3).unsqueeze(1)
     plain, scaled = at.transposed(u), at.transposed(u * factors) / factors
     error, scale = torch.linalg.vector_norm(scaled - plain, dim=1), torch.linalg.vector_norm(plain, dim=1)
@@ -126,10 +126,10 @@ def cotangent(adjoint: Problem, system: LinearMap) -> Tensor:
 def warm_started(adjoint: Problem, system: LinearMap, starts: AdjointStarts) -> Tensor:
     """Solve u = J'u + v from the stored solutions of the same samples, and store the new ones.
 
-    Solutions are stored for v of size 1 per row, because scales are shared or not. A stored u is multiplied by the factor
-    that minimizes the residual v - A u with A = I - J', because the loss may have changed the size or the sign of v. The
-    start is then never worse than zero. This takes one product, which gives the solver the value of the map at its start
-    as well.
+    Each row is stored divided by the norm of its v, because v is scaled per row in some solves and per batch in others. A
+    stored u is multiplied by the factor that minimizes the residual v - A u with A = I - J', because the loss may have
+    changed the size or the sign of v. The start is then never worse than zero. This takes one product, which also gives
+    the solver the value of the map at its start.
     """
     rhs, u, recalled = system.rhs, torch.zeros_like(system.rhs), None
     size = system.size(adjoint.stop.norm).unsqueeze(1)
@@ -204,10 +204,10 @@ def verified(
 ) -> Tensor | None:
     """Set the status by the measured residual; solve further if a sample misses the tolerance it claimed to meet.
 
-    measure  returns the residual of another cotangent
-    release  frees what the first measurement keeps in memory
-    couples  called if a claim does not hold; if it returns True, the rows are not systems of their own, and the result
-             is None
+    measure  function that returns the residual of a new cotangent
+    release  function that frees what the measurement of `residual` keeps in memory
+    couples  function that returns True if rows depend on each other, so that they cannot be solved separately; it is called
+             if a claimed tolerance is missed. If it returns True, the result is None
     """
     rhs = system.rhs
     if adjoint.linear.approximation is not None:
@@ -237,10 +237,10 @@ def verified(
 
 
 def _is_solved(adjoint: Problem, system: LinearMap, residual: Tensor, finite: Tensor | bool) -> bool:
-    """True if every sample has converged within its tolerance and the gradients seem `finite`; stores the residuals then.
+    """Return True if all samples met their tolerances and the gradients seem `finite`; stores the residuals then.
 
-    This is the usual end of a backward pass. It waits for the device once. Other cases are left to `verified`, as are
-    formulas, systems of several samples and several ranks.
+    This is the usual end of a backward pass. It waits for the device once. `verified` treats the other cases, and
+    formulas, coupled samples and several ranks.
     """
     stats, stop = adjoint.result.adjoint, adjoint.stop
     special = adjoint.linear.approximation is not None or adjoint.equation.identity.coupled or stop.atol
@@ -261,7 +261,7 @@ def _is_solved(adjoint: Problem, system: LinearMap, residual: Tensor, finite: Te
 
 
 def _tolerance(adjoint: Problem, dtype: torch.dtype) -> float:
-    """The largest measured relative residual of a solved system in this dtype, without atol.
+    """Return the largest measured relative residual of a solved system in this dtype, without atol.
 
     The solver updates its residual by a recurrence, from other products, so that the measured one rounds differently.
     """
@@ -288,13 +288,13 @@ def _file_measured(adjoint: Problem, residual: Tensor, rhs: Tensor) -> tuple[Ten
 
 
 def any_rank(adjoint: Problem, rows: Tensor) -> bool:
-    """True if any sample of any rank is in `rows`."""
+    """Return True if any sample of any rank is in `rows`."""
     here = bool(rows.any())
     return here if adjoint.stop.process_group is None else bool(adjoint.stop.largest(int(here)))
 
 
 def cotangent_scale(equation: Equation, v: Tensor, *, measured: bool) -> Tensor:
-    """(batch, 1), the RMS of each row of the right-hand side v, by which it is divided before the solve.
+    """Return (batch, 1), the RMS of each row of the right-hand side v, by which it is divided before the solve.
 
     The solution then does not depend on the scale of the loss. Coupled samples share one divisor, because dividing rows
     by different numbers would change a coupled system. Samples also share it if it is not known whether they are coupled

@@ -60,7 +60,7 @@ class _Attach(Function):
 
     @staticmethod
     def _cotangent(ctx: Any, v: Tensor) -> tuple[Tensor]:
-        """The adjoint solution for v, (batch, n); zero for samples without a finite state or cotangent."""
+        """Return the adjoint solution for v, (batch, n); zero for samples without a finite state or cotangent."""
         lost = ctx.good & ~torch.isfinite(v).all(dim=1)
         keep = (ctx.good & ~lost).unsqueeze(1)
         v = torch.where(keep, v, torch.zeros_like(v))
@@ -105,12 +105,12 @@ def _adjoint_map(ctx: Any, rhs: Tensor) -> LinearMap:
     out, leaf, equation = ctx.out, ctx.leaf, ctx.problem.equation
 
     def transposed(u: Tensor) -> Tensor:
-        """J'u on the graph that forward kept."""
+        """Return J'u on the graph that forward kept."""
         (product,) = torch.autograd.grad(out, leaf, u, retain_graph=True, allow_unused=True)
         return torch.zeros_like(u) if product is None else product
 
     def product(t: Tensor) -> Tensor:
-        """J t, by forward mode."""
+        """Return J t, by forward mode."""
         return autodiff_modes.jvp(lambda z: equation(z, *ctx.inputs), [leaf.detach()], [t])
 
     return LinearMap(transposed, product, rhs)

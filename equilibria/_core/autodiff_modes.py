@@ -31,8 +31,8 @@ _forward_thread: int | None = None  # the thread whose jvp is running
 def not_traced(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function that `torch.compile` must not trace, as `torch.compiler.disable` does.
 
-    That one imports torch._dynamo and sympy, which takes seconds, when it decorates. This one uses it only after something
-    else has loaded them, as the first use of `torch.compile` does.
+    `torch.compiler.disable` imports torch._dynamo and sympy at once, which takes seconds. This decorator calls it only after
+    they have been loaded, for example by the first `torch.compile`.
     """
     disabled: list[Callable[P, R]] = []
 
@@ -61,7 +61,7 @@ def tracing() -> Iterator[None]:
 
 
 def _disabled(function: Callable[P, R]) -> Callable[P, R]:
-    """`torch.compiler.disable(function)`, with the reason that errors of a strict export print."""
+    """Return `torch.compiler.disable(function)`, with the reason that errors of a strict export print."""
     reason = "The steps of a solve depend on values. To export a model with equilibrium layers, use eq.export or eq.to_onnx."
     try:
         return torch.compiler.disable(function, reason=reason)
@@ -80,7 +80,7 @@ def check_not_exported() -> None:
 
 
 def is_ordinary() -> bool:
-    """True if no transform, no forward mode and no trace is active. The other queries are then False, and are not needed."""
+    """Return True if no transform, no forward mode and no trace is active; all other queries are then False."""
     if _tracing or forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
@@ -89,27 +89,27 @@ def is_ordinary() -> bool:
 
 
 def is_tracing() -> bool:
-    """True inside a `tracing()` block."""
+    """Return True inside a `tracing()` block."""
     return _tracing
 
 
 def inside_transform() -> bool:
-    """True if a `torch.func` transform (grad, vjp, jvp, vmap) is active."""
+    """Return True if a `torch.func` transform (grad, vjp, jvp, vmap) is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def inside_dual_level() -> bool:
-    """True if a `forward_ad.dual_level()` of this thread is open outside of any `torch.func` transform."""
+    """Return True if a `forward_ad.dual_level()` of this thread is open outside of any `torch.func` transform."""
     return forward_ad._current_level >= 0 and not inside_transform() and not _another_threads_level()
 
 
 def _another_threads_level() -> bool:
-    """True if the open forward-mode level belongs to a jvp of another thread."""
+    """Return True if the open forward-mode level belongs to a jvp of another thread."""
     return _forward_thread is not None and _forward_thread != threading.get_ident()
 
 
 def forward_levels() -> int:
-    """The number of nested `torch.func.jvp` transforms."""
+    """Return the number of nested `torch.func.jvp` transforms."""
     stack = torch._C._functorch.get_interpreter_stack() or ()
     return sum(level.key() == torch._C._functorch.TransformType.Jvp for level in stack)
 
@@ -126,19 +126,19 @@ def primal(x: Tensor) -> Tensor:
 
 
 def tangent(x: Tensor) -> Tensor | None:
-    """The tangent of `x` in the open dual level or `torch.func.jvp`; None if it has none."""
+    """Return the tangent of `x` in the open dual level or `torch.func.jvp`; None if it has none."""
     if forward_ad._current_level < 0 or _another_threads_level():
         return None
     return forward_ad.unpack_dual(x).tangent
 
 
 def is_mapped(x: Tensor) -> bool:
-    """True if `x` has a dimension that `torch.func.vmap` maps over."""
+    """Return True if `x` has a dimension that `torch.func.vmap` maps over."""
     return bool(torch._C._functorch.is_batchedtensor(x))
 
 
 def has_values(*tensors: Tensor) -> bool:
-    """True if numbers can be read from these tensors: no vmap maps over them, at any level of transforms."""
+    """Return True if numbers can be read from these tensors: no vmap maps over them, at any level of transforms."""
     functorch = torch._C._functorch
     for tensor in tensors:
         while functorch.is_functorch_wrapped_tensor(tensor):
@@ -149,7 +149,7 @@ def has_values(*tensors: Tensor) -> bool:
 
 
 def numbers(x: Tensor) -> list[Any]:
-    """`x.tolist()` of a vector, also inside a transform, where `tolist` fails in torch 2.6."""
+    """Return `x.tolist()` of a vector, also inside a transform, where `tolist` fails in torch 2.6."""
     return [each.item() for each in x] if torch._C._functorch.is_functorch_wrapped_tensor(x) else x.tolist()
 
 
@@ -185,7 +185,7 @@ def pull_each(pull: Callable[[Tensor], Sequence[Tensor | None]], v: Tensor) -> S
 
 
 def jvp(f: Callable[..., Tensor], primals: Sequence[Tensor], tangents: Sequence[Tensor]) -> Tensor:
-    """The derivative of `f` at `primals` along `tangents`."""
+    """Return the derivative of `f` at `primals` along `tangents`."""
     if not inside_dual_level():
         try:
             with _one_thread():
@@ -223,7 +223,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def vjp(f: Callable[..., Tensor], *primals: Tensor) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """The pull-back of `f` at `primals`, itself differentiable."""
+    """Return the pull-back of `f` at `primals`, itself differentiable."""
     pull: Callable[[Tensor], tuple[Tensor, ...]] = torch.func.vjp(f, *primals)[1]
     return pull
 
@@ -238,21 +238,21 @@ class Autocast:
 
     @staticmethod
     def current(device: torch.device) -> Autocast:
-        """The autocast state that is active now for this type of device."""
+        """Return the autocast state that is active now for this type of device."""
         if not torch.amp.is_autocast_available(device.type):
             return _autocast(device.type, False, torch.float32)
         return _autocast(device.type, torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type))
 
     def inside(self) -> AbstractContextManager[Any]:
-        """A context that restores this state, for evaluations of the cell."""
+        """Return a context that restores this state, for evaluations of the cell."""
         return torch.autocast(self.device, dtype=self.dtype) if self.enabled else nullcontext()
 
 
-_autocast = functools.lru_cache(maxsize=64)(Autocast)  # every solve asks for one
+_autocast = functools.lru_cache(maxsize=64)(Autocast)  # every solve needs one
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """A context without autocast, for the solver: Gram matrices and small systems need full precision."""
+    """Return a context without autocast, for the solver: Gram matrices and small systems need full precision."""
     kind = device.type
     enabled = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     return _autocast_disabled(kind) if enabled else nullcontext()

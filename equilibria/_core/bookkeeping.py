@@ -35,10 +35,10 @@ DIVERGENCE_EVERY = 8  # steps between two checks of divergence
 
 
 class SolveRecord:
-    """The record of the rows still in the batch, and of those that were dropped; see the header of this module."""
+    """The best iterate, residual, steps and status of every row during a solve; see the header of this module."""
 
     def __init__(self, stop: Stop, z0: Tensor, scale: Tensor | None, precision: float, unit: Tensor | None = None) -> None:
-        """`unit`, (batch,), is what the problem is divided by; its tolerances are those of the original problem."""
+        """Start a record. `unit`, (batch,), is what the problem is divided by; tolerances are those of the original one."""
         rtol, atol, norm, patience = stop.rtol, stop.atol, stop.norm, stop.patience
         self.root = 1.0  # the norm of a state whose entries are of size 1, but for the factor between norms
         if norm is rms_norm:  # lengths in place of means: every comparison comes out the same, and costs less
@@ -58,12 +58,12 @@ class SolveRecord:
         self.log = IterateLog(stop, precision, linear=scale is not None)
         self.peak: Tensor  # the largest residual beyond rounding: in a trace, where no list can be kept
         self.last: Tensor  # of the last iterate before a row stopped, where progress is followed, and in a trace
-        self.diverged: Tensor | None = None  # rows given up far away; None: not looked for yet
-        self.limit: Tensor | None = None  # (batch,), a residual beyond this is far away
+        self.diverged: Tensor | None = None  # rows that have diverged; None: not checked yet
+        self.limit: Tensor | None = None  # (batch,), a residual beyond this has diverged
         self.traced = False
         self.least, self.most = USUAL[z0.dtype]  # sizes between which squares can be computed with
         self.range: tuple[float, float] | None = None  # of the sizes of all starts, where known
-        self.natural: float | Tensor = self.root  # (batch,), below which no residual is far away
+        self.natural: float | Tensor = self.root  # (batch,), below which no residual has diverged
         if unit is not None:
             self.atol, self.natural = self.atol / unit, (self.root / unit).clamp_min(self.root)
         self.step = 0  # the last one, while no row has stopped
@@ -72,7 +72,7 @@ class SolveRecord:
         self.best: Tensor | None = None  # the step whose iterate is kept; None: the last one
         self.rejected: Tensor
         self.worse: Tensor  # running rows whose last iterate was not their best
-        self.stalled: Tensor  # rows given up, where progress is followed
+        self.stalled: Tensor  # rows that have stalled, where progress is checked
         self.counted: tuple[int, float] | None = None  # rows running after the last entry and `growth`, where known
         self.growth = 0.0  # of the worst row: its excess, over the least it had before
         self.better: Tensor | None = None  # rows whose last iterate is their best; None: all, or not known
@@ -106,7 +106,7 @@ class SolveRecord:
         self._update_rows(state.z, length, size, step, None)
 
     def _names(self) -> list[str]:
-        """The names of the tensors per row that are kept once a row has stopped."""
+        """Return the names of the tensors per row that are kept once a row has stopped."""
         names = ["z", "excess", "length", "steps", "rejected", "best", "open", "worse"]
         names += ["size"] if self.scale is None else []
         names += ["milestone", "waiting", "stalled"] if self.watchful else []
@@ -115,7 +115,7 @@ class SolveRecord:
         return names + (["peak", "first_length", "first_size"] if self.traced else [])
 
     def tensors(self) -> list[Tensor]:
-        """The tensors per row, in the order of `_names`; a compiled loop carries them."""
+        """Return the tensors per row, in the order of `_names`; a compiled loop carries them."""
         return [getattr(self, name) for name in self._names()]
 
     def load(self, tensors: Sequence[Tensor]) -> None:
@@ -125,7 +125,7 @@ class SolveRecord:
             setattr(self, name, tensor)
 
     def _record_fast(self, z: Tensor, length: Tensor, size: Tensor, step: int) -> bool:
-        """Fast path: True if no row stopped; only the best iterate is updated."""
+        """Update only the best iterate, and return True, if no row has stopped; the fast path."""
         if not self.rows:
             return False
         excess = length / (self._tolerance(size) if self.tolerance is None else self.tolerance)
@@ -155,7 +155,7 @@ class SolveRecord:
 
     @staticmethod
     def _is_due(step: int) -> bool:
-        """True if divergence is checked in this step."""
+        """Return True if divergence is checked in this step."""
         return step > 0 and step % DIVERGENCE_EVERY == 0
 
     def _limit(self) -> Tensor:
@@ -167,7 +167,7 @@ class SolveRecord:
         return self.limit if self.index is None else self.limit.index_select(0, self.index)
 
     def unusual(self) -> bool:
-        """True if squares of the sizes of a start may have left the dtype."""
+        """Return True if entries of the start may be so small or large that their squares leave the dtype."""
         if self.scale is not None or not self.rows:
             return False
         if self.range is None:
@@ -181,7 +181,7 @@ class SolveRecord:
         return not (low >= self.least and high <= self.most)  # nan compares false
 
     def unusual_rows(self) -> bool:
-        """True if squares may have left the dtype for a row whose entries may all be finite."""
+        """Return True if squares may have left the dtype for a row whose entries may all be finite."""
         assert self.first_length is not None
         rows = (self.first_size > self.most) | (self.first_length == float("inf"))
         return bool((rows | (self.first_size < self.least)).any())
@@ -196,7 +196,7 @@ class SolveRecord:
         self.length, self.size = torch.where(better, length, self.length), torch.where(better, size, self.size)
 
     def _tolerance(self, size: Tensor) -> Tensor:
-        """The tolerance of the residual; positive, because residuals are divided by it."""
+        """Return the tolerance of the residual; positive, because residuals are divided by it."""
         info = torch.finfo(size.dtype)
         least = info.tiny**0.8  # small beside all usual sizes, and still something to divide by
         atol = max(self.atol, least) if isinstance(self.atol, float) else self.atol.clamp_min(least)
@@ -265,7 +265,7 @@ class SolveRecord:
         self.open = self.open & ~stalled
 
     def _status(self) -> Tensor:
-        """(rows,), the status of each row that stopped: converged, stalled, or not finite."""
+        """Return (rows,), the status of each row that stopped: converged, stalled, or not finite."""
         assert self.open is not None and self.excess is not None
         status = torch.where(self.excess <= 1, Status.CONVERGED, Status.NONFINITE)
         if self.watchful:
@@ -291,16 +291,16 @@ class SolveRecord:
         return running
 
     def stopped_apart(self, taken: int) -> bool:
-        """True if some rows stopped before the last step, so that the result joins rows of different evaluations."""
+        """Return True if some rows stopped before the last step, so that the result joins rows of different evaluations."""
         return self.opened_at is not None and self.opened_at < taken and self.whole_rows > 1
 
     def running_excess(self) -> Tensor:
-        """(rows,), the least residual of each row over its tolerance; negative for rows that have stopped."""
+        """Return (rows,), the least residual of each row over its tolerance; negative for rows that have stopped."""
         assert self.excess is not None
         return self.excess if self.open is None else torch.where(self.open, self.excess, -1.0)
 
     def running_rows(self) -> Tensor:
-        """The indices of the rows that still run, among the rows carried; waits for the device."""
+        """Return the indices of the rows that still run, among the rows carried; waits for the device."""
         assert self.open is not None
         return self.open.nonzero().squeeze(1)
 
@@ -339,7 +339,7 @@ class SolveRecord:
         assert first is not None
 
         def extremes() -> tuple[Tensor, Tensor]:
-            """The residual of the last iterate and the largest residual, (batch,) each."""
+            """Return the residual of the last iterate and the largest residual, (batch,) each."""
             last = closed["last"] if self.watchful or self.traced else log.last(first)
             return last, self.peak if self.traced else log.peak(first)
 

@@ -35,7 +35,7 @@ class Step(Protocol):
     """One application of the step, from the tensors of a state to those of the next state."""
 
     def buffers(self) -> dict[str, Tensor]:
-        """The buffers that a step may update, by name."""
+        """Return the buffers that a step may update, by name."""
 
     def __call__(self, z: Tensors, buffers: Buffers) -> Tensors: ...
 
@@ -117,7 +117,7 @@ class _Draws:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """A context that stores the random states before the segment, and whether it drew numbers."""
+        """Return a context that stores the random states before the segment, and whether it drew numbers."""
         start = self._states()
         yield
         if not all(map(torch.equal, start, self._states())):
@@ -125,7 +125,7 @@ class _Draws:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Inside the block the numbers are those of the first run; afterwards they go on as if there had been no block."""
+        """Draw the numbers of the first run inside the block; afterwards the generators are as they were before it."""
         if self.start is None:
             yield
             return
@@ -136,11 +136,11 @@ class _Draws:
             yield
 
     def _states(self) -> tuple[Tensor, ...]:
-        """The random states of the CPU and of the device."""
+        """Return the random states of the CPU and of the device."""
         cpu = torch.get_rng_state()
         return (cpu,) if self.device is None else (cpu, torch.cuda.get_rng_state(self.device))
 
 
 def _copy(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies of the buffers, which a replay may write to."""
+    """Return copies of the buffers, which a replay may write to."""
     return {name: buffer.clone() for name, buffer in buffers.items()}

@@ -36,7 +36,7 @@ class ClosedRecord:
     start              (batch, n)
     first_length, first_size   (batch,) residual and size of the start
     extremes           returns the residual of the last iterate, (batch,), and the largest one beyond rounding
-    natural            residuals below this are not far away
+    natural            residuals below this have not diverged
     linear             True for a linear system, whose `size` is fixed
     moved              True if a step was taken
     """
@@ -66,10 +66,10 @@ class ClosedRecord:
     def settle(self, stats: Stats) -> tuple[Tensor, Stats, Tensor]:
         """Return z and statistics if a sample has failed, and (batch,), True where the residual is below the start's.
 
-        The best iterate is the one with the smallest residual relative to |f(z)|. That of a sample that runs away is of no
-        use: beside a state that has grown enough, any residual is small. Such a sample gets its start back. A sample that
-        came near its tolerance only by growing has not converged, unless its residual has fallen from its largest: a state
-        may start next to an unstable equilibrium.
+        The best iterate is the one with the smallest residual relative to |f(z)|. That of a diverging sample is of no
+        use: relative to a state that has grown enough, any residual is small. Such a sample gets its start back. A sample
+        that came near its tolerance only by growing has not converged, unless its residual has fallen from its largest: a
+        state may start next to an unstable equilibrium.
         """
         length, size, best = self.length, self.size, stats.best
         status = torch.where(self.status == RUNNING, Status.MAX_STEPS, self.status)

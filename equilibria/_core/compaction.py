@@ -81,8 +81,8 @@ def remember_coupling(cell: CellIdentity, coupled: bool, *, warn: bool = True) -
 class RowCheck:
     """The result of running some rows without the others; a linear system uses the result for the rows of its cell."""
 
-    harmless: bool = False  # whatever the others do changes no status of the rows that were compared
-    weakly: bool = False  # but it changes more than rounding does
+    harmless: bool = False  # the influence of other rows changes no status of the rows that were compared
+    weakly: bool = False  # but their influence exceeds rounding
     coupled: bool | None = None  # True: rows depend on each other; None: not known
 
 
@@ -90,11 +90,11 @@ TRUSTED = RowCheck(harmless=True, coupled=False)  # not compared: the answer is 
 
 
 def is_to_compare(run: LoopRun, solver: Solver[Any], step: int, stopped: int, shape: Sequence[int]) -> bool:
-    """True if rows are to be compared before this step: once the first one has stopped, or after COMPARE_AFTER steps.
+    """Return True if rows are to be compared before this step: once the first one has stopped, or after COMPARE_AFTER steps.
 
-    Rows that depend on each other and are solved as if they did not may take all steps without stopping.
+    Rows that depend on each other may never stop if they are solved separately, so that the first stop is not enough.
     """
-    # at the start all rows may be zero: what they make of each other cannot be seen there
+    # at the start all rows may be zero, which hides a dependence between them
     if step == 1 or shape[0] == 1:
         return False
     if run.scale is None and solver.evaluates_residual:
@@ -103,7 +103,7 @@ def is_to_compare(run: LoopRun, solver: Solver[Any], step: int, stopped: int, sh
 
 
 def compare_rows(run: LoopRun, solver: Solver[Any], state: Iterate, excess: Tensor, *, rejecting: bool) -> RowCheck | None:
-    """Run two of the running rows without the others, and compare with what they gave among them.
+    """Run two of the running rows without the others, and compare the results with those in the batch.
 
     rejecting  True if the solver may have rejected all steps so far
 
@@ -122,13 +122,13 @@ def compare_rows(run: LoopRun, solver: Solver[Any], state: Iterate, excess: Tens
     smaller = whole.take(few)
     if smaller is None:
         return RowCheck()
-    # a solver that rejects no step has left the start by now, and need not be asked
+    # only a solver that rejects steps can still be at its start; for others no value is read
     if rejecting and not bool(state.z.index_select(0, few[:1]).any()):
         return None
     try:
         alone = smaller(state.z.index_select(0, few))
     except (RuntimeError, ValueError, IndexError, TypeError):
-        # data of the whole batch lies inside the cell, beyond the reach of its inputs
+        # the cell holds data of the whole batch, which cannot be restricted to rows
         run.warn_of_coupling()
         return RowCheck()
     # of rows that have stopped, `fz` need not be an evaluation of the cell
@@ -143,7 +143,7 @@ def compare_rows(run: LoopRun, solver: Solver[Any], state: Iterate, excess: Tens
     # these rows do not depend on the others so far as is known; other rows may
     if is_harmless(alone, among, max(SHARE * stop.rtol, spacings * run.precision), SHARE * atol):
         return RowCheck(harmless=True, coupled=False, weakly=True)
-    # an input that only looks as if it had a row per sample gives the same picture as rows that depend on each other
+    # values also change if an input has as many rows as the batch by coincidence, and is restricted to some of them
     coupled = rows_mix(whole, state.z, run.precision)
     if coupled is False:  # of a cell that draws at random, the failed solve is reported
         run.warn_of_coupling()
@@ -153,7 +153,7 @@ def compare_rows(run: LoopRun, solver: Solver[Any], state: Iterate, excess: Tens
 def compare_answer(run: LoopRun, result: SolveResult) -> RowCheck:
     """Evaluate the row that stopped first and the one with the largest residual without the others.
 
-    The others have moved since a row stopped: where it depends on them, its residual is no longer the recorded one.
+    The others have changed since a row stopped. If it depends on them, its residual is no longer the recorded one.
     """
     whole, stats, stop = run.f, result.stats, run.stop
     if (
@@ -162,7 +162,7 @@ def compare_answer(run: LoopRun, result: SolveResult) -> RowCheck:
         or not run.ordinary
         or (torch.is_grad_enabled() and is_followed(result.z))
     ):
-        return RowCheck()  # an evaluation of all rows tells more
+        return RowCheck()  # an evaluation of all rows verifies more
     largest = torch.where(stats.residual < float("inf"), stats.residual, -1.0).argmax()  # nan is not below
     few = torch.stack((stats.steps.argmin(), largest))
     smaller = whole.take(few)
@@ -172,7 +172,7 @@ def compare_answer(run: LoopRun, result: SolveResult) -> RowCheck:
     try:
         fz = smaller(z)
     except (RuntimeError, ValueError, IndexError, TypeError):
-        return RowCheck()  # data of the whole batch lies inside the cell, beyond the reach of its inputs
+        return RowCheck()  # the cell holds data of the whole batch, which cannot be restricted to rows
     size = stop.norm(fz)
     change = (stop.norm(fz - z) - stats.residual.index_select(0, few) * size).abs()
     if not bool((change > ROUNDING * torch.finfo(z.dtype).eps * size).any()):  # nan does not count
@@ -180,12 +180,12 @@ def compare_answer(run: LoopRun, result: SolveResult) -> RowCheck:
     if not bool((change > SHARE * stop.atol + max(SHARE * stop.rtol, ROUNDING * run.precision) * size).any()):
         return RowCheck(harmless=True, coupled=False, weakly=True)
     # if rows do not mix, the cell draws at random or an input only looks as if it had a row per sample
-    # a state that has run away may be one at which rows do not mix: that says nothing about the result
+    # if rows do not mix at a state that has diverged, they may still mix at the result
     return RowCheck(coupled=rows_mix(whole, result.z, run.precision) or None)
 
 
 def is_harmless(alone: Tensor, among: Tensor, relative: float, absolute: float = 0.0) -> bool:
-    """True if rows evaluated alone, (k, n), equal the same rows in the batch within these errors; nan is ignored."""
+    """Return True if rows evaluated alone, (k, n), equal the same rows in the batch within these errors; nan is ignored."""
     # one norm and one read-back: this runs in every solve, beside steps of a few microseconds
     norms = torch.linalg.vector_norm(torch.stack((alone - among, among)), dim=2)
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor(norms)  # `tolist` fails on these in torch 2.6
@@ -194,12 +194,12 @@ def is_harmless(alone: Tensor, among: Tensor, relative: float, absolute: float =
 
 
 def is_followed(*tensors: Tensor) -> bool:
-    """True if any of these tensors requires gradients."""
+    """Return True if any of these tensors requires gradients."""
     return any(tensor.requires_grad for tensor in tensors)
 
 
 def rows_mix(f: FlatMap, z: Tensor, precision: float) -> bool | None:
-    """True if a row of f(z) changes with other rows of z, None if f draws at random.
+    """Return True if a row of f(z) changes with other rows of z, None if f draws at random.
 
     Changes even and odd rows in turn, in four to six evaluations.
     """
@@ -219,13 +219,13 @@ def rows_mix(f: FlatMap, z: Tensor, precision: float) -> bool | None:
 
 
 def verdicts(module: nn.Module) -> dict[str, Any]:
-    """The stored results of the check for the cells in a module, by module name; checkpoints keep them."""
+    """Return the stored results of the row check of the cells in a module, by module name; checkpoints keep them."""
     found = ((name, known_rows.get(part)) for name, part in module.named_modules())
     return {name: dict(known) for name, known in found if known}
 
 
 def set_verdicts(module: nn.Module, known: Mapping[str, Any]) -> None:
-    """Restore the results that `verdicts` returned."""
+    """Restore the results of the row check that `verdicts` returned, for example from a checkpoint."""
     for name, part in module.named_modules():
         known_rows.pop(part, None)
         if name in known:

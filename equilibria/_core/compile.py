@@ -41,7 +41,7 @@ log = logging.getLogger("equilibria.compile")
 
 
 def inductor(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Run:
-    """Machine code by torch's own compiler; on a CPU with the loop itself in C++."""
+    """Compile to machine code by torch's own compiler; on a CPU with the loop itself in C++."""
     run: Run = torch._inductor.compile(graph, list(inputs), options={"cpp_wrapper": inputs[0].device.type == "cpu"})
     return run
 
@@ -49,8 +49,8 @@ def inductor(graph: fx.GraphModule, inputs: Sequence[Tensor]) -> Run:
 class Compiler:
     """The compiled solves of one layer; a call that cannot be compiled runs in the plain loop, with a warning.
 
-    backend  what makes a function of a graph
-    trials   how often either loop is timed for the choice between them; 0: the compiled one is taken unasked
+    backend  function that turns a traced graph into a function
+    trials   how often each loop is timed for the choice between them; 0: the compiled one is used untimed
     """
 
     def __init__(self, backend: Backend = inductor, trials: int = TRIALS) -> None:
@@ -78,12 +78,12 @@ class Compiler:
         try:
             program = self._program(call, plain)
             found = None if program is None else program(call)
-        except Exception as error:  # whatever a cell may do that cannot be traced or compiled, the plain loop can
+        except Exception as error:  # the plain loop runs cells that cannot be traced or compiled
             self._give_up(f"{type(error).__name__}: {error}".strip().splitlines()[0][:300])
             return plain()
         if program is None or found is None or found.faint is not None:
             return plain()
-        if equation.linear:  # measured by whoever asked for the solution
+        if equation.linear:  # the caller measures the residual
             return found
         measured = measure(found, f, stop, options["precision"])
         if not bool((found.stats.converged & measured.stats.failed).any()):
@@ -105,7 +105,7 @@ class Compiler:
         )
 
     def _program(self, call: Call, plain: Callable[[], SolveResult]) -> Program | None:
-        """The program that runs this call; None for the plain loop.
+        """Return the program that runs this call; None for the plain loop.
 
         The first batch size is compiled at once. A further one is padded to one that is compiled already, if that is not
         much larger, and compiled itself when it has come up several times: the last batch of an epoch need not be.
@@ -136,7 +136,7 @@ class Compiler:
         return chosen
 
     def _faster(self, program: Program, call: Call, plain: Callable[[], SolveResult]) -> Program | None:
-        """The program, if it gives a right answer in less time than the plain loop."""
+        """Return the program, if it gives a right answer in less time than the plain loop."""
 
         def compiled() -> SolveResult | None:
             return program(call)
@@ -169,7 +169,7 @@ def _tell(text: str) -> None:
 
 
 def _believable(found: SolveResult, expected: SolveResult, call: Call) -> bool:
-    """True if the result of a program is finite where that of the plain loop is, and its residual is the measured one."""
+    """Return True if a program's result is finite where the plain loop's is, and its residual is the measured one."""
     lost = found.stats.status == Status.NONFINITE
     if not torch.equal(lost, expected.stats.status == Status.NONFINITE):
         return False
@@ -181,14 +181,14 @@ def _believable(found: SolveResult, expected: SolveResult, call: Call) -> bool:
 
 
 def _seconds(run: Callable[[], Any]) -> float:
-    """The time of one call."""
+    """Return the time of one call."""
     begin = time.perf_counter()
     run()
     return time.perf_counter() - begin
 
 
 def _compilable(equation: Equation, solver: Any, stop: Stop, options: dict[str, Any]) -> bool:
-    """True if a solve can be compiled: independent rows, a solver with fixed shapes, no trace and no stored iterates."""
+    """Return True if a solve can be compiled: independent rows, fixed shapes, no trace, no stored iterates."""
     if (
         autodiff_modes.inside_transform()
         or not isinstance(solver, Solver)

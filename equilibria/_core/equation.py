@@ -72,12 +72,12 @@ class CellEquation(Equation):
         self.restrictable = not statistics and not (self.opaque and cell.dropouts)
 
     def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
-        """F(z, *args) with all tensors replaced by `args`, differentiable in them."""
+        """Return F(z, *args) with all tensors replaced by `args`, differentiable in them."""
         inputs = args[: self._inputs] if self._inputs_spec is None else self._unflatten(args)
         return self._run(z, args, inputs, direct=False)
 
     def bind(self, args: Sequence[Tensor]) -> Map:
-        """The map z -> F(z, *args); it calls the module itself if the args are the module's own tensors."""
+        """Return the map z -> F(z, *args); it calls the module itself if the args are the module's own tensors."""
         # the module itself may be called if the args are its own tensors
         own = all(a is b for a, b in zip(args[self._inputs :], self._own, strict=True))
         same = own and all(a is b for a, b in zip(args, self.args, strict=True))
@@ -85,7 +85,7 @@ class CellEquation(Equation):
         return Map(lambda z: self._run(z, args, inputs, direct=own), self, args)
 
     def untraceable(self) -> str | None:
-        """The reason why the cell cannot be traced; None if it can."""
+        """Return the reason why the cell cannot be traced; None if it can."""
         if self.cell.module is None:
             return "the cell is a function, which may close over other data every time; an nn.Module can be compiled"
         if self.opaque or self.identity.coupled or self.moves_buffers is not False:
@@ -93,7 +93,7 @@ class CellEquation(Equation):
         return None
 
     def fingerprint(self) -> Hashable:
-        """A key of the settings of the cell that a trace takes as constants."""
+        """Return a key of the settings of the cell that a trace takes as constants."""
         constants = tuple(_known(leaf) for leaf in self._leaves if not isinstance(leaf, Tensor))
         settings = tuple(_settings(module) for module in self.cell.sources)
         # TreeSpecs are not hashable in torch 2.6, their text is
@@ -101,7 +101,7 @@ class CellEquation(Equation):
         return self.identity.mode, self.autocast, constants, structure, self.layout.leaves, settings
 
     def captures(self, z: Tensor) -> tuple[Tensor, bool]:
-        """F(z), and True if a plain callable closes over tensors that require gradients."""
+        """Return F(z), and True if a plain callable closes over tensors that require gradients."""
         with torch.enable_grad():
             args = [autodiff_modes.primal(arg).detach() for arg in self.args]
             out = self._run(z, args, self._unflatten(args), direct=True)
@@ -154,7 +154,7 @@ class CellEquation(Equation):
         return out
 
     def _unflatten(self, args: Sequence[Tensor]) -> Sequence[Any]:
-        """The nested inputs of the cell, with the first tensors of `args` as leaves."""
+        """Return the nested inputs of the cell, with the first tensors of `args` as leaves."""
         if self._inputs_spec is None:
             return args[: self._inputs]
         tensors = iter(args)
@@ -189,13 +189,13 @@ class FoldedEquation(Equation):
         self.precision, self.identity = of.precision, of.identity
 
     def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
-        """F over all mapped samples, (size * batch, n)."""
+        """Return F over all mapped samples, (size * batch, n)."""
         mapped = torch.func.vmap(self.of, in_dims=(0, *self.fold.dims), randomness=self.fold.randomness)
         out: Tensor = mapped(self.fold.unfold(z), *args)
         return out.flatten(0, 1)
 
     def bind(self, args: Sequence[Tensor]) -> Map:
-        """The map over all rows, a `LinearMap` if the equation is linear."""
+        """Return the map over all rows, a `LinearMap` if the equation is linear."""
         right = self.right(*args)
         if right is None:
             return super().bind(args)
@@ -209,7 +209,7 @@ class FoldedEquation(Equation):
         return LinearMap(product, transposed, right, self, args)
 
     def right(self, *args: Tensor) -> Tensor | None:
-        """The right-hand sides of all mapped samples, (size * batch, n); None if the equation is not linear."""
+        """Return the right-hand sides of all mapped samples, (size * batch, n); None if the equation is not linear."""
         if not self.linear:
             return None
         mapped: Any = torch.func.vmap(self.of.right, in_dims=self.fold.dims)(*args)
@@ -229,7 +229,7 @@ OUT_OF_REACH = (
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """A copy with a version counter, also under `torch.inference_mode()`, where a plain clone has none."""
+    """Return a copy with a version counter, also under `torch.inference_mode()`, where a plain clone has none."""
     if not torch.is_inference_mode_enabled() or autodiff_modes.inside_transform():
         return tensor.clone()
     with torch.inference_mode(False):
@@ -238,7 +238,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _version(tensor: Tensor) -> int | None:
-    """The version counter, which every in-place write increments; None for inference tensors, which have none.
+    """Return the version counter, which every in-place write increments; None for inference tensors, which have none.
 
     A tensor whose version is None counts as written to.
     """
@@ -246,13 +246,13 @@ def _version(tensor: Tensor) -> int | None:
 
 
 def _settings(module: nn.Module) -> Hashable:
-    """A module's type and attributes except tensors and submodules: a trace takes them, including hooks, as constants."""
+    """Return a module's type and attributes except tensors and submodules: constants of a trace, hooks included."""
     elsewhere = ("_parameters", "_buffers", "_modules")
     return type(module), tuple((name, _known(value)) for name, value in vars(module).items() if name not in elsewhere)
 
 
 def _known(value: Any) -> Hashable:
-    """A key of a value: numbers, strings and containers by content, other objects by identity."""
+    """Return a key of a value: numbers, strings and containers by content, other objects by identity."""
     if isinstance(value, (list, tuple)):
         return type(value), tuple(map(_known, value))
     if isinstance(value, dict):
@@ -261,13 +261,13 @@ def _known(value: Any) -> Hashable:
 
 
 def uses_batch_statistics(module: nn.Module) -> bool:
-    """True if the module normalizes over the batch: batch norm, except in eval mode with running statistics."""
+    """Return True if the module normalizes over the batch: batch norm, except in eval mode with running statistics."""
     over_batch = isinstance(module, _NormBase) and not isinstance(module, _InstanceNorm)
     return over_batch and (module.training or not module.track_running_stats)
 
 
 def _owner(cell: Any) -> Any:
-    """A hashable, weakly referable object that lives as long as the cell; None if there is none."""
+    """Return a hashable, weakly referable object that lives as long as the cell; None if there is none."""
     owner = cell if isinstance(cell, nn.Module) else getattr(cell, "__code__", cell)
     try:
         weakref.ref(owner)

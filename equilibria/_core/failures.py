@@ -55,7 +55,7 @@ def report_failures(
 
 
 def _message(stats: Stats, stop: Stop, solver: AnySolver, what: str, causes: Sequence[Status], owner: Any) -> str:
-    """The number of failed samples, the worst residual, and advice for each cause."""
+    """Return the number of failed samples, the worst residual, and advice for each cause, as text."""
     batch, failed = stats.status.numel(), int(stats.failed.sum())
     counts = ", ".join(f"{stats.count(cause)} {cause.name.lower()}" for cause in causes)
     worst = float(stats.residual.max())
@@ -69,7 +69,7 @@ def _message(stats: Stats, stop: Stop, solver: AnySolver, what: str, causes: Seq
 
 
 def _suspects(owner: Any) -> str:
-    """A sentence about layers of the cell that keep it from having an equilibrium; empty if there are none."""
+    """Return a sentence about layers that keep the cell from having an equilibrium; empty if there are none."""
     modules = list(owner.modules()) if isinstance(owner, nn.Module) else []
     dropouts = {type(m).__name__ for m in modules if isinstance(m, _DropoutNd) and m.training and m.p > 0}
     norms = {type(m).__name__ for m in modules if isinstance(m, _BatchNorm) and m.training}

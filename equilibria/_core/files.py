@@ -52,7 +52,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def optional(module: str, extra: str) -> Any:
-    """Import an optional module; ImportError names the extra of this package that installs it."""
+    """Import an optional module; the ImportError names the extra of this package that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -60,7 +60,7 @@ def optional(module: str, extra: str) -> Any:
 
 
 def missing(error: ModuleNotFoundError, extra: str) -> ImportError:
-    """The error for a module that cannot be imported: it names the extra, unless a module of this package is missing."""
+    """Return the error for a failed import: it names the extra, unless a module of this package is missing."""
     if (error.name or "").partition(".")[0] == "equilibria":
         return error
     return ImportError(f"This needs {error.name} ({error}). Install it with: pip install 'equilibria[{extra}]'")

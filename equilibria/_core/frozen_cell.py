@@ -66,12 +66,12 @@ class HeldWeight(nn.Module):
         self.register_buffer("value", value, persistent=False)
 
     def forward(self) -> Tensor:
-        """The weight that was computed once."""
+        """Return the weight that was computed once."""
         return self.value
 
     @staticmethod
     def original(part: nn.Module) -> nn.Module:
-        """The parametrization that `part` replaces; `part` itself if it is not a HeldWeight."""
+        """Return the parametrization that `part` replaces; `part` itself if it is not a HeldWeight."""
         return part._original[0] if isinstance(part, HeldWeight) else part
 
 
@@ -126,7 +126,7 @@ class FrozenCell:
             return out
 
     def snapshot(self) -> Snapshot | None:
-        """The module as it is now, with its held weights and masks; None for a function and for sharded weights."""
+        """Return the module as it is now, with its held weights and masks; None for a function and for sharded weights."""
         if self.module is None or self.sharded:
             return None
         if not self.holds:
@@ -146,7 +146,7 @@ class FrozenCell:
             )
 
     def in_place(self) -> AbstractContextManager[None]:
-        """A context in which `cell` has the held weights and masks; it may be entered again while it is active."""
+        """Return a context in which `cell` has the held weights and masks; it may be entered again while it is active."""
         return self._put() if self.holds and not self._is_in_place else nullcontext()
 
     @contextmanager
@@ -173,13 +173,13 @@ class FrozenCell:
                 dropout.held, dropout.mask = held, mask if held else None
 
     def undrawn(self) -> bool:
-        """True if the next run draws a dropout mask, whose shape is not known before."""
+        """Return True if the next run draws a dropout mask, whose shape is not known before."""
         with self.in_place():
             return any(dropout.mask is None for dropout in self.dropouts)
 
 
 def _computed_weights(modules: Sequence[nn.Module]) -> list[tuple[nn.ModuleDict, str, HeldWeight]]:
-    """(ModuleDict, key, computed weight) of every parametrized weight; weights held by an enclosing solve are reused."""
+    """Return (ModuleDict, key, HeldWeight) of all parametrized weights; an enclosing solve's held weights are reused."""
     places = [place for m in modules if isinstance(place := getattr(m, "parametrizations", None), nn.ModuleDict)]
     parts = [(place, name, part) for place in places for name, part in place.items()]
     kinds = (ParametrizationList, HeldWeight)
@@ -191,7 +191,7 @@ def _computed_weights(modules: Sequence[nn.Module]) -> list[tuple[nn.ModuleDict,
 
 
 def _value(parametrization: nn.Module) -> Tensor:
-    """The weight that a parametrization computes; a spectral norm updates its vectors."""
+    """Return the weight that a parametrization computes; a spectral norm updates its vectors."""
     if autodiff_modes.inside_transform():  # torch.func forbids the in-place update of the vectors of a spectral norm
         buffers = {name: buffer.clone() for name, buffer in parametrization.named_buffers()}
         value: Tensor = Snapshot(parametrization).call(buffers, ())
@@ -200,7 +200,7 @@ def _value(parametrization: nn.Module) -> Tensor:
 
 
 def is_sharded(modules: Sequence[nn.Module]) -> bool:
-    """True if FSDP shards weights of these modules: it gathers them around every call, which functional_call cannot see."""
+    """Return True if FSDP shards these modules: it gathers weights around each call, unseen by functional_call."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -253,8 +253,8 @@ class Snapshot:
         ) and not any(self._reaches(value, _DEPTH) for _, _, value in others)
 
     def build(self, tensors: Mapping[str, Tensor] | None = None) -> list[nn.Module]:
-        """Copies of all modules of the tree, the root first; `tensors` replaces the tensors of these names."""
-        # without __init__, which may be costly, draw random numbers or ask for arguments
+        """Return copies of all modules of the tree, the root first; `tensors` replaces the tensors of these names."""
+        # without __init__, which may be costly, draw random numbers or require arguments
         new = [object.__new__(type(part)) for part in self.parts]
         for part, attributes, children, (parameters, buffers) in zip(
             new, self._attributes, self._children, self._tensors, strict=True
@@ -309,7 +309,7 @@ class Snapshot:
         return out
 
     def _refers(self, value: Any) -> bool:
-        """True if `value` is a module or tensor of the tree, or a container, method or partial that holds one."""
+        """Return True if `value` is a module or tensor of the tree, or a container, method or partial that holds one."""
         if isinstance(value, (nn.Module, Tensor)):
             return id(value) in self._index or id(value) in self._names
         if isinstance(value, (list, tuple, set, frozenset)):
@@ -321,7 +321,7 @@ class Snapshot:
         return isinstance(value, functools.partial) and self._refers((value.func, value.args, value.keywords))
 
     def _moved(self, value: Any, new: Sequence[nn.Module], tensors: Mapping[str, Tensor]) -> Any:
-        """`value` with the modules and tensors of the tree replaced by their counterparts in the copy."""
+        """Return `value` with the modules and tensors of the tree replaced by their counterparts in the copy."""
         if id(value) in self._index:
             return new[self._index[id(value)]]
         if isinstance(value, Tensor):
@@ -345,7 +345,7 @@ class Snapshot:
         return type(value)(map(moved, value))
 
     def _reaches(self, value: Any, depth: int) -> bool:
-        """True if an object that cannot be copied, up to `depth` levels inside `value`, refers to the tree."""
+        """Return True if an object that cannot be copied, up to `depth` levels inside `value`, refers to the tree."""
         if isinstance(value, (*_PLAIN, Tensor)) or depth == 0 or id(value) in self._index:
             return False
         if isinstance(value, nn.Module):  # a module that is not registered in the tree
@@ -365,7 +365,7 @@ class Snapshot:
 
 
 def _held_by_function(function: Callable[..., Any]) -> Iterator[Any]:
-    """The values a function closes over, and the modules and tensors among the globals it names."""
+    """Return the values a function closes over, and the modules and tensors among the globals it names."""
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents

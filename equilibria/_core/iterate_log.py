@@ -1,6 +1,6 @@
 """The log of all iterates of a solve: their residuals, and on request the iterates themselves.
 
-While a solve runs, the log only keeps references. They are put together at its end, and only if something is asked: the
+While a solve runs, the log only keeps references. They are put together at its end, and only what is requested: the
 trace (`Stop.trace`), the iterates (`Stop.keep_every`), or the extremes of the residual if a sample has failed. Rows may be
 dropped from the batch meanwhile, so that every entry has the places of its rows; None stands for all rows in order. Nothing
 here waits for the device before the end of the solve.
@@ -45,21 +45,21 @@ class IterateLog:
         self.lengths.append((index, length, size))
 
     def peak(self, first: Tensor) -> Tensor:
-        """(batch,), the largest residual of each sample, beyond rounding; `first` is that of the start."""
+        """Return (batch,), the largest residual of each sample, beyond rounding; `first` is that of the start."""
         beyond = [(index, beyond_rounding(length, size, self.precision)) for index, length, size in self.lengths]
         return _placed(first, larger, beyond)
 
     def last(self, first: Tensor) -> Tensor:
-        """(batch,), the residual of the last iterate of samples that have not finished; `first` is that of the start."""
+        """Return (batch,), the last residual of samples that have not finished; `first` is that of the start."""
         index, length, _ = self.lengths[-1]
         return _placed(first, lambda old, new: new, [(index, length)])
 
     def placed_iterates(self, answer: Tensor, steps: Tensor) -> tuple[Tensor, ...]:
-        """The kept iterates but for the last step's, which is the answer; (batch, n) each.
+        """Return the kept iterates but for the last step's, which is the answer; (batch, n) each.
 
         A row that had stopped before an iterate has its answer there.
         """
-        # read back only if iterates were asked for
+        # read back only if iterates were requested
         last = int(steps.max()) if self.iterates and len(steps) else 0
         found = []
         for step, index, rows, z in self.iterates:
@@ -75,7 +75,7 @@ class IterateLog:
         return tuple(found)
 
     def traces(self, steps: Tensor) -> tuple[Tensor, ...] | None:
-        """The relative residuals of every sample, cut where the sample stopped; None if no trace is kept."""
+        """Return the relative residuals of every sample, cut where the sample stopped; None if no trace is kept."""
         if self.trace is None:
             return None
         like = self.trace[0][1]
@@ -91,7 +91,7 @@ class IterateLog:
 def _placed(
     whole: Tensor, join: Callable[[Tensor, Tensor], Tensor], lengths: Sequence[tuple[Tensor | None, Tensor]]
 ) -> Tensor:
-    """`whole`, (batch,), joined with each of `lengths` at the places of its rows."""
+    """Return `whole`, (batch,), joined with each of `lengths` at the places of its rows."""
     for index, length in lengths:
         if index is None:
             whole = join(whole, length)

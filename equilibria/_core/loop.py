@@ -68,8 +68,8 @@ def solve(
     f.any_rank = None if stop.process_group is None else stop.any_rank()
     f.precision = precision = precision or torch.finfo(z0.dtype).eps
     ordinary = autodiff_modes.is_ordinary()
-    # a linear system stands alone if the forward solve found that rows do not depend on each other and can be taken. That
-    # rows do not mix is not enough: a weight with as many rows as the batch must not be restricted
+    # rows of a linear system need no check if the forward solve found that they do not depend on each other and can be
+    # taken. The first alone is not enough: a weight with as many rows as the batch must not be restricted to rows
     rows, cell = None, f.equation
     if cell is not None and scale is not None and cell.separable and cell.identity.coupled is False:
         rows = RowCheck()
@@ -97,9 +97,9 @@ def solve(
 
 
 def _verified(run: LoopRun, z0: Tensor, solver: AnySolver) -> SolveResult:
-    """Run; then evaluate the answer where f(z) is known by recurrence only, or from before other rows moved.
+    """Run; then evaluate the answer if f(z) is known by recurrence only, or was evaluated before other rows changed.
 
-    Rows that depend on each other are left where they are: the caller solves them as one problem.
+    Rows that depend on each other are not solved further here: the caller solves them as one problem.
     """
     if isinstance(solver, Fallback):
         result = solve_chain(run, z0, solver, _verified)
@@ -110,12 +110,12 @@ def _verified(run: LoopRun, z0: Tensor, solver: AnySolver) -> SolveResult:
     result = _run(run, z0, solver)
     if not solver.evaluates_residual:
         due = run.verify
-    elif run.scale is not None:  # the residual of a linear system is measured by whoever asked for its solution
+    elif run.scale is not None:  # the caller measures the residual of a linear system
         due = False
     elif not result.unmeasured or result.coupled:
         due = bool(result.coupled)
     else:
-        # a backward pass that has samples to set aside does not evaluate the answer as it is
+        # backward replaces samples that are not finite, so that it does not evaluate this answer
         later = run.measured_later and result.coupled is False
         due = not later or (result.failed and result.stats.count(Status.NONFINITE) > 0)
     if not (run.f.anywhere(due) if run.scale is None else due):
@@ -130,7 +130,7 @@ def _verified(run: LoopRun, z0: Tensor, solver: AnySolver) -> SolveResult:
             break
         if result.coupled or left <= 0 or not run.f.any(claimed & result.stats.failed):
             break
-        if solver.evaluates_residual and result.coupled is None:  # nothing else can have moved these rows away
+        if solver.evaluates_residual and result.coupled is None:  # only other rows can have changed these residuals
             return dataclasses.replace(result, coupled=True)
         if round == VERIFICATIONS:
             break
@@ -228,7 +228,7 @@ def _run_native(run: LoopRun, z0: Tensor, solver: Solver[Any]) -> SolveResult | 
         result = finished(work.close(run, z0), run.f.counter, taken)
     else:
         result = SolveResult(work.answer, stats, taken, failed=run.scale is not None)
-    if run.scale is not None and run.rows is not None:  # of a linear system whose rows stand alone no more is asked
+    if run.scale is not None and run.rows is not None:  # a linear system with independent rows needs no row check
         return result
     return _with_rows(run, solver, result, rows, apart=apart, dropped=work.place is not None)
 
@@ -238,8 +238,8 @@ def _with_rows(
 ) -> SolveResult:
     """Set what is known about the rows of a result: whether they are coupled, and whether they were measured together.
 
-    A result is unmeasured if it joins rows of different evaluations. That rows run alone gave the same is not enough: those
-    may be saturated, and depend on the others less than the rest does.
+    A result is unmeasured if it joins rows of different evaluations. The check of single rows does not measure a
+    result: these rows may be saturated, and depend on the others less than the rest does.
     """
     forward = run.scale is None and solver.evaluates_residual
     if forward and result.failed and len(result.z) > 1:
@@ -297,9 +297,9 @@ def finished(
 def confirm(run: LoopRun, claimed: SolveResult, rounding: float) -> SolveResult:
     """Return the result with measured residuals; samples are CONVERGED only if their measured residual meets the tolerance.
 
-    A sample marked CONVERGED that is not becomes STALLED, because by its own residual the solver had finished. `rounding`
-    is by how much the relative residual of such a sample may exceed the tolerance: 0 for rows that depend on each other,
-    whose change is no rounding.
+    A sample that was marked CONVERGED with too large a residual becomes STALLED, because the solver had finished with it.
+    It stays CONVERGED if the relative residual exceeds the tolerance by `rounding` at most. That is 0 for rows that depend
+    on each other, whose change is not rounding.
     """
     fz, before = run.f(claimed.z), claimed.stats
     run.f.remember(claimed.z, fz)
@@ -319,7 +319,7 @@ def confirm(run: LoopRun, claimed: SolveResult, rounding: float) -> SolveResult:
     record.record(Iterate(z, fz), step=0, look=False)
     seen = finished(record.close(), run.f.counter, settle=False).stats
     unless = torch.where(claimed.stats.converged, Status.STALLED, claimed.stats.status)
-    # beside a state that has grown enough any residual is small: what has diverged stays so
+    # relative to a state that has grown enough any residual is small: a diverged sample stays DIVERGED
     within = seen.converged & (claimed.stats.status != Status.DIVERGED)
     holds = within | (claimed.stats.converged & (seen.residual <= run.stop.rtol + rounding))
     status = torch.where(holds, Status.CONVERGED, unless).to(torch.int8)

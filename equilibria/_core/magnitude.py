@@ -40,7 +40,7 @@ def solve_divided(run: LoopRun, z0: Tensor, fz: Tensor, solver: AnySolver, solve
 
 
 def _with_scaled_residuals(run: LoopRun, result: SolveResult) -> SolveResult:
-    """The result with the residuals of failed samples measured: |f(z)| may be too small beside the start to be squared.
+    """Measure the residuals of failed samples: |f(z)| may be too small beside the start to be squared.
 
     A relative residual that the dtype cannot hold is inf.
     """
@@ -60,7 +60,7 @@ def _with_scaled_residuals(run: LoopRun, result: SolveResult) -> SolveResult:
 
 
 def is_unusual(z: Tensor, fz: Tensor) -> bool:
-    """True if the squares of a row leave the dtype."""
+    """Return True if the squares of a row leave the dtype."""
     least, most = USUAL[z.dtype]
     largest = torch.maximum(max_norm(z), max_norm(fz))
     return bool((((largest > most) & (largest < float("inf"))) | ((largest > 0) & (largest < least))).any())

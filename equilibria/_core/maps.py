@@ -63,7 +63,7 @@ class Map:
         self._derivative: tuple[Tensor, Linearisation] | None = None
 
     def __call__(self, z: Tensor) -> Tensor:
-        """f(z), counted as an evaluation, or the value that `remember` stored for this z."""
+        """Return f(z), counted as an evaluation, or the value that `remember` stored for this z."""
         if self.known is not None and z is self.known[0]:  # the same object: comparing values would wait for the device
             return self.known[1]
         self.counter.evaluations += 1
@@ -77,12 +77,14 @@ class Map:
         return self
 
     def any(self, mask: Tensor) -> bool:
-        """True if `mask` holds for any sample on any rank. Inner loops of solvers use it, so that all ranks take as many
-        steps. Waits for the device."""
+        """Return True if `mask` holds for any sample on any rank; waits for the device.
+
+        Inner loops of solvers use it, so that all ranks take the same number of steps.
+        """
         return self.anywhere(bool(mask.any()))
 
     def anywhere(self, here: bool) -> bool:
-        """True if `here` is on any rank. With sharded weights an evaluation waits for all ranks: they decide together."""
+        """Return True if `here` is on any rank: evaluations of sharded weights wait for all ranks."""
         return self.any_rank(here) if self.any_rank else here
 
     def take(self, index: Tensor) -> Map | None:
@@ -100,13 +102,13 @@ class Map:
         return smaller
 
     def is_worth_restricting(self, stopped: int, shape: Sequence[int]) -> bool:
-        """True if so many rows of a state have stopped that dropping them saves more time than `take` costs."""
+        """Return True if so many rows of a state have stopped that dropping them saves more time than `take` costs."""
         rows, n = shape
         share = self.drop_at if stopped * n >= WORTH else 2
         return 0 < stopped < rows and stopped * share >= rows
 
     def divided(self, unit: Tensor) -> Map:
-        """The map y -> f(unit y) / unit with the same counter; unit is (batch, 1)."""
+        """Return the map y -> f(unit y) / unit with the same counter; unit is (batch, 1)."""
         raw = self.raw
         return self._share(Map(lambda y: raw(y * unit) / unit))
 
@@ -140,31 +142,31 @@ class LinearMap(Map):
         self.known_size: tuple[FlatMap, Tensor] | None = None  # a norm and that of `rhs`
 
     def product(self, t: Tensor) -> Tensor:
-        """M t, which counts as an evaluation."""
+        """Return M t, which counts as an evaluation."""
         self.counter.evaluations += 1
         self.counter.rows += t.shape[0]
         self.counter.products += 1
         return self._products[0](t)
 
     def transposed(self, t: Tensor) -> Tensor:
-        """M' t, which counts as an evaluation."""
+        """Return M' t, which counts as an evaluation."""
         self.counter.evaluations += 1
         self.counter.rows += t.shape[0]
         self.counter.products += 1
         return self._products[1](t)
 
     def size(self, norm: FlatMap) -> Tensor:
-        """(batch,), the norm of the right-hand side, computed once."""
+        """Return (batch,), the norm of the right-hand side, computed once."""
         if self.known_size is None or self.known_size[0] is not norm:
             self.known_size = norm, norm(self.rhs)
         return self.known_size[1]
 
     def with_rhs(self, rhs: Tensor) -> LinearMap:
-        """The map z -> M z + rhs of the same M, as a plain one: its rows cannot be taken."""
+        """Return the map z -> M z + rhs of the same M, as a plain one: its rows cannot be taken."""
         return LinearMap(*self._products, rhs)
 
     def divided(self, unit: Tensor) -> Map:
-        """The map with rhs / unit; M is the same."""
+        """Return the map with rhs / unit; M is the same."""
         return self._share(self.with_rhs(self.rhs / unit))
 
     def jacobian(self, z: Tensor) -> LinearMap:
@@ -177,7 +179,7 @@ _engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
 
 def pull_back(out: Tensor, inputs: Sequence[Tensor], v: Tensor, *, retain: bool) -> Sequence[Tensor | None]:
-    """The cotangents of `inputs` for the cotangent v of `out`, of the same shape; None for inputs that `out` does not use.
+    """Return the cotangents of `inputs` for the cotangent v of `out`; None for inputs that `out` does not use.
 
     retain  keep the graph for another call
     """
@@ -211,7 +213,7 @@ class Linearisation:
         self._graph: tuple[Tensor, Tensor] | None = None
 
     def run(self) -> tuple[Tensor, Tensor]:
-        """The leaf z and f(z) with its graph, computed on the first call."""
+        """Return the leaf z and f(z) with its graph, computed on the first call."""
         if self._graph is None:
             if torch.is_inference_mode_enabled() or self.z.is_inference():
                 what = "A transposed product, as adjoints, spectra, NormalCG and TrustRegion take,"
@@ -225,7 +227,7 @@ class Linearisation:
         return self._graph
 
     def transposed(self, u: Tensor) -> Tensor:
-        """J'u, by reverse mode."""
+        """Return J'u, by reverse mode."""
         leaf, out = self.run()
         if self.counter is not None:
             self.counter.products += 1
@@ -235,7 +237,7 @@ class Linearisation:
         return torch.zeros_like(u) if product is None else product
 
     def product(self, t: Tensor) -> Tensor:
-        """J t, by forward mode, which evaluates the function once."""
+        """Return J t, by forward mode, which evaluates the function once."""
         if self.counter is not None:
             self.counter.evaluations += 1
             self.counter.rows += t.shape[0]
@@ -244,7 +246,7 @@ class Linearisation:
         return autodiff_modes.jvp(lambda y: self.f(y, *args), [self.z], [t])
 
     def pull(self, u: Tensor) -> tuple[list[Tensor | None], Tensor]:
-        """(df/d arg)'u for each arg in `needs`, None for the others; and J'u from the same pass. Frees the graph."""
+        """Return (df/d arg)'u for each arg in `needs`, None for the others; and J'u from the same pass. Frees the graph."""
         leaf, out = self.run()
         self._graph = None  # this is the last product: memory is freed while gradients are computed
         grads: list[Tensor | None] = [None] * len(self.args)
@@ -258,7 +260,7 @@ class Linearisation:
 
 
 class Equation(ABC):
-    """F(z, *args), (rows, n) -> (rows, n)."""
+    """A function F(z, *args), (rows, n) -> (rows, n), that solves iterate and derivatives refer to."""
 
     linear: bool = False  # True if F is affine in z and its right-hand side is one of the args
     rowwise: tuple[bool, ...]  # True for each arg that has a row per sample
@@ -269,26 +271,26 @@ class Equation(ABC):
 
     @abstractmethod
     def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
-        """F(z, *args), differentiable in z and in every arg."""
+        """Return F(z, *args), differentiable in z and in every arg."""
 
     def bind(self, args: Sequence[Tensor]) -> Map:
-        """The map z -> F(z, *args) for the solver loop, which does not differentiate it."""
+        """Return the map z -> F(z, *args) for the solver loop, which does not differentiate it."""
         return Map(lambda z: self(z, *args), self, args)
 
     def right(self, *args: Tensor) -> Tensor | None:
-        """The right-hand side of a linear equation, to which its tolerance is relative; None for other equations."""
+        """Return the right-hand side of a linear equation, to which its tolerance is relative; None for other equations."""
         return None
 
     def product(self, z: Tensor, *args: Tensor) -> Tensor:
-        """M z for a linear equation F(z) = M z + right; TypeError for other equations."""
+        """Return M z for a linear equation F(z) = M z + right; TypeError for other equations."""
         raise TypeError(f"{type(self).__name__} is not linear.")
 
     def untraceable(self) -> str | None:
-        """The reason why F cannot be traced; None if one trace is valid for as long as `fingerprint` stays the same."""
+        """Return the reason why F cannot be traced; None if a trace is valid until `fingerprint` changes."""
         return "it is not a function of tensors alone"
 
     def fingerprint(self) -> Hashable:
-        """A key of everything F depends on besides its args."""
+        """Return a key of everything F depends on besides its args."""
         return self.identity.mode
 
     def set_coupled(self, coupled: bool, *, warn: bool = True) -> None:
@@ -312,23 +314,23 @@ class LinearEquation(Equation):
         self.restrictable, self.separable = of.restrictable, of.separable
 
     def __call__(self, z: Tensor, *args: Tensor) -> Tensor:
-        """M z + rhs."""
+        """Return M z + rhs."""
         return self.product(z, *args) + args[1]
 
     @abstractmethod
     def product(self, z: Tensor, *args: Tensor) -> Tensor:
-        """M z."""
+        """Return M z."""
 
     def right(self, *args: Tensor) -> Tensor:
-        """The right-hand side, which is the second arg."""
+        """Return the right-hand side, which is the second arg."""
         return args[1]
 
     def untraceable(self) -> str | None:
-        """The reason of the equation that this one is derived from."""
+        """Return why the equation that this one is derived from cannot be traced; None if it can."""
         return self.of.untraceable()
 
     def fingerprint(self) -> Hashable:
-        """The key of the equation that this one is derived from."""
+        """Return the fingerprint of the equation that this one is derived from."""
         return self.of.fingerprint()
 
 
@@ -338,12 +340,12 @@ class AdjointEquation(LinearEquation):
     what = "adjoint"
 
     def product(self, z: Tensor, *args: Tensor) -> Tensor:
-        """J'z, by reverse mode, differentiable in all args."""
+        """Return J'z, by reverse mode, differentiable in all args."""
         equilibrium, _, *rest = args
         return autodiff_modes.vjp(lambda y: self.of(y, *rest), equilibrium)(z)[0]
 
     def bind(self, args: Sequence[Tensor]) -> LinearMap:
-        """The map g -> J'g + rhs on a linearisation of its own."""
+        """Return the map g -> J'g + rhs on a linearisation of its own."""
         equilibrium, rhs, *rest = args
         at = Linearisation(self.of, equilibrium, rest)
         return LinearMap(at.transposed, at.product, rhs, self, args)
@@ -355,12 +357,12 @@ class TangentEquation(LinearEquation):
     what = "tangent"
 
     def product(self, z: Tensor, *args: Tensor) -> Tensor:
-        """J z, by forward mode, differentiable in all args."""
+        """Return J z, by forward mode, differentiable in all args."""
         equilibrium, _, *rest = args
         return autodiff_modes.jvp(lambda y: self.of(y, *rest), [equilibrium], [z])
 
     def bind(self, args: Sequence[Tensor]) -> LinearMap:
-        """The map t -> J t + rhs on a linearisation of its own."""
+        """Return the map t -> J t + rhs on a linearisation of its own."""
         equilibrium, rhs, *rest = args
         at = Linearisation(self.of, equilibrium, rest)
         return LinearMap(at.product, at.transposed, rhs, self, args)

@@ -9,7 +9,7 @@ SHOWN = 40  # most names listed in an error
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """A sentence that suggests the choices closest to `name`, or lists the choices if none is close."""
+    """Return a sentence that suggests the choices closest to `name`, or lists the choices if none is close."""
     choices = list(choices)
     near = difflib.get_close_matches(name, choices, n=3, cutoff=0.5)
     if near:

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from equilibria import solution
 from equilibria.starts import Zeros
 
-AVAILABLE = hasattr(torch.compiler, "is_exporting")  # torch 2.6 cannot tell an export from a compilation
+AVAILABLE = hasattr(torch.compiler, "is_exporting")  # torch 2.6 does not distinguish an export from a compilation
 # torch runs an operator with autograd switched off below it; a solve needs the keys that ordinary code has
 _ORDINARY = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 _numbers = itertools.count()
@@ -43,14 +43,14 @@ _graphs: dict[int, _Graph] = {}
 
 
 def register(layer: nn.Module) -> int:
-    """A number for the layer, by which the operator finds it."""
+    """Store the layer, and return the number by which the operator finds it."""
     number = next(_numbers)
     _layers[number] = layer
     return number
 
 
 def applies(layer: Any, inputs: tuple[Any, ...], init: Any) -> bool:
-    """True if this call can be one operator: a module as cell, tensors, a start of known shape, nothing that records.
+    """Return True if this call can be one operator: a module as cell, tensors, a start of known shape, nothing that records.
 
     `torch.compile` evaluates it while it traces, and compiles anew when the result changes.
     """
@@ -89,7 +89,7 @@ def call(layer: Any, inputs: tuple[Tensor, ...]) -> Tensor:
 def solve(layer: int, inputs: list[Tensor], parameters: list[Tensor], wanted: list[bool]) -> tuple[Tensor, Tensor]:
     """Solve a layer; returns the equilibrium and a token for backward. `wanted`: tensors that need gradients."""
     found = _layers[layer]
-    # free the graphs whose tokens are gone: nothing can ask for their gradients any more
+    # free the graphs whose tokens are gone: no backward can reach them any more
     for number in [number for number, graph in _graphs.items() if graph.token.expired()]:
         del _graphs[number]
     token = torch.tensor(next(_numbers))
@@ -120,7 +120,7 @@ def solve(layer: int, inputs: list[Tensor], parameters: list[Tensor], wanted: li
 
 @solve.register_fake
 def _(layer: int, inputs: list[Tensor], parameters: list[Tensor], wanted: list[bool]) -> tuple[Tensor, Tensor]:
-    """The shapes of the results, for traces."""
+    """Return empty tensors of the shapes of the results, for traces."""
     found, first = _layers[layer], inputs[0]
     shape = first.shape if found.init is None else (*first.shape[: int(found.batched)], *found.init.shape)
     return first.new_empty(shape), torch.empty((), dtype=torch.int64)
@@ -130,7 +130,7 @@ def _(layer: int, inputs: list[Tensor], parameters: list[Tensor], wanted: list[b
     "equilibria::solve_backward", mutates_args=(), schema="(Tensor token, Tensor cotangent, Tensor[] like) -> Tensor[]"
 )
 def solve_backward(token: Tensor, cotangent: Tensor, like: list[Tensor]) -> list[Tensor]:
-    """The gradients of a solve, for the tensors that need them, which have the shapes of `like`."""
+    """Return the gradients of a solve, for the tensors that need them, which have the shapes of `like`."""
     graph = _graphs.get(int(token))
     if graph is None:
         raise RuntimeError(
@@ -156,7 +156,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, cotangent: Tensor, _: Any) -> tuple[Any, ...]:
-    """The gradients of inputs and parameters, by the graph that forward stored."""
+    """Return the gradients of inputs and parameters, by the graph that forward stored."""
     token, *like = ctx.saved_tensors
     found = iter(torch.ops.equilibria.solve_backward(token, cotangent, like) if like else [])
     every = [next(found) if want else None for want in ctx.wanted]

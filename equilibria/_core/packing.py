@@ -47,14 +47,14 @@ class Layout:
 
     @staticmethod
     def of(state: State, *, batched: bool = True) -> Layout:
-        """The layout of a state; raises if its tensors do not share a batch dimension and a device."""
+        """Return the layout of a state; raises if its tensors do not share a batch dimension and a device."""
         if type(state) is Tensor and state.dim() > 0 and state.dtype in (torch.float32, torch.float64):
             return _layout_of_tensor(state.shape, state.dtype, state.device, batched)
         return Layout._of_tree(state, batched)
 
     @staticmethod
     def _of_tree(state: State, batched: bool) -> Layout:
-        """The layout of any state."""
+        """Return the layout of any state."""
         tensors, structure = pytree.tree_flatten(state)
         _check_tensors(tensors, batched)
         # torch.promote_types would be recorded in exported programs, and torch 2.6 cannot load such programs
@@ -83,7 +83,7 @@ class Layout:
         )
 
     def on(self, device: torch.device) -> Layout:
-        """The same layout for states on another device."""
+        """Return the same layout for states on another device."""
         return dataclasses.replace(self, device=device)
 
     @property
@@ -92,7 +92,7 @@ class Layout:
         return sum(leaf.columns for leaf in self.leaves)
 
     def refuse_overflow(self, matrix: Tensor, output: Tensor) -> Tensor:
-        """`output`, (rows, n), with nan in the rows where `matrix` exceeds the range of a tensor's dtype.
+        """Return `output`, (rows, n), with nan in the rows where `matrix` exceeds the range of a tensor's dtype.
 
         A number such as 1e5 is finite in the float32 matrix, but a float16 cell receives inf.
         """
@@ -102,14 +102,14 @@ class Layout:
         return torch.where(beyond, torch.full_like(output, float("nan")), output)
 
     def saturate(self, matrix: Tensor) -> Tensor:
-        """`matrix` clamped to the ranges of the dtypes of the state."""
+        """Return `matrix` clamped to the ranges of the dtypes of the state."""
         if not self.narrow:
             return matrix
         most = self._most(matrix)
         return matrix.clamp(-most, most)
 
     def _most(self, matrix: Tensor) -> Tensor:
-        """(n,), the largest finite number of each column's dtype."""
+        """Return (n,), the largest finite number of each column's dtype."""
         parts = [torch.full((leaf.columns,), torch.finfo(leaf.dtype).max, dtype=self.dtype) for leaf in self.leaves]
         return torch.cat(parts).to(matrix.device)
 
@@ -134,7 +134,7 @@ class Layout:
         return self._join(self.check_output(output, rows, cast=cast))
 
     def check_output(self, output: State, rows: int, *, cast: bool = False) -> list[Tensor]:
-        """The tensors of a cell's output; raises if structure, shapes or dtypes differ from those of the state.
+        """Return the tensors of a cell's output; raises if structure, shapes or dtypes differ from those of the state.
 
         `cast` accepts any floating dtype, for cells under autocast.
         """
@@ -181,11 +181,11 @@ class Layout:
         return pytree.tree_unflatten(tensors, self.structure)
 
     def _shape(self, leaf: Leaf, rows: int) -> tuple[int, ...]:
-        """The shape of a leaf in a state with so many rows."""
+        """Return the shape of a leaf in a state with so many rows."""
         return (rows, *leaf.shape) if self.batched else leaf.shape
 
     def _join(self, tensors: list[Tensor]) -> Tensor:
-        """The tensors of a state side by side in one matrix, (rows, n)."""
+        """Return the tensors of a state side by side in one matrix, (rows, n)."""
         parts = []
         for tensor, leaf in zip(tensors, self.leaves, strict=True):
             rows = tensor.shape[0] if self.batched else 1
@@ -196,17 +196,17 @@ class Layout:
 
 @functools.lru_cache(maxsize=256)
 def _layout_of_tensor(shape: torch.Size, dtype: torch.dtype, device: torch.device, batched: bool) -> Layout:
-    """The layout of a state that is one tensor. Cached, because every solve of a layer asks for the same one."""
+    """Return the layout of a state that is one tensor; cached, because every solve of a layer needs the same one."""
     return Layout._of_tree(torch.empty(shape, dtype=dtype, device="meta"), batched).on(device)
 
 
 def zeros_like_first(inputs: Sequence[Any]) -> State:
-    """A state of zeros with the shapes, dtypes and device of the first input; raises if that is not made of numbers."""
+    """Return zeros with the shapes, dtypes and device of the first input; raises if that is not made of numbers."""
     if not inputs:
         raise ValueError(
             "init=None starts from zeros like the first input, but there is no input; use init=eq.Zeros(*shape)."
         )
-    if type(inputs[0]) is Tensor and inputs[0].is_floating_point():  # no tree to walk through
+    if type(inputs[0]) is Tensor and inputs[0].is_floating_point():  # no tree to traverse
         return torch.zeros_like(inputs[0], requires_grad=False)
     for leaf in pytree.tree_leaves(inputs[0]):
         if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
@@ -219,7 +219,7 @@ def zeros_like_first(inputs: Sequence[Any]) -> State:
 
 
 def _describe(structure: pytree.TreeSpec) -> str:
-    """A structure as text, with "tensor" for each leaf."""
+    """Return a structure as text, with "tensor" for each leaf."""
     placeholder = pytree.tree_unflatten(["z"] * structure.num_leaves, structure)
     return str(placeholder).replace("'z'", "tensor") if structure.num_leaves != 1 or placeholder != "z" else "a tensor"
 

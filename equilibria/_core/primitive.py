@@ -2,7 +2,7 @@
 
 `FixedPoint` is an autograd.Function. Its forward runs the solver without a graph and saves z, the status and the args,
 nothing else. If nothing is differentiated, its forward is called directly and no node is made. Which rule differentiates it
-depends on who asks:
+depends on the mode:
 
     backward()                       `adjoint.backward_first_order`: one run of the cell with a graph at z, then products J'u
     create_graph=True, torch.func    `_backward_any_order`: the adjoint g = J'g + v is another FixedPoint, on explicit args
@@ -53,7 +53,7 @@ def differentiable_fixed_point(problem: Problem, z0: Tensor, *args: Tensor) -> t
 
 
 class FixedPoint(Function):
-    """(z, status) with z = equation(z, *args); z0 gets no derivative, because the equilibrium does not depend on it."""
+    """The autograd.Function (z0, *args) -> (z, status) with z = equation(z, *args); z0 gets no derivative."""
 
     @staticmethod
     def forward(problem: Problem, z0: Tensor, *args: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,7 +106,7 @@ class FixedPoint(Function):
         return (fold.unfold(z), fold.unfold(status)), (0, 0)
 
 
-# `Function.apply` asks for the signature of `forward` in every call, which takes 40 us unless it is stored
+# `Function.apply` computes the signature of `forward` in every call, which takes 40 us unless it is stored
 FixedPoint.forward.__signature__ = inspect.signature(FixedPoint.forward)  # type: ignore[attr-defined]
 
 
@@ -160,7 +160,7 @@ def _in_args(equation: Equation, z: Tensor, args: Sequence[Tensor], chosen: Sequ
     """Return F(z, *args) as a function of the args at the indices `chosen`."""
 
     def f(*values: Tensor) -> Tensor:
-        """F with the chosen args replaced by `values`."""
+        """Return F with the chosen args replaced by `values`."""
         changed = list(args)
         for i, value in zip(chosen, values, strict=True):
             changed[i] = value

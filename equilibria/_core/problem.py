@@ -120,7 +120,7 @@ class Problem:
                 )
                 if result.coupled is not None:  # backward and later solves need not find it out again
                     equation.separable = not result.coupled
-                    equation.set_coupled(result.coupled, warn=self.stop.compact)  # without compaction the cost is accepted
+                    equation.set_coupled(result.coupled, warn=self.stop.compact)  # compact=False accepts the cost
                 if result.coupled:
                     result = self._go_on_as_one(f, z0, result)
         if self.what == "forward":
@@ -142,7 +142,7 @@ class Problem:
         if left <= 0 or not f.any(result.stats.failed):
             return result
         stop, start = dataclasses.replace(self.stop, max_steps=left), result.z
-        if result.sound is not None:  # rows that ran away while they were solved alone begin again
+        if result.sound is not None:  # rows that diverged while solved separately start again
             kept = result.sound | result.stats.converged | ~torch.isfinite(z0).all(dim=1)
             start = torch.where(kept.unsqueeze(1), start, z0)
         return go_on(result, solve_rows_as_one(f, start, self.solver, stop, precision=self.equation.precision))
@@ -157,7 +157,7 @@ class Problem:
         return solve_coupled(f, z0, self.solver, self.stop, right=rhs, precision=precision, known=self.known)
 
     def derived(self, kind: type[LinearEquation]) -> Problem:
-        """The problem of the adjoint or tangent equation, which is solved by the settings in `linear`."""
+        """Return the problem of the adjoint or tangent equation, which is solved by the settings in `linear`."""
         by, equation = self.linear, kind(self.equation)
         return Problem(
             equation, by.solver, by.stop, self.result, kind.what, by.on_failure, linear=by, compiler=self.compiler
@@ -171,8 +171,8 @@ class Problem:
     def measure(self, z: Tensor, fz: Tensor, args: Sequence[Tensor], *, trust: bool = True) -> None:
         """Check the residuals of the result z, (batch, n), by fz = F(z); rows wrongly marked CONVERGED become STALLED.
 
-        An evaluation in a batch of another size rounds differently, which is allowed for. With `trust`, later training
-        steps of the cell do not compare rows in the forward pass for as long as this check agrees.
+        The tolerance has a margin for rounding, which differs in a batch of another size. With `trust`, later training
+        steps of the cell skip the comparison of rows in the forward pass as long as this check finds no wrong row.
         """
         stats, stop, precision = self.result.stats, self.stop, self.equation.precision
         self.result.unmeasured = False
@@ -204,7 +204,7 @@ class Problem:
     def measure_again(self, z: Tensor, args: Sequence[Tensor]) -> None:
         """Evaluate the answer z, (batch, n), and check its residuals, unless the args were written to since the solve."""
         self.result.unmeasured, args = False, [arg.detach() for arg in args]
-        if version(args) == self.result.version:  # else an optimizer step has made the cell another one
+        if version(args) == self.result.version:  # else the cell has changed, as by an optimizer step
             with torch.no_grad():
                 self.result.add_evaluations(1, len(z))
                 self.measure(z, self.equation(z, *args), args, trust=False)

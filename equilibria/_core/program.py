@@ -62,7 +62,7 @@ class Program:
         return finished(record.close(), counter, taken)
 
     def _padded(self, call: Call, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The inputs of fewer rows than the program has, with the first row in place of those that are missing."""
+        """Return the inputs padded to the rows of the program: copies of the first row fill the others."""
         place = torch.arange(self.rows, device=inputs[0].device)
         index = torch.where(place < len(inputs[0]), place, torch.zeros_like(place))
         rows = [True] * (1 + sum(self.extra)) + list(call.equation.rowwise)
@@ -82,25 +82,25 @@ class Program:
         moving = [tensor.clone(memory_format=torch.contiguous_format) for tensor in (one, *own, *record.tensors())]
 
         def read(tensors: Sequence[Tensor]) -> tuple[Tensor, Any, SolveRecord]:
-            """The step, the state of the solver and the record, from the tensors that the loop carries."""
+            """Return the step, the solver's state and the record from the tensors that the loop carries."""
             step, *rest = tensors[: len(moving)]
             record = SolveRecord(self.stop, rest[0], None if scale is None else tensors[-1], self.precision)
             record.load(rest[len(own) :])
             return step, rebuild(state, iter(rest[: len(own)]), iter(collect(state, int))), record
 
         def body(*tensors: Tensor) -> tuple[Tensor, ...]:
-            """One step of the loop on the tensors it carries."""
+            """Take one step of the loop on the tensors it carries."""
             step, now, record = read(tensors)
             f = _Traced(parts, tensors[len(moving) :][: len(saved)])
             f.fell, f.precision = record.fell, self.precision
             now = self.solver.step(f, now)  # type: ignore[arg-type]
             record.record_rows(now, step + 1)
             out = (step + 1, *collect(now, Tensor), *record.tensors())
-            # contiguous() leaves tensors of one row the strides they have, and the loop wants always the same
+            # contiguous() keeps the strides of tensors with one row, but the loop requires the same ones in every step
             return tuple(new.clone(memory_format=torch.contiguous_format) for new in out)
 
         def running(*tensors: Tensor) -> Tensor:
-            """True while rows run and steps are left."""
+            """Return True while rows run and steps are left."""
             step, _, record = read(tensors)
             assert record.open is not None
             return (step < self.stop.max_steps) & record.open.any()
@@ -200,7 +200,7 @@ def _inner(output: fx.Node, late: set[fx.Node]) -> tuple[set[fx.Node], list[fx.N
 
 
 def _is_view(node: fx.Node) -> bool:
-    """True if a node returns a view, or an entry of a tuple that such a node returns."""
+    """Return True if a node returns a view, or an entry of a tuple that such a node returns."""
     if node.target is operator.getitem:
         return _is_view(node.all_input_nodes[0])
     schema = getattr(node.target, "_schema", None)
@@ -208,7 +208,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 class _Traced:
-    """The map as solvers see it in a trace: nothing is counted, nothing is known about values."""
+    """The map that solvers get in a trace: it counts no evaluations and reads no values of tensors."""
 
     growth = float("inf")
     fell: Tensor | None = None
@@ -218,17 +218,17 @@ class _Traced:
         self.parts, self.saved, self.known = parts, saved, known
 
     def __call__(self, z: Tensor) -> Tensor:
-        """The traced map at z, or the value that is known for this z."""
+        """Return the traced map at z, or the value that is known for this z."""
         if self.known is not None and z is self.known[0] and self.known[1] is not None:
             return self.known[1].clone()
         return self.product(z)
 
     def jacobian(self, z: Tensor) -> _Traced:
-        """Return self: in a trace only linear maps are asked for their derivative."""
+        """Return self: in a trace solvers take the derivative of linear maps only."""
         return self
 
     def product(self, z: Tensor) -> Tensor:
-        """The traced map at z; for a linear equation the product M z."""
+        """Return the traced map at z; for a linear equation the product M z."""
         return self.parts.apply(z, *self.saved)
 
 
@@ -250,11 +250,11 @@ class Call:
 
     @property
     def extra(self) -> list[bool]:
-        """Two flags: the inputs contain a scale, and a known value."""
+        """Two flags: whether the inputs contain a scale, and whether they contain the known value of f(z0)."""
         return [self.options["scale"] is not None, self.options["known"] is not None]
 
     def inputs(self) -> tuple[Tensor, ...]:
-        """The tensors that a program takes."""
+        """Return the tensors that a program takes."""
         extra = (tensor for tensor in (self.options["scale"], self.options["known"]) if tensor is not None)
         return tuple(tensor.detach() for tensor in (self.z0, *extra, *self.f.args))
 
@@ -269,11 +269,11 @@ class Call:
         return self._identity([shape[1:] if has else shape for shape, has in zip(shapes, rows, strict=True)])
 
     def _tensors(self) -> tuple[Tensor, ...]:
-        """The start and the args, whose shapes identify a program."""
+        """Return the start and the args, whose shapes identify a program."""
         return self.z0, *self.f.args
 
     def _identity(self, shapes: Sequence[torch.Size]) -> Hashable:
-        """The key of a call with these shapes."""
+        """Return the key of a call with these shapes."""
         tensors = tuple((tensor.stride(), tensor.dtype, tensor.device) for tensor in self._tensors())
         given = tuple(name for name in ("scale", "known") if self.options[name] is not None)
         return type(self.equation), self.equation.fingerprint(), tuple(shapes), tensors, self.solver, self.stop, given

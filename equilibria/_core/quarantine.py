@@ -29,7 +29,7 @@ def quarantine(
 
 
 def _args_with_rows(equation: Equation, z: Tensor, args: Sequence[Tensor], index: Tensor, good: Tensor) -> Sequence[bool]:
-    """True for each arg that has a row per sample; a weight may have as many rows by coincidence.
+    """Return True for each arg that has a row per sample; a weight may have as many rows by coincidence.
 
     The test replaces the rows of bad samples. The outputs of good samples change only if the rows belong to a weight.
     """

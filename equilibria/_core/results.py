@@ -50,15 +50,15 @@ class LoopRun:
             warn_once(self.f.equation.identity)
 
     def with_stop(self, **changes: Any) -> LoopRun:
-        """The same run with some settings of its stop changed."""
+        """Return the same run with some settings of its stop changed."""
         return dataclasses.replace(self, stop=dataclasses.replace(self.stop, **changes))
 
 
 def merge(first: SolveResult, then: SolveResult, rows: Tensor | None = None) -> SolveResult:
     """Join two successive solves: per sample the later result if it is better, with the steps of both.
 
-    rows  (batch,), the samples that the second solve is for; None: all. What it says about others is not relied on, because
-          it started from their results: beside a state that has grown, any residual is small.
+    rows  (batch,), the samples that the second solve is for; None: all. Its results for the others are not used, because
+          it started from their results: relative to a state that has grown, any residual is small.
     """
     a, b = first.stats, then.stats
     sound = torch.ones_like(b.converged) if then.sound is None else then.sound

@@ -35,7 +35,7 @@ def sum_finite_shares(rows: Tensor, share: Callable[[Tensor], Grads], zero: Grad
 
 
 def all_finite(grads: Grads) -> bool:
-    """True if all gradients are finite. Sums are checked first: torch.isfinite allocates a mask of the gradient's size."""
+    """Return True if all gradients are finite; sums are checked first, because torch.isfinite allocates a mask."""
     given = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads if grad is not None]
     sums = [grad.sum(dtype=torch.promote_types(grad.dtype, torch.float32)) for grad in given]
     if not sums or bool(torch.isfinite(torch.stack([each.to(sums[0]) for each in sums]).sum())):

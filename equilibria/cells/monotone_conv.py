@@ -216,7 +216,8 @@ class MonotoneTiers2d(MonotoneCell):
     def invert(self, operator: Tensors, alpha: float) -> Tensors:
         """Return (D_i^{-1}, tori, 2 alpha A_i, L_i), each a tuple over tiers.
 
-        D_i are the diagonal blocks of (1 + alpha) I - alpha W.
+        D_i are the diagonal blocks of (1 + alpha) I - alpha W. They are inverted in the Fourier domain of the periodic
+        image (`Torus`) of their tier.
         """
         within, A, L = operator
         # L_i'L_i keeps every second pixel and mixes frequencies; the last tier has no L

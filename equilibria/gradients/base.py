@@ -38,7 +38,7 @@ def check_first_order(name: str, *, differentiable: bool = False) -> None:
 
 
 def with_zero_gradient(z: Tensor, args: Sequence[Tensor]) -> Tensor:
-    """`z` with a graph that gives the args zero gradients, because backward() raises for a tensor without a graph."""
+    """Return `z` with a graph of zero gradients for the args: backward() raises for a tensor without a graph."""
     followed = [arg for arg in args if arg.requires_grad]
     if z.requires_grad or not followed or not torch.is_grad_enabled():
         return z

@@ -47,7 +47,7 @@ class Escalate(Gradient):
         return attach(problem, z0, args) if problem.opaque else differentiable_fixed_point(problem, z0, *args)[0]
 
     def _approximation(self) -> Approximation:
-        """The formula of `cheap`; TypeError if it has none."""
+        """Return the formula of `cheap`; TypeError if it has none."""
         if isinstance(self.cheap, JFB):
             return Neumann(1, 1.0)
         if isinstance(self.cheap, NeumannPhantom):

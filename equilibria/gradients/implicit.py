@@ -46,7 +46,7 @@ class Implicit(Gradient):
         return attach(problem, z0, args) if problem.opaque else differentiable_fixed_point(problem, z0, *args)[0]
 
     def linear(self, problem: Problem) -> LinearSolve:
-        """The settings of the linear systems of the problem."""
+        """Return the settings of the linear systems of the problem."""
         default = isinstance((self.stop or problem.stop).rtol, DefaultTolerance)
         stop = _linear_stop(self.stop, problem.stop, problem.equation.precision if default else 0.0)
         return LinearSolve(self.solver or _GMRES, stop, self.on_failure)
@@ -57,7 +57,7 @@ _GMRES = GMRES()
 
 @functools.lru_cache(maxsize=256)
 def _linear_stop(own: Stop | None, forward: Stop, least: float) -> Stop:
-    """The stop of the linear systems: `own`, or that of the forward solve, with an rtol of at least `least`.
+    """Return the stop of the linear systems: `own`, or that of the forward solve with an rtol of at least `least`.
 
     Cached, because building a Stop checks all its settings. `least` is 0 for an rtol that was given, which is not changed.
     """

@@ -104,7 +104,7 @@ class NeumannPhantom(Gradient):
 
 
 def solve_detached(problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """The equilibrium without a graph, (batch, n), and its status; uses the primitive, which supports torch.func."""
+    """Return the equilibrium without a graph, (batch, n), and its status; uses the primitive, which supports torch.func."""
     if torch.is_grad_enabled() and not autodiff_modes.inside_transform():
         problem = problem.changed(measured_later=True)  # by `unroll_from`
     with torch.no_grad():  # gradients flow through the steps that follow, not through the solve
@@ -121,7 +121,7 @@ def unroll_from(
     *,
     replays: bool = False,
 ) -> Tensor:
-    """`advance(f, z)` with a graph for finite samples; samples that are not finite keep z and get no gradient.
+    """Return `advance(f, z)` with a graph for finite samples; samples that are not finite keep z and get no gradient.
 
     replays  True if backward runs the cell again
     """
@@ -166,7 +166,7 @@ class _Advance:
 
 
 def _recording() -> bool:
-    """True if autograd or forward mode may differentiate what is computed now."""
+    """Return True if autograd or forward mode may differentiate what is computed now."""
     return torch.is_grad_enabled() or autodiff_modes.inside_dual_level()
 
 

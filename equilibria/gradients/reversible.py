@@ -87,7 +87,7 @@ class ReversibleState(Iterate):
     wide: Tensor  # (batch, n), double
 
     def rescaled(self, unit: Tensor) -> Self:
-        """The state with both iterates times `unit`, (batch, 1)."""
+        """Return the state with both iterates times `unit`, (batch, 1)."""
         state = super().rescaled(unit)
         return dataclasses.replace(state, y=self.y * unit, wide=self.wide * unit)
 
@@ -99,7 +99,7 @@ class ReversiblePicard(Solver[ReversibleState]):
     damping: float
 
     def init(self, f: Map, z0: Tensor) -> ReversibleState:
-        """The start, with both iterates in the wide dtype."""
+        """Return the start, with both iterates in the wide dtype."""
         return ReversibleState(z0, f(z0), z0.to(WIDE), z0.to(WIDE))
 
     def step(self, f: Map, state: ReversibleState) -> ReversibleState:
@@ -129,13 +129,13 @@ class _Reversible(Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        """Take the steps back; raises if derivatives of higher order are asked for."""
+        """Take the steps back; raises for derivatives of higher order."""
         check_first_order("Reversible", differentiable=torch.is_grad_enabled())
         return (None, None, *autodiff_modes.pull_each(lambda v: _Reversible._pull(ctx, v), cotangents[0]))
 
     @staticmethod
     def _pull(ctx: Any, cotangent: Tensor) -> Sequence[Tensor | None]:
-        """The gradients of the args for a cotangent, (batch, n), without samples whose derivatives are not finite."""
+        """Return the gradients of the args for a cotangent, (batch, n), without samples whose derivatives are not finite."""
         y, z, steps, best, status, *args = ctx.saved_tensors
         equation, needs = ctx.problem.equation, ctx.needs_input_grad[2:]
         good, lost = status != Status.NONFINITE, torch.zeros_like(status, dtype=torch.bool)
@@ -167,7 +167,7 @@ class _Reversible(Function):
 
 
 def _same(good: Tensor) -> Tensor:
-    """(batch,), the index of the row that `quarantine` uses for each sample."""
+    """Return (batch,), the index of the row that `quarantine` uses for each sample."""
     return torch.where(good, torch.arange(len(good), device=good.device), good.to(torch.int8).argmax())
 
 
@@ -192,7 +192,7 @@ def _undo(
     vy, vz = torch.zeros_like(z), torch.zeros_like(z)
 
     def back(at: Tensor, state: Tensor, cotangent: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Invert state <- (1 - d) state + d f(at): the state before, and the cotangent that reaches `at`."""
+        """Return the state before state <- (1 - d) state + d f(at), and the cotangent that reaches `at`."""
         here = Linearisation(equation, at.to(v.dtype), args, needs)
         value = here.run()[1].detach().to(WIDE)
         sent = torch.where(rows, d * cotangent, torch.zeros_like(cotangent)).to(v.dtype)

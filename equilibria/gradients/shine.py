@@ -83,7 +83,7 @@ class _Shine(Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the args with the cotangent that the stored estimate gives."""
+        """Return gradients of the args with the cotangent that the stored estimate gives."""
         # the estimate is a constant of the forward solve, so that its derivative is not known
         check_first_order("Shine", differentiable=torch.is_grad_enabled())
         z, status, *args = ctx.saved_tensors
@@ -108,7 +108,7 @@ class Estimate(Approximation):
 
     @staticmethod
     def of(state: Any, fallback: float | None) -> Estimate:
-        """The estimate that a Broyden state holds."""
+        """Return the estimate that a Broyden state holds."""
         if isinstance(state, RestartState):
             state = state.inner
         assert isinstance(state, BroydenState)
@@ -118,7 +118,7 @@ class Estimate(Approximation):
 
     def __call__(self, product: FlatMap, right: Tensor) -> Tensor:
         """Return the estimate applied to `right`; `right` itself for samples where the result is too long relative to it."""
-        if self.steps.shape[1] == 0:  # the start was the answer: no step has told anything about the Jacobian
+        if self.steps.shape[1] == 0:  # the start was the answer: no step has measured the Jacobian
             return right
         weights = solve_small(self.core.transpose(1, 2), products(self.sums, right))
         u = right - combine(weights, self.steps)

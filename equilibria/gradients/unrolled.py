@@ -67,7 +67,7 @@ class Unrolled(Gradient):
         return watched(self._steps, problem, z0, args, replays=self.checkpoint is not None)
 
     def _steps(self, problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
-        """The unrolled equilibrium; where no step was recorded, its graph gives zero gradients."""
+        """Return the unrolled equilibrium; where no step was recorded, its graph gives zero gradients."""
         # without any step there is no graph, and backward() would raise
         return with_zero_gradient(self._unroll(problem, z0, args), [z0, *args])
 
@@ -109,7 +109,7 @@ class Unrolled(Gradient):
         return torch.where(good.unsqueeze(1), result.z + (chosen - chosen.detach()), result.z)
 
     def _steps_again(self, problem: Problem, z0: Tensor, args: Sequence[Tensor], best: Tensor, good: Tensor) -> Tensor:
-        """Each sample's iterate at its step `best`, (batch, n), with a graph."""
+        """Return each sample's iterate at its step `best`, (batch, n), with a graph."""
         assert isinstance(problem.solver, Solver)
         z0, args, _ = quarantine(problem.equation, z0, args, z0, good)
         f = _bind(problem, args)
@@ -134,7 +134,7 @@ class _ReplayedStep:
         return {}  # the buffers of an equation are constant
 
     def first(self, state: Iterate) -> Tensors:
-        """The tensors before the first step."""
+        """Return the tensors before the first step."""
         return (torch.tensor([0, *collect(state, int)]), state.z, *self._cut(collect(state, Tensor), time=0))
 
     def __call__(self, z: Tensors, buffers: Buffers) -> Tensors:
@@ -147,7 +147,7 @@ class _ReplayedStep:
         return (torch.tensor([time + 1, *collect(state, int)]), chosen, *self._cut(collect(state, Tensor), time + 1))
 
     def _cut(self, tensors: list[Tensor], time: int) -> list[Tensor]:
-        """The state, detached for samples that are more than `truncate` steps before their last."""
+        """Return the state, detached for samples that are more than `truncate` steps before their last."""
         if self.truncate is None:
             return tensors
         early = time < self.best - self.truncate
@@ -155,7 +155,7 @@ class _ReplayedStep:
 
 
 def _bind(problem: Problem, args: Sequence[Tensor]) -> Map:
-    """The map with the graph of its evaluations, whose rows are not dropped."""
+    """Return the map of the equation, whose evaluations keep their graph; its rows cannot be taken."""
     f = Map(lambda z: guarded(problem, problem.equation(z, *args)))
     f.precision = problem.equation.precision  # steps are replayed outside of the loop, which would set it
     return f
@@ -205,7 +205,7 @@ class _PlainStep:
 
 
 def _spared(run: Callable[..., Tensor], problem: Problem, z0: Tensor, args: Sequence[Tensor]) -> Tensor:
-    """The result of `run`; if samples became non-finite, `run` is repeated without them.
+    """Return the result of `run`, which is repeated without samples that became non-finite in it.
 
     Otherwise their steps would stay in the graph with weight zero, and 0 * nan is nan.
     """

@@ -32,7 +32,7 @@ CHANGED = (
 
 
 def watched(steps: Steps, problem: Problem, start: Tensor, args: Sequence[Tensor], *, replays: bool = False) -> Tensor:
-    """`steps(problem, start, args)` with a check that leaves samples with non-finite gradients out of first-order gradients.
+    """Run `steps(problem, start, args)`; samples with non-finite gradients are left out of first-order gradients.
 
     replays  True if backward runs the cell again; it then raises if a tensor was changed in place since the forward
 
@@ -59,7 +59,7 @@ def watched(steps: Steps, problem: Problem, start: Tensor, args: Sequence[Tensor
 
 
 def guarded(problem: Problem, fz: Tensor) -> Tensor:
-    """An evaluation of a closure, (batch, n), whose cotangent is set to zero for samples where it is not finite.
+    """Return an evaluation of a closure, (batch, n), whose non-finite cotangents are set to zero, sample by sample.
 
     The gradients of tensors that a closure captured do not pass through one node, but all of them come from such cotangents.
     """
@@ -69,7 +69,7 @@ def guarded(problem: Problem, fz: Tensor) -> Tensor:
 
 
 def _without_lost(problem: Problem, v: Tensor) -> Tensor:
-    """The cotangent v with zeros for samples where it is not finite, which are reported."""
+    """Return the cotangent v with zeros for samples where it is not finite, which are reported."""
     if torch._C._functorch.is_legacy_batchedtensor(v):  # several cotangents at once, whose values cannot be read
         return v
     lost = ~torch.isfinite(v).all(dim=1)
@@ -134,7 +134,7 @@ class _Watch:
             raise RuntimeError(CHANGED)
 
     def checked(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """`grads` if they are finite, else the sum over the samples whose gradients are."""
+        """Return `grads` if they are finite, else the sum over the samples whose gradients are."""
         v, self.cotangent = self.cotangent, None
         if v is None or torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(v) or all_finite(grads):
             return grads
@@ -151,7 +151,7 @@ class _Watch:
         return grads
 
     def _again(self, v: Tensor, good: Tensor) -> list[Tensor | None]:
-        """Compute the gradients again, with good samples in place of the others and a zero cotangent for these."""
+        """Compute the gradients of the `good` samples again; the others are replaced and get a zero cotangent."""
         # new leaves, so that this second run has a graph of its own: backward has freed that of the first
         leaves = [tensor.detach() for tensor in self.tensors]
         needed = [leaves[i].requires_grad_() for i in self.followed]
@@ -181,5 +181,5 @@ def file_lost_steps(problem: Problem, lost: Tensor) -> None:
 
 
 def _version(tensor: Tensor) -> int:
-    """The version counter; 0 for inference tensors, which have none and are read-only outside of inference mode."""
+    """Return the version counter; 0 for inference tensors, which have none and are read-only outside of inference mode."""
     return 0 if tensor.is_inference() else tensor._version

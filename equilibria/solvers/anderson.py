@@ -199,7 +199,7 @@ class Anderson(Solver[AndersonState]):
         )
 
     def fixed_shape_state(self, state: AndersonState) -> AndersonState:
-        """The state with all slots a compiled solve may use, whose shapes no step changes."""
+        """Return the state with all slots a compiled solve may use, whose shapes no step changes."""
         limit, (batch, n) = state.limit if state.few == state.most else min(COMPILED_SLOTS, state.most), state.z.shape
         count, slot = (torch.full((), int(each), device=state.z.device) for each in (state.count, state.slot))
         pairs, squares = state.z.new_zeros(batch, limit, 2 * n), state.z.new_zeros(batch, limit, limit)
@@ -227,7 +227,7 @@ class Anderson(Solver[AndersonState]):
 
 
 class Ring(NamedTuple):
-    """The pairs of all samples; fields as in AndersonState."""
+    """The stored pairs of all samples in a ring of slots, with their Gram matrix; fields as in AndersonState."""
 
     pairs: Tensor
     gram: Tensor
@@ -236,7 +236,7 @@ class Ring(NamedTuple):
     slot: int | Tensor
 
     def with_pair(self, pair: Tensor, n: int, followed: bool, scale: Tensor | None = None) -> Ring:
-        """The ring with `pair` times `scale` in the next slot, and its inner products if there is no scale."""
+        """Return the ring with `pair` times `scale` in the next slot; without a scale, the Gram matrix is updated."""
         slot, fixed = self.slot, isinstance(self.slot, Tensor)
         pairs = self.pairs if isinstance(slot, Tensor) else grow(self.pairs, slot, self.limit, blank=False)
         filled = self.limit if fixed else min(self.filled + 1, self.limit)
@@ -258,7 +258,7 @@ class Ring(NamedTuple):
         return Ring(pairs, gram, self.limit, filled, (slot + 1) % self.limit)
 
     def longer(self, limit: int) -> Ring:
-        """A full ring with more slots, its oldest pair in the first one."""
+        """Return a ring with more slots from a full one, its oldest pair in the first slot."""
         assert isinstance(self.slot, int)
         oldest, gram = self.slot, self.gram
         pairs = torch.cat((self.pairs[:, oldest : self.limit], self.pairs[:, :oldest]), dim=1) if oldest else self.pairs
@@ -269,7 +269,7 @@ class Ring(NamedTuple):
 
 
 class Fused(NamedTuple):
-    """Something that does `insert` and `combine` in one call, on devices of these types."""
+    """A function that does `insert` and `combine` in one call, and the types of device it supports."""
 
     step: Callable[[Ring, Tensor, Tensor, Tensor, Tensor, float, float], tuple[Tensor, Ring]]
     devices: tuple[str, ...]
@@ -279,7 +279,7 @@ fused: Fused | None = None  # set inside `native.gpu.fused()`
 
 
 def insert(ring: Ring, pair: Tensor, last: Tensor, mask: Tensor | None, threshold: float) -> Ring:
-    """The ring with the difference of two iterates, (batch, 2 n), in its slot; `mask` is of the pairs before.
+    """Return the ring with the difference of `pair` and `last`, (batch, 2 n); `mask` marks the stored pairs in use.
 
     Overwrites `last`, unless it is differentiated.
     """
@@ -302,7 +302,7 @@ def insert(ring: Ring, pair: Tensor, last: Tensor, mask: Tensor | None, threshol
 
 
 def combine(ring: Ring, fz: Tensor, residual: Tensor, mask: Tensor | None, damping: float, threshold: float) -> Tensor:
-    """The next iterate: the damped evaluation less the combination of the history."""
+    """Return the next iterate: the damped evaluation minus the combination of the history."""
     k, n = ring.filled, fz.shape[1]
     residuals, values = ring.pairs[:, :k, :n], ring.pairs[:, :k, n:]
     weights = _masked(products(residuals, residual), mask)
@@ -313,7 +313,7 @@ def combine(ring: Ring, fz: Tensor, residual: Tensor, mask: Tensor | None, dampi
 
 
 def least_squares(gram: Tensor, right: Tensor, mask: Tensor | None, threshold: float) -> Tensor:
-    """(batch, k), the minimizer of |g - sum of weights dg| from the inner products of the dg, (batch, k, k), and with g.
+    """Return (batch, k), the minimizer of |g - sum of weights dg|; `gram` has the products of the dg, `right` with g.
 
     Differences are normalised, so that `threshold`, which is added to the diagonal, is relative. Pairs that are masked or
     zero get the weight zero.
@@ -328,7 +328,7 @@ def least_squares(gram: Tensor, right: Tensor, mask: Tensor | None, threshold: f
 
 
 def mask_of(ring: Ring, held: Tensor) -> Tensor:
-    """(batch, filled), 1 for the last `held` pairs of each sample, else 0."""
+    """Return (batch, filled), 1 for the last `held` pairs of each sample, else 0."""
     place = torch.arange(ring.filled, device=held.device)
     return ((ring.slot - 1 - place) % ring.limit < held).to(held.dtype)
 
@@ -338,12 +338,12 @@ def _masked(weights: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _is_needed(window: Tensor, ring: Ring) -> bool:
-    """True if the window of a sample is longer than the ring, or where that would wait for a device."""
+    """Return True if a full ring must grow: a window is longer, or reading the windows would wait for a device."""
     if isinstance(ring.slot, Tensor) or ring.filled < ring.limit:
         return False
     return not _reads_at_once(window) or bool((window > ring.limit).any())
 
 
 def _reads_at_once(x: Tensor) -> bool:
-    """True if a number of `x` is in memory already, so that reading it waits for no device."""
+    """Return True if a number of `x` is in memory already, so that reading it waits for no device."""
     return x.device.type == "cpu" and not autodiff_modes.inside_transform()

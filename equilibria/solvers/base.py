@@ -37,7 +37,7 @@ class Iterate:
         return torch.linalg.vector_norm(self.residual, dim=1)
 
     def rescaled(self, unit: Tensor) -> Self:
-        """The state with its iterates multiplied by `unit`, (batch, 1), by which the problem was divided.
+        """Return the state with its iterates multiplied by `unit`, (batch, 1), by which the problem was divided.
 
         A history is not rescaled: the Jacobian estimated from it does not depend on the scale.
         """
@@ -69,5 +69,5 @@ class Solver(ABC, Generic[S]):
         """Take one step and return the next state."""
 
     def fixed_shape_state(self, state: S) -> S | None:
-        """The state with fixed shapes and tensor counters, for the compiled loop; None if the solver cannot be compiled."""
+        """Return the state with fixed shapes and tensor counters, for the compiled loop; None if there is none."""
         return None

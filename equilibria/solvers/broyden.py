@@ -84,7 +84,7 @@ class Broyden(Solver[BroydenState]):
         return self._insert(state, z, f(z), direction)
 
     def _insert(self, state: BroydenState, z: Tensor, fz: Tensor, step: Tensor) -> BroydenState:
-        """The state after a step, with the pair of the step in its slot of the history."""
+        """Return the state after a step, with the pair of the step in its slot of the history."""
         limit, active = state.limit, state.active
         slot = state.count % limit
         length = torch.linalg.vector_norm(step, dim=1, keepdim=True)

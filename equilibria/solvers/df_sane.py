@@ -84,7 +84,7 @@ class DFSane(Solver[SpectralState]):
         return self._next(state, z, fz, merit)
 
     def _next(self, state: SpectralState, z: Tensor, fz: Tensor, merit: Tensor) -> SpectralState:
-        """The state at the accepted trial, with a new spectral step length."""
+        """Return the state at the accepted trial, with a new spectral step length."""
         step, change = z - state.z, (fz - z) - state.residual
         # r = -F of the paper: the curvature dz' dF is -dz' dr
         along, steepness = -dot(step, change), dot(change, change)

@@ -124,14 +124,14 @@ class GMRES(Solver[GMRESState]):
         return replace(state, count=0, taken=0, order=(), held=held)
 
     def fixed_shape_state(self, state: GMRESState) -> GMRESState:
-        """The state with a fixed number of slots, whose shapes no step changes."""
+        """Return the state with a fixed number of slots, whose shapes no step changes."""
         batch, n = state.z.shape
         limit = min(2 * FEW, state.most)  # of fixed shape it cannot grow, and is carried whole from step to step
         pairs = torch.cat((state.pairs[:, :1], state.z.new_zeros(batch, limit - 1, 2 * n)), dim=1)
         return replace(state, pairs=pairs, limit=limit, count=torch.full((), int(state.count), device=state.z.device))
 
     def _extend(self, f: Map, state: GMRESState) -> tuple[Tensor, Tensor]:
-        """The pairs with a new one in its slot, (batch, slots, 2 n), and the new pair, (batch, 2 n)."""
+        """Return the pairs with a new one in its slot, (batch, slots, 2 n), and the new pair, (batch, 2 n)."""
         n, p, pairs = state.z.shape[1], state.remaining, state.pairs
         limit = k = state.limit
         slot: int | Tensor
@@ -159,10 +159,10 @@ class GMRES(Solver[GMRESState]):
 
 
 def _roomier(f: Map, state: GMRESState) -> GMRESState:
-    """The state with a larger window for rows that have filled theirs and whose last step was slow."""
+    """Return the state with a larger window for rows that have filled theirs and whose last step was slow."""
     if isinstance(state.count, Tensor) or len(state.order) < FEW or (state.limit == state.most and state.window is None):
         return state
-    if isinstance(f, LinearMap) and f.growth < SLOW and f.growth != FALLEN:  # which does not say how far
+    if isinstance(f, LinearMap) and f.growth < SLOW and f.growth != FALLEN:  # FALLEN does not say how far
         return state  # no row was slow: linear systems have a fixed scale, so that this is about residuals alone
     full = len(state.order) == state.limit
     window = state.window
@@ -178,14 +178,14 @@ def _roomier(f: Map, state: GMRESState) -> GMRESState:
 
 
 def _following(state: GMRESState) -> tuple[int, ...]:
-    """The slots in use after a step, the oldest first."""
+    """Return the indices of the slots in use after a step, the oldest first."""
     if len(state.order) < state.limit:
         return (*state.order, len(state.order))
     return (*state.order[1:], state.order[0])
 
 
 def _weights(state: GMRESState, weights: Tensor) -> Tensor:
-    """(batch, k), zero for pairs that a row no longer keeps."""
+    """Return (batch, k), zero for pairs that a row no longer keeps."""
     if state.held is None:
         return weights
     newer = [0] * len(state.order)  # pairs after that of a slot

@@ -13,7 +13,7 @@ SUFFICIENT = 1e-4  # Armijo's constant, the share of the predicted decrease that
 def backtrack(
     f: Map, z: Tensor, fz: Tensor, direction: Tensor, halvings: int, active: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The first z + t direction, t = 1, 1/2, 1/4, ..., whose residual decreases sufficiently, and f there.
+    """Return the first z + t direction, t = 1, 1/2, 1/4, ..., whose residual decreases sufficiently, and f there.
 
     A sample without such a t gets the trial with the smallest residual; a sample without a finite trial gets the last one.
     """

@@ -72,7 +72,7 @@ class Newton(Solver[NewtonState]):
 
 
 def dense_step(f: Map, state: Iterate) -> Tensor:
-    """delta with (I - J) delta = f(z) - z, by elimination; 0 for samples whose matrix is singular."""
+    """Return delta with (I - J) delta = f(z) - z, by elimination; 0 for samples whose matrix is singular."""
     jacobian, n = f.jacobian(state.z), state.z.shape[1]
     eye = torch.eye(n, dtype=state.z.dtype, device=state.z.device)
     columns = [jacobian.product(unit.expand_as(state.z)) for unit in eye]
@@ -122,7 +122,7 @@ def inexact_step(
 
 
 def next_forcing(forcing: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """(batch,), the relative tolerance of the next linear system by Eisenstat and Walker's second choice (1996)."""
+    """Return (batch,), the relative tolerance of the next linear system by Eisenstat and Walker's second choice (1996)."""
     chosen = (0.9 * divide(after, before).square()).clamp(max=LOOSEST)
     safe = 0.9 * forcing.square()  # Eisenstat and Walker's safeguard against tightening too fast
     return torch.where(safe > 0.1, chosen.maximum(safe), chosen)

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def map_tensors(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A state with `change` applied to each of its tensors, also those of states it wraps."""
+    """Return a state with `change` applied to each of its tensors, also those of states it wraps."""
     changed = {}
     for field in dataclasses.fields(state):
         value = getattr(state, field.name)
@@ -29,7 +29,7 @@ def map_tensors(state: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def collect(state: Any, kind: type[T]) -> list[T]:
-    """The values of type `kind` in a state and the states it wraps, in the order of their fields."""
+    """Return the values of type `kind` in a state and the states it wraps, in the order of their fields."""
     found: list[T] = []
     for field in dataclasses.fields(state):
         value = getattr(state, field.name)
@@ -38,7 +38,7 @@ def collect(state: Any, kind: type[T]) -> list[T]:
 
 
 def rebuild(like: Any, tensors: Iterator[Tensor], counters: Iterator[int]) -> Any:
-    """A state of the kind of `like` from its tensors and counters."""
+    """Return a state of the kind of `like` from its tensors and counters."""
     values: dict[str, Any] = {}
     for field in dataclasses.fields(like):
         value = getattr(like, field.name)
@@ -52,7 +52,7 @@ def rebuild(like: Any, tensors: Iterator[Tensor], counters: Iterator[int]) -> An
 
 
 def gather(whole: Any, part: Any, index: Tensor | None) -> Any:
-    """The state of the whole batch with the rows at `index` (None for all) from `part`, whose history may have grown."""
+    """Return the state of the batch with its rows at `index` (None for all) from `part`, whose history may have grown."""
     if whole is None or index is None:
         return part
     changed: dict[str, Any] = {}
@@ -70,8 +70,11 @@ def gather(whole: Any, part: Any, index: Tensor | None) -> Any:
 
 
 def compact_rows(tensor: Tensor, index: Tensor, *, over: bool) -> Tensor:
-    """The rows at `index`, in ascending order. A history (batch, slots, n) is the largest tensor of a state and belongs to
-    its solver. With `over`, it is compacted in place, slot by slot, so that no second copy is allocated."""
+    """Return the rows at `index`, which ascends.
+
+    A history (batch, slots, n) is the largest tensor of a state. With `over`, it is compacted in place, slot by slot, so
+    that no second copy is allocated.
+    """
     if tensor.dim() != 3 or not over or differentiated(tensor):
         return tensor.index_select(0, index)
     front = tensor[: len(index)]
@@ -81,7 +84,7 @@ def compact_rows(tensor: Tensor, index: Tensor, *, over: bool) -> Tensor:
 
 
 def rejected(state: Iterate) -> Tensor | None:
-    """(batch,), True for rows whose last step was discarded, also by a wrapped solver; None if there are none."""
+    """Return (batch,), True for rows whose last step was discarded, also by a wrapped solver; None if there are none."""
     if state.rejected is not None:
         return state.rejected
     wrapped = (value for value in vars(state).values() if isinstance(value, Iterate))
@@ -89,19 +92,19 @@ def rejected(state: Iterate) -> Tensor | None:
 
 
 def differentiated(*tensors: Tensor) -> bool:
-    """True if these tensors are differentiated or traced, so that in-place writes are not allowed."""
+    """Return True if these tensors are differentiated or traced, so that in-place writes are not allowed."""
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return True
     return autodiff_modes.inside_transform() or autodiff_modes.inside_dual_level() or autodiff_modes.is_tracing()
 
 
 def without_graph(x: Tensor) -> Tensor:
-    """`x` itself if it has no graph, else x.detach(), which takes time."""
+    """Return `x` itself if it has no graph, else x.detach(), which takes time."""
     return x.detach() if x.requires_grad else x
 
 
 def set_slot(buffer: Tensor, slot: int | Tensor, value: Tensor, active: Tensor | None = None) -> Tensor:
-    """`buffer` (batch, slots, ...) with `value` in one slot of the active rows.
+    """Return `buffer` (batch, slots, ...) with `value` in one slot of the active rows.
 
     Writes in place, because a copy of the history costs more than a step, unless autograd needs the old values.
     """
@@ -122,8 +125,10 @@ FIRST_SLOTS = 8  # history slots at the first growth; a short solve needs few
 
 
 def history_size(setting: int | None, budget: int | None, z: Tensor, *, small: int, medium: int, large: int) -> int:
-    """The number of pairs of vectors a solver stores: `setting`, or a default for the size of the state. It is limited to
-    the number that fits into `budget` bytes for the whole batch, and is at least one."""
+    """Return how many pairs of vectors a solver stores: `setting`, or a default for the size of the state.
+
+    The number is limited to what fits into `budget` bytes for the whole batch, and is at least one.
+    """
     n = z.shape[1]
     wanted = setting
     if wanted is None:
@@ -134,7 +139,7 @@ def history_size(setting: int | None, budget: int | None, z: Tensor, *, small: i
 
 
 def ridge(setting: float | None, dtype: torch.dtype) -> float:
-    """The share of its norm below which the orthogonal part of a difference is rounding: `setting`, or sqrt(epsilon)."""
+    """Return the share of a difference's norm below which its orthogonal part is rounding; default sqrt(epsilon)."""
     return torch.finfo(dtype).eps ** 0.5 if setting is None else setting
 
 
@@ -145,7 +150,7 @@ def check_history(solver: str, name: str, setting: int | None, budget: int | Non
 
 
 def grow(buffer: Tensor, slot: int, limit: int, dims: tuple[int, ...] = (1,), *, blank: bool = True) -> Tensor:
-    """`buffer` with at least `slot` + 1 places along `dims`, at most `limit`; its size doubles when it is full.
+    """Return `buffer` with at least `slot` + 1 places along `dims`, at most `limit`; its size doubles when it is full.
 
     A short solve therefore allocates little. New places are zero if `blank`, otherwise uninitialized.
     """
@@ -163,20 +168,20 @@ def grow(buffer: Tensor, slot: int, limit: int, dims: tuple[int, ...] = (1,), *,
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """Inner product of each row, (batch, 1)."""
+    """Return the inner product of each row, (batch, 1)."""
     return (a * b).sum(dim=1, keepdim=True)
 
 
 def products(rows: Tensor, x: Tensor) -> Tensor:
-    """Inner products of each sample's k vectors (batch, k, n) with its x (batch, n): (batch, k)."""
+    """Return (batch, k), the inner products of each sample's k vectors (batch, k, n) with its x (batch, n)."""
     if autodiff_modes.is_tracing():  # where sums are fused with what goes around them
         return (rows * x.unsqueeze(1)).sum(dim=2)
-    # this way round it is twice as fast on a CPU
+    # this order of factors is twice as fast on a CPU
     return torch.bmm(x.unsqueeze(1), rows.transpose(1, 2)).squeeze(1)
 
 
 def subtract_combination(x: Tensor, weights: Tensor, rows: Tensor, *, over: bool = False) -> Tensor:
-    """x (batch, n) minus each sample's k vectors (batch, k, n) times weights (batch, k); in place of x if `over`."""
+    """Return x (batch, n) minus each sample's k vectors (batch, k, n) times weights (batch, k), in x if `over`."""
     if autodiff_modes.is_tracing():
         return x - (weights.unsqueeze(2) * rows).sum(dim=1)
     if over:
@@ -186,12 +191,12 @@ def subtract_combination(x: Tensor, weights: Tensor, rows: Tensor, *, over: bool
 
 
 def combine(weights: Tensor, rows: Tensor) -> Tensor:
-    """(batch, n), the sum of each sample's k vectors (batch, k, n) times weights (batch, k)."""
+    """Return (batch, n), the sum of each sample's k vectors (batch, k, n) times weights (batch, k)."""
     return torch.bmm(weights.unsqueeze(1), rows).squeeze(1)
 
 
 def solve_small(matrix: Tensor, right: Tensor) -> Tensor:
-    """matrix^{-1} right per sample, (batch, k, k) and (batch, k); zero for a sample whose matrix is singular.
+    """Return matrix^{-1} right of each sample, (batch, k, k) and (batch, k); zero where the matrix is singular.
 
     Zero weights turn the caller's step into a plain one, which is always defined. An exception for one sample would stop
     all others.
@@ -207,6 +212,6 @@ def solve_small(matrix: Tensor, right: Tensor) -> Tensor:
 
 
 def divide(a: Tensor, b: Tensor) -> Tensor:
-    """a / b, and 0 where b is 0."""
+    """Return a / b, and 0 where b is 0."""
     zero = b == 0
     return torch.where(zero, torch.zeros_like(a), a / torch.where(zero, torch.ones_like(b), b))

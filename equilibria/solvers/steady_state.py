@@ -19,7 +19,7 @@ SAFETY = 0.9  # steps are this share of what the error allows, because a rejecte
 SHRINK, GROW = 0.2, 10.0  # bounds of the ratio of successive time steps
 NOTCHES = 16  # grid points of dt per doubling
 SMALLEST_ERROR = 1e-4  # smallest error that the controller uses
-ROUNDING = 4  # an error of a step below this many roundings of the state cannot be asked for
+ROUNDING = 4  # smallest tolerance of a step, in roundings of the state
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class SteadyState(Solver[Integration]):
     def _measure(
         self, tableau: Tableau, state: Integration, z: Tensor, fz: Tensor, slopes: list[Tensor], rtol: float
     ) -> Tensor:
-        """The error relative to the tolerance, (batch, 1); infinite where the trial is not finite."""
+        """Return the error relative to the tolerance, (batch, 1); infinite where the trial is not finite."""
         error = state.dt * weighted_sum(tableau.error, slopes)
         scale = self.atol + rtol * torch.maximum(state.z.abs(), z.abs())
         before, after = _rms(state.fz - state.z), _rms(fz - z)
@@ -106,7 +106,7 @@ class SteadyState(Solver[Integration]):
         return torch.where(torch.isfinite(measured) & torch.isfinite(after), measured, torch.inf)
 
     def _first_step(self, f: Map, z: Tensor, slope: Tensor) -> Tensor:
-        """(batch, 1), the first dt, from the change of slope in one Euler step (Hairer, Nørsett and Wanner 1993, II.4)."""
+        """Return (batch, 1), the first dt by one Euler step (Hairer, Nørsett and Wanner 1993, II.4)."""
         scale = self.atol + self.rtol * z.abs()
         size, speed = _rms(z / scale), _rms(slope / scale)
         probe = torch.where((size < 1e-5) | (speed < 1e-5), 1e-6, 0.01 * size / speed)
@@ -130,7 +130,7 @@ def trial(tableau: Tableau, f: Map, z: Tensor, fz: Tensor, dt: Tensor | float) -
 
 
 def _longest(tableau: Tableau, dt: Tensor, slopes: list[Tensor]) -> Tensor:
-    """(batch, 1), the largest dt that is stable for twice the observed rate |(I - J) k| / |k|, or for 2 if that is smaller.
+    """Return (batch, 1), the largest dt stable for twice the observed rate |(I - J) k| / |k|, or for rate 2 if smaller.
 
     2 is the fastest rate of a contraction. A mode that has decayed to rounding errors is not observed. Longer steps would
     amplify it again, and the result would then depend on the batch size through rounding.
@@ -141,7 +141,7 @@ def _longest(tableau: Tableau, dt: Tensor, slopes: list[Tensor]) -> Tensor:
 
 
 def _change(order: int, error: Tensor, before: Tensor, taken: Tensor) -> Tensor:
-    """(batch, 1), the next dt over this one, by a proportional-integral controller; proportional after a rejection."""
+    """Return (batch, 1), the next dt over this one: a PI controller, proportional only after a rejection."""
     proportional = SAFETY * error.pow(-7 / (10 * order))
     change = torch.where(taken, proportional * before.pow(2 / (5 * order)), proportional).clamp(SHRINK, GROW)
     return _on_grid(change)
@@ -153,10 +153,10 @@ def _on_grid(x: Tensor) -> Tensor:
 
 
 def _shortest(dt: Tensor) -> float:
-    """The smallest dt: the time scale of dz/dt = f(z) - z is 1, and steps below its rounding error have no effect."""
+    """Return the smallest dt: the time scale of dz/dt = f(z) - z is 1, and steps below its rounding error have no effect."""
     return torch.finfo(dt.dtype).eps
 
 
 def _rms(x: Tensor) -> Tensor:
-    """The root mean square of each row, (batch, 1)."""
+    """Return the root mean square of each row, (batch, 1)."""
     return rms_norm(x).unsqueeze(1)

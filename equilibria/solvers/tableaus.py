@@ -84,7 +84,7 @@ TABLEAUS: dict[Method, Tableau] = {"tsit5": TSIT5, "bs3": BS3, "dopri5": DOPRI5,
 
 
 def weighted_sum(weights: Sequence[float], slopes: Sequence[Tensor]) -> Tensor:
-    """sum_j weights[j] slopes[j], without the terms of weight 0."""
+    """Return sum_j weights[j] slopes[j], without the terms of weight 0."""
     total = weights[0] * slopes[0]
     for weight, slope in zip(weights[1:], slopes[1:], strict=True):
         if weight:

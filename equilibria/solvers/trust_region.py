@@ -86,7 +86,7 @@ class TrustRegion(Solver[TrustRegionState]):
         return TrustRegionState(z, fz, radius, forcing, active=state.active, rejected=searching.squeeze(1))
 
     def _model(self, f: Map, state: TrustRegionState) -> _Model:
-        """The Newton direction and the direction of descent with their images, for the dogleg step."""
+        """Return the Newton direction and the direction of descent with their images, for the dogleg step."""
         residual, jacobian = state.residual, f.jacobian(state.z)
         newton, left = inexact_step(
             f, state, state.forcing, self.linear, self.linear_steps, start=torch.zeros_like(residual)
@@ -114,7 +114,7 @@ class _Model:
     left: Tensor  # (batch, n), of the residual after the Newton step
 
     def step(self, radius: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The point p on the path at `radius` or its end, the model's length there and its slope towards p, (batch, 1)."""
+        """Return the point p on the path at `radius` or its end, the model's length and its slope towards p, (batch, 1)."""
         cauchy = self.length * self.descent
         beyond = self.newton - cauchy
         # the largest t in [0, 1] with |start + t direction| <= radius, (batch, 1), for |start| <= radius
@@ -141,5 +141,5 @@ def _share(before: Tensor, after: Tensor, predicted: Tensor) -> Tensor:
 
 
 def _squared(x: Tensor) -> Tensor:
-    """The squared length of each row, (batch, 1)."""
+    """Return the squared length of each row, (batch, 1)."""
     return dot(x, x)

@@ -58,7 +58,7 @@ def curves(steps: Sequence[Mapping[str, Any]]) -> Table:
         values = [math.nan if line.get(name) is None else float(line[name]) for line in steps if name in line]
         known = [value for value in values if math.isfinite(value)]
         if not known or (name == "skipped" and not any(known)):
-            continue  # a line of zeros for skipped steps would tell nothing
+            continue  # a line of zeros for skipped steps has no information
         last = form.format(values[-1])
         table.add_row(words, last, sparkline(values, logarithmic), form.format(min(known)), form.format(max(known)))
     return table

@@ -48,7 +48,7 @@ def run_on_cluster(
     logs     folder of submitit's files; all nodes must have access to it and to the folders of the runs
     """
     logs.mkdir(parents=True, exist_ok=True)
-    # submitit reads results as pickles: in a new folder that only this user can write, nobody else has left one before
+    # submitit reads results as pickles: a new folder that only this user can write has no file of anybody else
     executor = _executor(cluster, options, Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=logs)))
     # absolute paths: a node may start in another folder
     absolute = [Job(job.row, job.experiment, job.folder.resolve(), job.assignments) for job in jobs]
