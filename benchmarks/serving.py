@@ -132,7 +132,7 @@ def cases(names: Sequence[str], count: int) -> list[Case]:
     found = [
         Case("digits", "trained digits classifier, Anderson: steps hardly vary", model, digits),
         Case("monotone", "mon-mlp-mnist, Picard: four or five steps", monotone, pictures),
-        Case("residual", "jfb-resnet-mnist, Picard: convolutions, an expensive cell", residual, pictures[: count // 8]),
+        Case("residual", "jfb-resnet-mnist, Anderson: convolutions, an expensive cell", residual, pictures[: count // 8]),
         Case("tolerances", "the digits classifier, requests with rtol 1e-1 to 1e-6", model, tolerances),
         Case(
             "difficulty",
