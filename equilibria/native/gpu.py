@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,22 +61,10 @@ def step_in_torch(
 
 
 @step_in_torch.register_kernel("cuda")
-def _(
-    pairs: Tensor,
-    gram: Tensor,
-    pair: Tensor,
-    last: Tensor,
-    held: Tensor,
-    window: Tensor,
-    slot: int,
-    filled: int,
-    limit: int,
-    damping: float,
-    threshold: float,
-) -> Tensor:
+def _(*arguments: Any) -> Tensor:
     from equilibria.native import anderson_triton  # imported here, because torch for the CPU comes without Triton
 
-    return anderson_triton.step(pairs, gram, pair, last, held, window, slot, filled, limit, damping, threshold)
+    return anderson_triton.step(*arguments)
 
 
 @step_in_torch.register_fake
