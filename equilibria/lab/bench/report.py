@@ -96,17 +96,19 @@ def text(results: BenchResults) -> str:
 def plot(results: BenchResults, axes: Axes | None = None) -> Axes:
     """Plot our step times as shares of the fastest TorchDEQ's, which is the line at 1."""
     axes = new_axes(min(max(5.2, 1.1 * len(results.cases) + 1.5), 10.0), 3.9) if axes is None else axes
-    bars = {
-        "default, native steps": [ratio(case.named(DEFAULT), case) for case in results.cases],
-        "steps in torch": [ratio(case.named(PLAIN), case) for case in results.cases],
-    }
+    forms = {"default, native steps": DEFAULT, "steps in torch": PLAIN, "compiled": COMPILED}
+    shares = {label: [ratio(case.named(name), case) for case in results.cases] for label, name in forms.items()}
+    bars = {label: values for label, values in shares.items() if any(value is not None for value in values)}
+    width = 0.76 / max(len(bars), 1)
     for i, (label, values) in enumerate(bars.items()):
-        places = [(place + 0.38 * (i - 0.5), value) for place, value in enumerate(values) if value is not None]
-        axes.bar([x for x, _ in places], [y for _, y in places], width=0.36, label=label, color=COLOURS[i])
+        places = [
+            (place + width * (i - (len(bars) - 1) / 2), value) for place, value in enumerate(values) if value is not None
+        ]
+        axes.bar([x for x, _ in places], [y for _, y in places], width=0.95 * width, label=label, color=COLOURS[i])
     axes.axhline(1.0, color=INK, lw=1)
     axes.set_xticks(range(len(results.cases)), [case.case for case in results.cases], rotation=40, ha="right")
     axes.legend(
-        frameon=False, ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0)
+        frameon=False, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0)
     )  # above the axes, because inside it would hide bars
     return finish(axes, "", f"step time : fastest {TORCHDEQ}")
 

@@ -176,10 +176,15 @@ def test_plain_steps_are_those_of_torch() -> None:
     assert seen and not any(seen)
 
 
-def test_the_plot_has_two_bars_per_case_and_the_line_at_one() -> None:
+def test_the_plot_has_a_bar_per_case_and_form_that_was_run_and_the_line_at_one() -> None:
     pytest.importorskip("matplotlib")
-    axes = report.plot(MADE)
+    first = MADE.cases[0]
+    plain = outcome(PLAIN, "equilibria", 20, 30, 25)
+    axes = report.plot(dataclasses.replace(MADE, cases=(dataclasses.replace(first, outcomes=(*first.outcomes, plain)),)))
     assert sorted(patch.get_height() for patch in axes.patches) == [0.25, 0.5]  # type: ignore[attr-defined]
+    legend = axes.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["default, native steps", "steps in torch"]
     assert torch.tensor(axes.lines[0].get_ydata()).tolist() == [1.0, 1.0]
 
 
